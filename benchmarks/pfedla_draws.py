@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 
 from workloads import cpu_name
 
-from polyfed.algorithms import pfedla
+from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.cli.commands import reproduce
 from polyfed.cli.commands.reproduce import ReproduceOptions
 from polyfed.simulation.runs.directory import read_metrics

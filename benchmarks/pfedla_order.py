@@ -20,7 +20,8 @@ from first_heads import difference
 from groups import OPTIONS, ROUNDS, clients_of, weight_inside
 
 import polyfed as pf
-from polyfed.algorithms import PFedLA, pfedla
+from polyfed.algorithms import PFedLA
+from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.simulation.runs.progress import SilentProgress
 
 CHAIN_RULE = pfedla.layer_inner_products

@@ -39,7 +39,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedPNAS, registry_name
-from polyfed.algorithms.searching import SupernetMethod
+from polyfed.algorithms.nas.supernet_method import SupernetMethod
 from polyfed.cli.commands import options, recipes
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.data import Shift

@@ -10,7 +10,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx, PFedMe
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.state_dict import weighted_mean
 from polyfed.simulation.intake import ReplyAggregator

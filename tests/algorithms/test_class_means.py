@@ -9,8 +9,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
-from polyfed.algorithms.class_means import class_means_from_sums, weighted_class_sums
-from polyfed.algorithms.fedtgp import largest_class_distance
+from polyfed.algorithms.base.class_means import class_means_from_sums, weighted_class_sums
+from polyfed.algorithms.prototypes.fedtgp import largest_class_distance
 from polyfed.core.algorithm import Message
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import initial_state

@@ -8,8 +8,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
-from polyfed.algorithms.fd import class_means_of_others
-from polyfed.algorithms.fedtgp import TrainablePrototypes, largest_class_distance
+from polyfed.algorithms.distillation.fd import class_means_of_others
+from polyfed.algorithms.prototypes.fedtgp import TrainablePrototypes, largest_class_distance
 from polyfed.core.examples.examples import Examples
 
 

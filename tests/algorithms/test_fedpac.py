@@ -11,7 +11,11 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedPAC, FedRep
-from polyfed.algorithms.head_shares import head_mixing_statistics, head_mixing_weights, minimize_quadratic_on_simplex
+from polyfed.algorithms.partial_sharing.head_mixing import (
+    head_mixing_statistics,
+    head_mixing_weights,
+    minimize_quadratic_on_simplex,
+)
 from polyfed.core.algorithm import Message
 from polyfed.core.seeds import torch_generator
 from polyfed.testing import small_clients

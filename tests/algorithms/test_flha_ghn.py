@@ -84,7 +84,7 @@ def test_with_a_lookup_table_it_is_unweighted_fedavg(monkeypatch):
     start = initial_state(Distinct, seed=4)
     generated = graph_of_client(everyone[0]).generated_weights
     table = {f"heads.{m.type.key}.{role}": start[name] for m in generated for role, name in m.parameters.items()}
-    monkeypatch.setattr("polyfed.algorithms.flha_ghn.init_ghn_params", lambda *_: table)
+    monkeypatch.setattr("polyfed.algorithms.hypernetworks.flha_ghn.init_ghn_params", lambda *_: table)
     monkeypatch.setattr("polyfed.hypernetworks.generated_network.cached_ghn", lambda form, _: Lookup(form))
     monkeypatch.setattr(
         "polyfed.hypernetworks.generated_network._cached", generated_module._build

@@ -8,7 +8,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, HeteroFL
-from polyfed.algorithms.widths import fold_scaling, scaled_layer_outputs, widest_shapes, width_ratios
+from polyfed.algorithms.submodels.widths import fold_scaling, scaled_layer_outputs, widest_shapes, width_ratios
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.models import ModelSpec
 from polyfed.testing import small_clients

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg
-from polyfed.algorithms.per_fedavg import PerFedAvg
-from polyfed.algorithms.pfedme import PFedMe
+from polyfed.algorithms.personalised.per_fedavg import PerFedAvg
+from polyfed.algorithms.personalised.pfedme import PFedMe
 from polyfed.core.algorithm import Message
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state

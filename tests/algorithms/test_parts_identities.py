@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithms import FedAvg, Local, fedrep
-from polyfed.algorithms.fedbn import FedBN
-from polyfed.algorithms.fedrep import FedRep
+from polyfed.algorithms import FedAvg, Local
+from polyfed.algorithms.partial_sharing import fedrep
+from polyfed.algorithms.partial_sharing.fedbn import FedBN
+from polyfed.algorithms.partial_sharing.fedrep import FedRep
 from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import build_module, initial_state

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import polyfed as pf
-from polyfed.algorithms import pfedhn
-from polyfed.algorithms.pfedhn import PFedHN
+from polyfed.algorithms.hypernetworks import pfedhn
+from polyfed.algorithms.hypernetworks.pfedhn import PFedHN
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.hypernetworks.pfedhn_hypernetwork import (
     backpropagate_deltas,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithms.pfedhn import PFedHN
+from polyfed.algorithms.hypernetworks.pfedhn import PFedHN
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import build_module
 from polyfed.testing import small_clients

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA, pfedla
+from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA
+from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.core.algorithm import ClientInfo
 from polyfed.core.state_dict import safetensors_num_bytes
 from polyfed.hypernetworks import layer_aggregation

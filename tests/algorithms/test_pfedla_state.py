@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.algorithms import HeurPFedLA, PFedLA, pfedla
+from polyfed.algorithms import HeurPFedLA, PFedLA
+from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.core.algorithm import ClientInfo, ServerContext
 from polyfed.core.state_dict import deserialize_state, serialize_state
 from polyfed.hypernetworks import layer_aggregation

@@ -141,7 +141,7 @@ def test_messages_do_not_outlive_their_block(monkeypatch):
     at = Checkpoint(0, method.server_init(federation.server_context()), {})
     engine = build_engine("inprocess", method, clients, torch.device("cpu"), 0)
     monkeypatch.setattr(Engine, "max_block_bytes", 1)
-    monkeypatch.setattr("polyfed.algorithms.pfedla._BLOCK", 1)
+    monkeypatch.setattr("polyfed.algorithms.hypernetworks.pfedla._BLOCK", 1)
     found = run_phase(federation, engine, "evaluate", list(federation.clients), 1, at, SilentProgress())
     assert len(found.results) == 6
     assert not list(iter_tensors([result.task.message.tensors for result in found.results.values()]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedAvgFT, FedDSNAS, FedPNAS
-from polyfed.algorithms.searching import SupernetMethod
+from polyfed.algorithms.nas.supernet_method import SupernetMethod
 from polyfed.cli.commands import recipes as shipped
 from polyfed.cli.commands.measures import RecipeRun, measure_cell
 from polyfed.cli.commands.papers import find_table

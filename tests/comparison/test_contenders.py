@@ -6,7 +6,7 @@ import pytest
 
 import polyfed as pf
 from polyfed import algorithms
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.cli.main import main
 from polyfed.comparison.contenders import build_method_with_training_of
 

@@ -7,7 +7,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import DISCLOSURES, REQUIREMENTS, Algorithm, Message
 from polyfed.testing import small_clients
 

@@ -11,7 +11,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.io.trusted_code import temporary_trust
 from polyfed.core.nn.buffers import load_client_model

@@ -9,7 +9,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import Ditto, FedAvg, FedProx, Local, PFedLA
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.simulation.engines.inprocess import InProcessEngine

@@ -7,7 +7,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message
 from polyfed.core.state_dict import iter_tensors

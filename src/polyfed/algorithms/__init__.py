@@ -6,45 +6,45 @@ import would take seconds (`polyfed.cli.outlines`).
 
 from typing import Any
 
-from polyfed.algorithms.apfl import APFL
-from polyfed.algorithms.ditto import Ditto
-from polyfed.algorithms.fd import FD
-from polyfed.algorithms.fedala import FedALA
-from polyfed.algorithms.fedamp import FedAMP
-from polyfed.algorithms.fedavg import FedAvg
-from polyfed.algorithms.fedavg_ft import FedAvgFT
-from polyfed.algorithms.fedavg_kd import FedAvgKD
-from polyfed.algorithms.fedbn import FedBN
-from polyfed.algorithms.feddf import FedDF
-from polyfed.algorithms.feddsnas import CAFedDSNAS, FedDSNAS
-from polyfed.algorithms.feddyn import FedDyn
-from polyfed.algorithms.fedfomo import FedFomo
-from polyfed.algorithms.fedgh import FedGH
-from polyfed.algorithms.fedhenn import FedHeNN
-from polyfed.algorithms.fedhenn_homo import FedHeNNHomo
-from polyfed.algorithms.fedkd import FedKD
-from polyfed.algorithms.fedmd import FedMD
-from polyfed.algorithms.fedopt import FedOpt
-from polyfed.algorithms.fedpac import FedPAC
-from polyfed.algorithms.fedpnas import CAFedPNAS, FedPNAS
-from polyfed.algorithms.fedproto import FedProto
-from polyfed.algorithms.fedprox import FedProx
-from polyfed.algorithms.fedrep import FedRep
-from polyfed.algorithms.fedtgp import FedTGP
-from polyfed.algorithms.flha_ghn import FLHAGHN
-from polyfed.algorithms.fml import FML
-from polyfed.algorithms.heterofl import HeteroFL
-from polyfed.algorithms.heur_pfedla import HeurPFedLA
-from polyfed.algorithms.ifca import IFCA
-from polyfed.algorithms.knn_per import KNNPer
-from polyfed.algorithms.lg_fedavg import LGFedAvg
-from polyfed.algorithms.local import Local
-from polyfed.algorithms.moon import Moon
-from polyfed.algorithms.per_fedavg import PerFedAvg
-from polyfed.algorithms.pfedhn import PFedHN
-from polyfed.algorithms.pfedla import PFedLA
-from polyfed.algorithms.pfedme import PFedMe
-from polyfed.algorithms.scaffold import Scaffold
+from polyfed.algorithms.alignment.fedhenn import FedHeNN
+from polyfed.algorithms.alignment.fedhenn_homo import FedHeNNHomo
+from polyfed.algorithms.distillation.fd import FD
+from polyfed.algorithms.distillation.fedavg_kd import FedAvgKD
+from polyfed.algorithms.distillation.feddf import FedDF
+from polyfed.algorithms.distillation.fedkd import FedKD
+from polyfed.algorithms.distillation.fedmd import FedMD
+from polyfed.algorithms.distillation.fml import FML
+from polyfed.algorithms.global_model.fedavg import FedAvg
+from polyfed.algorithms.global_model.feddyn import FedDyn
+from polyfed.algorithms.global_model.fedopt import FedOpt
+from polyfed.algorithms.global_model.fedprox import FedProx
+from polyfed.algorithms.global_model.moon import Moon
+from polyfed.algorithms.global_model.scaffold import Scaffold
+from polyfed.algorithms.hypernetworks.flha_ghn import FLHAGHN
+from polyfed.algorithms.hypernetworks.heur_pfedla import HeurPFedLA
+from polyfed.algorithms.hypernetworks.pfedhn import PFedHN
+from polyfed.algorithms.hypernetworks.pfedla import PFedLA
+from polyfed.algorithms.nas.feddsnas import CAFedDSNAS, FedDSNAS
+from polyfed.algorithms.nas.fedpnas import CAFedPNAS, FedPNAS
+from polyfed.algorithms.partial_sharing.fedbn import FedBN
+from polyfed.algorithms.partial_sharing.fedpac import FedPAC
+from polyfed.algorithms.partial_sharing.fedrep import FedRep
+from polyfed.algorithms.partial_sharing.lg_fedavg import LGFedAvg
+from polyfed.algorithms.personalised.apfl import APFL
+from polyfed.algorithms.personalised.ditto import Ditto
+from polyfed.algorithms.personalised.fedala import FedALA
+from polyfed.algorithms.personalised.fedamp import FedAMP
+from polyfed.algorithms.personalised.fedavg_ft import FedAvgFT
+from polyfed.algorithms.personalised.fedfomo import FedFomo
+from polyfed.algorithms.personalised.ifca import IFCA
+from polyfed.algorithms.personalised.knn_per import KNNPer
+from polyfed.algorithms.personalised.local import Local
+from polyfed.algorithms.personalised.per_fedavg import PerFedAvg
+from polyfed.algorithms.personalised.pfedme import PFedMe
+from polyfed.algorithms.prototypes.fedgh import FedGH
+from polyfed.algorithms.prototypes.fedproto import FedProto
+from polyfed.algorithms.prototypes.fedtgp import FedTGP
+from polyfed.algorithms.submodels.heterofl import HeteroFL
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError, did_you_mean
 

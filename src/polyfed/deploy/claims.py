@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms.widths import widest_shapes
+from polyfed.algorithms.submodels.widths import widest_shapes
 from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms import REGISTRY, registry_name
-from polyfed.algorithms.widths import widest_shapes
+from polyfed.algorithms.submodels.widths import widest_shapes
 from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import (
     MODEL_REQUIREMENTS,

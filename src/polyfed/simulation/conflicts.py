@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.fedpnas import MetaSupernetMethod
-from polyfed.algorithms.searching import supernet_of
+from polyfed.algorithms.nas.fedpnas import MetaSupernetMethod
+from polyfed.algorithms.nas.supernet_method import supernet_of
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import single_torch_thread

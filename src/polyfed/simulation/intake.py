@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from polyfed.algorithms.averaging import RunningAggregate
+from polyfed.algorithms.base.averaging import RunningAggregate
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.state_dict import iter_tensors, state_dict_spec

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.fixed_point import FRACTION_BITS

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, registry_name
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import (

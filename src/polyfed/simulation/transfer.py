@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from polyfed.algorithms.searching import SupernetMethod, adapt_personal_stack, supernet_of
+from polyfed.algorithms.nas.supernet_method import SupernetMethod, adapt_personal_stack, supernet_of
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import MetricValues, evaluate_client

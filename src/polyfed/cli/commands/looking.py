@@ -90,7 +90,7 @@ def graph_command(argv: list[str]) -> None:
     )
     if len(sizes[1]) != 1:
         raise UserError(f"--classes must be one whole number of at least 1, got {classes!r}")
-    from polyfed.algorithms.flha_ghn import FLHAGHN, GraphForm
+    from polyfed.algorithms.hypernetworks.flha_ghn import FLHAGHN, GraphForm
     from polyfed.cli.commands import graph as graphs
     from polyfed.models import ModelSpec
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.messages.fixed_point import FixedPointWords, SumLayout, build_sum_message, parse_sum_message

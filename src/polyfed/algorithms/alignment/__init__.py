@@ -1,0 +1,1 @@
+"""Methods that align representations of different networks: FedHeNN in both forms."""

@@ -1,0 +1,203 @@
+"""What the two forms of FedHeNN share: the schedule of η, the public examples on which networks are aligned, and the term
+η·d of the local loss, d being 1 − CKA or the Procrustes distance."""
+
+import math
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.public_data import PublicDataMethod, prepare_public_examples
+from polyfed.alignment.alignment_target import AlignmentTarget, Distance
+from polyfed.alignment.alignment_term import AlignmentTerm, NetworkTarget
+from polyfed.alignment.epoch_gradient_term import EpochGradientTerm
+from polyfed.alignment.public_examples import draw_public_rows, noise_like
+from polyfed.alignment.representations import check_has_representation, representation_module_name
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.seeds import derive_seed
+from polyfed.core.state_dict import StateDict
+from polyfed.core.vectorized.cohort_batches import plan_batch_sizes
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+from polyfed.core.vectorized.stacked_module import has_batch_statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
+    """Hyper-parameters of the alignment term, η_t·d(K_i, ·) on the RAD, with η_t = η_0·f(t), d = 1 − CKA by default.
+
+    Args:
+        eta0: η_0 (0.001, paper, tuned for CIFAR; 0.01 for Sentiment140). It is small: with few rounds, tune it upwards.
+        growth: f(t): "sqrt" √t (authors' code; the paper leaves f open, and says that η is low in the first
+            rounds), "linear" t, "constant" 1.
+        rad: where the RAD comes from ("public", unlabelled examples that are no client's; polyfed's choice; the
+            paper's server "generates" it "by random sampling", the authors' code draws it from the clients' training
+            images). "noise" needs no public
+            data: 2·rad_size random inputs that each client makes from a common seed.
+        rad_size: L, examples in the RAD of a round (5000, paper; the authors' code has 1,000); not more than there are
+            public examples.
+        rad_batch: examples of the RAD, drawn afresh whenever the term is computed (256, polyfed's choice: all 5,000 at
+            every minibatch are out of reach); 0 takes the whole RAD (paper).
+        term: when it is computed: at every "minibatch" (polyfed's choice), or once an "epoch" (paper, algorithms 1 and 2),
+            at its start: each of its minibatches then adds the same gradient.
+        distance: d: "cka", 1 − CKA (paper), or "procrustes", the orthogonal Procrustes distance of centred representations
+            of norm 1, from 0 to 2, which the paper finds comparable for one architecture (93.7 against 94.7). It depends on
+            linear kernels alone, so that here it is also for networks of different widths.
+        kernel: "linear" or "rbf" (both in the paper, which finds them alike).
+        sigma: width of the RBF kernel, as a fraction of the median distance between two examples (0.5, polyfed's
+            choice; the paper tried several).
+        module: name of the module whose input is the representation, for all clients or by client's id; None finds the
+            last linear layer of each network (polyfed's choice, after the paper's "all but the last layer").
+        local_epochs: passes over the client's training examples in a round (20, paper).
+        momentum: of SGD (0.5, authors' code; the paper has momentum, and does not tell its size).
+    """
+
+    local_epochs: int = 20
+    momentum: float = 0.5
+    eta0: float = 0.001
+    growth: Literal["sqrt", "linear", "constant"] = "sqrt"
+    rad: Literal["public", "noise"] = "public"
+    rad_size: int = 5000
+    rad_batch: int = 256
+    term: Literal["minibatch", "epoch"] = "minibatch"
+    distance: Distance = "cka"
+    kernel: Literal["linear", "rbf"] = "linear"
+    sigma: float = 0.5
+    module: str | Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "eta0")
+        self._at_least(2, "rad_size")
+        enough = self.rad_batch == 0 or self.rad_batch >= 2
+        self._require(enough, "rad_batch", "at least 2, or 0 for the whole RAD")
+        self._positive("sigma")
+        fits = self.distance == "cka" or self.kernel == "linear"
+        self._require(
+            fits, "kernel", "'linear' with distance='procrustes', which compares representations, not kernels"
+        )
+        if isinstance(self.module, Mapping):
+            object.__setattr__(self, "module", FrozenMapping(self.module))
+        if self.rad == "noise":  # instead of public data, inputs of one form
+            object.__setattr__(self, "requires", self.requires - {"public_data"} | {"one_input_spec"})
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+
+    def eta_at(self, round_number: int) -> float:
+        """η_t = η_0·f(t), t counted from 1."""
+        f = {"sqrt": math.sqrt(round_number), "linear": float(round_number), "constant": 1.0}
+        return self.eta0 * f[self.growth]
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def _init_public_state(self, server: ServerContext) -> dict[str, Any]:
+        """The public examples as they are stored, the run's seed, and who has the pool already."""
+        ids = [info.id for info in server.clients]
+        if isinstance(self.module, Mapping) and (unknown := sorted(set(self.module) - set(ids))):
+            raise UserError(
+                f"{type(self).__name__}: module names {unknown[0]!r}, but no client is called so; "
+                f"{did_you_mean(unknown[0], ids)}"
+            )
+        if self.rad == "noise":
+            return {"public": {}, "seed": server.seed, "holders": []}
+        public = self._stored_public_tensors(server)
+        if len(first_leaf(public)) < self.rad_size:
+            raise UserError(
+                f"{type(self).__name__}: rad_size must be at most the number of public examples, "
+                f"{len(first_leaf(public))}, got {self.rad_size}; lower rad_size, or give more public examples "
+                "(public=..., or --data.public_fraction)"
+            )
+        return {"public": public, "seed": server.seed, "holders": []}
+
+    def _rad_rows(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> Tensor:
+        """The rows of the pool that are X, the RAD of this round: the same for everyone."""
+        pool_size = len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
+        return draw_public_rows(server_state["seed"], client_info.round, pool_size, self.rad_size)
+
+    def _rad_tensors(
+        self, server_state: Mapping[str, Any], client_info: ClientInfo, needs_pool: bool
+    ) -> dict[str, Tensor]:
+        """What says X to the clients: X itself, or its rows in the pool, where a client has all of that: because it needs
+        it (`needs_pool`), was sent it once, or makes it from noise."""
+        rows = self._rad_rows(server_state, client_info)
+        if needs_pool or self.pool_once or self.rad == "noise":
+            return {"rows": rows}
+        return {name: part[rows.long()] for name, part in server_state["public"].items()}
+
+    def _rad_and_pool_groups(
+        self, server_state: Mapping[str, Any], client_info: ClientInfo, rad: StateDict
+    ) -> dict[str, StateDict]:
+        """X in the form of `_rad_tensors`, and the pool, where a client needs it and does not have it."""
+        needs_pool = "rows" in rad and self.rad == "public"
+        return {"rad": rad, **(self._pool_group(server_state, client_info.id) if needs_pool else {})}
+
+    def _round_scalars(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> dict[str, float]:
+        scalars = {"lr": self.lr_at(client_info.round, client_info.rounds), "eta": self.eta_at(client_info.round)}
+        if self.rad == "noise":  # whole numbers up to 2^53 survive as floats on every wire
+            scalars["noise"] = derive_seed(server_state["seed"], "noise") >> 10
+        return scalars
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def _pool_and_rad_rows(
+        self, message: Message, client_state: Mapping[str, Any], client: Client
+    ) -> tuple[Examples, Tensor]:
+        """The public examples that the client has, prepared as its own are; and which of them are X."""
+        rad = message.tensors["rad"]
+        if "rows" not in rad:
+            pool = prepare_public_examples(rad, client)
+            return pool, torch.arange(len(pool), device=pool.device)
+        rows = rad["rows"].to(client.train.device, torch.int64)
+        if self.rad == "noise":
+            return noise_like(client.train, 2 * self.rad_size, int(message.scalars["noise"])), rows
+        return self._public_examples(message, client_state, client), rows
+
+    def validate_network(self, client: Client) -> None:
+        """For the module whose input is Φ."""
+        assert client.model is not None
+        model = cached_module(client.model, client.train.device).module
+        name = self._representation_module(model, client.id, client.train)
+        check_has_representation(client, name)
+
+    def _representation_module(self, model: nn.Module, client: str, examples: Examples) -> str:
+        """Name of the module whose input is Φ, in the network of this client, which takes such examples."""
+        module_name = self.module.get(client) if isinstance(self.module, Mapping) else self.module
+        names = dict(model.named_modules())
+        if module_name is not None and module_name not in names:
+            raise UserError(
+                f"{type(self).__name__}: module={module_name!r}: the network of {client!r} has none; "
+                f"{did_you_mean(module_name, names)}"
+            )
+        return representation_module_name(model, examples) if module_name is None else module_name
+
+    def _alignment_term(
+        self,
+        network: nn.Module,
+        client: Client,
+        module: str,
+        target: AlignmentTarget | NetworkTarget,
+        pool: Examples,
+        rows: Tensor,
+        eta: float,
+        seed: int,
+    ) -> PerClientTerm | None:
+        """η·d(K_i, K̄) at the present parameters (eq. 5, 6), or those at the epoch's start, on `rad_batch` rows of X
+        that are drawn whenever it is computed; None if η is 0."""
+        if eta == 0:
+            return None
+        batch_rows = min(self.rad_batch or len(rows), len(rows))
+        term = AlignmentTerm(pool, rows, module, target, self.distance, eta, batch_rows, type(self).__name__)
+        if self.term == "minibatch":
+            return term.build_for_client(seed)
+        batches = plan_batch_sizes(
+            len(client.train), self.batch_size, 1, None, self.accumulate, has_batch_statistics(network)
+        )
+        return EpochGradientTerm.build_for_client(term, network, len(batches), seed)

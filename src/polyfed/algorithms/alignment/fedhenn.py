@@ -1,0 +1,292 @@
+"""FedHeNN for clients with different architectures: each trains its own network, and all networks learn to see the same
+examples as alike (Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 2)."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.alignment.alignment_method import AlignmentMethod
+from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
+from polyfed.alignment.alignment_target import (
+    AlignmentTarget,
+    mean_kernel_features,
+    mean_rbf_kernel,
+    principal_components,
+    triangular_kernel_factor,
+)
+from polyfed.alignment.pairwise_cka import mean_pairwise_cka
+from polyfed.alignment.representations import compute_representations
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors
+from polyfed.core.training.loop import fit
+
+ServerState = dict[
+    str, Any
+]  # "representations" A_j and "capacities" by client; "received" weights; "forms" of architectures;
+# "public", "seed", "holders": see `AlignmentMethod`
+ClientState = dict[str, Any]  # "model": W_i with buffers; "public", where it is sent once
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, ClientState]):
+    """Each client minimises F(W_i) + η_t·(1 − CKA(K_i, K̄(t−1))) (eq. 6) with a network of its own; K̄ = Σ_j w_j K_j is the
+    mean kernel of all clients' latest networks on X, the RAD of the round. η_0 = 0 is Local, bit for bit. Evaluated model:
+    W_i.
+
+    A network's representation A_j is computed when it has been trained, on the whole public pool, of which every later X is
+    a part: so a client that is not drawn counts in K̄ with its last network exactly, on the same X as the others. Clients
+    that nobody has reached yet do not count (polyfed's choice; the paper's K̄(0) is of untrained networks), so that
+    round 1 has no term.
+
+    A capacity is counted by the server where it has the architectures (`share="weights"`); else it is what the client says,
+    and is believed if it is a whole number up to 10^12.
+
+    Args:
+        share: what a client sends: its "representations" (polyfed's choice: the server learns neither weights nor
+            architecture), or its "weights" (paper), of which the server computes the same.
+        weighting: w_j "uniform" (1/N, paper), or in proportion to "capacity", the number of trained parameters (the paper
+            leaves that open).
+        normalise: scale each A_j to unit centred norm on X before it enters K̄, so that no network dominates by the scale of
+            its features (False, paper). Without effect with an RBF kernel, whose width follows the scale.
+        rank: columns to which each A_j, and with a linear kernel K̄, are reduced before they travel, by principal components
+            (None, paper: not at all).
+        buffers: "local" only (polyfed's choice), since networks stay with their clients.
+
+    The other fields are those of `AlignmentMethod` and `LocalTraining`.
+
+    >>> FedHeNN(share="weights").requires == {"architectures", "public_data"}
+    True
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"representations", "weights"})
+    """Weights too: those of a network with one hidden layer follow from what it makes of known examples."""
+    share: Literal["representations", "weights"] = "representations"
+    weighting: Literal["uniform", "capacity"] = "uniform"
+    normalise: bool = False
+    rank: int | None = None
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "rank")
+        self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
+        if self.share == "weights":
+            if self.rad == "noise":
+                raise UserError(
+                    "FedHeNN: rad='noise' needs share='representations': the server, which would compute them, does not "
+                    "know the form of the clients' inputs"
+                )
+            object.__setattr__(self, "requires", frozenset({"architectures", "public_data"}))
+            object.__setattr__(self, "discloses", frozenset({"architecture", "weights"}))
+
+    @property
+    def scalars_needed(self) -> frozenset[str]:
+        """The capacity, if it weighs and the server cannot count it."""
+        sends_capacity = self.weighting == "capacity" and self.share == "representations"
+        return frozenset({"capacity"}) if sends_capacity else frozenset()
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """No representations yet."""
+        state = {**self._init_public_state(server), "representations": {}, "capacities": {}}
+        networks = (server.architectures or {}) if self.share == "weights" else {}
+        initial_models = {key: initial_state(factory, server.seed) for key, factory in networks.items()}
+        forms = {
+            k: {n: [list(t.shape), str(t.dtype)] for n, t in tree.items()} for k, tree in sorted(initial_models.items())
+        }
+        return {**state, "forms": forms}
+
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
+        """X, η and K̄, computed once for all; nothing for evaluation, since a client has its own network."""
+        rad: dict[str, Tensor] = {}
+        target: dict[str, Tensor] = {}
+        for client_info in client_infos:
+            if client_info.purpose == "personal":
+                yield Message()
+                continue
+            if not rad:
+                rad = self._rad_tensors(server_state, client_info, needs_pool=self.share == "representations")
+                target = self._mean_kernel(server_state, self._rad_rows(server_state, client_info))
+            groups, scalars = (
+                self._rad_and_pool_groups(server_state, client_info, rad),
+                self._round_scalars(server_state, client_info),
+            )
+            if self.share == "weights":
+                scalars["form"] = sorted(server_state["forms"]).index(client_info.architecture or "")
+            yield Message({**groups, "target": target} if target else groups, scalars)
+
+    def _mean_kernel(self, server_state: ServerState, rows: Tensor) -> dict[str, Tensor]:
+        """K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
+        client_ids = sorted(server_state["representations"])
+        if not client_ids:
+            return {}
+        rad_representations = [server_state["representations"][j][rows.long()] for j in client_ids]
+        unscaled = [server_state["capacities"][j] if self.weighting == "capacity" else 1.0 for j in client_ids]
+        w = [weight / sum(unscaled) for weight in unscaled]
+        if self.kernel == "rbf":
+            return {"kernel": mean_rbf_kernel(rad_representations, w, self.sigma)}
+        features = mean_kernel_features(rad_representations, w, self.normalise)
+        return {
+            "features": triangular_kernel_factor(
+                features if self.rank is None else principal_components(features, self.rank)
+            )
+        }
+
+    def _reduce_rank(self, a: Tensor) -> Tensor:
+        return a if self.rank is None else principal_components(a, self.rank)
+
+    def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
+        """The mean CKA between two clients' representations of the public examples (256 of them)."""
+        similarity = mean_pairwise_cka(list(server_state["representations"].values()))
+        return {} if similarity is None else {"mean_cka": similarity}
+
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
+        """A_j of those who replied, or W_j, of which the server makes A_j; the others' are the last ones."""
+        ids = sorted(replies)
+        if self.share == "weights":
+            new_representations, capacities = self._representations_of_models(
+                {j: replies[j].tensors["model"] for j in ids}, server
+            )
+        else:
+            new_representations = {j: replies[j].tensors["representations"]["a"] for j in ids}
+            capacities = {j: int(replies[j].scalars["capacity"]) for j in ids} if self.weighting == "capacity" else {}
+        return {
+            **server_state,
+            "representations": _sorted_by_id({**server_state["representations"], **new_representations}),
+            "capacities": _sorted_by_id({**server_state["capacities"], **capacities}),
+            "holders": self._holders_after_round(server_state, replies),
+        }
+
+    def _representations_of_models(
+        self, models: Mapping[str, StateDict], server: ServerContext
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """A_j = Φ_j(X; W_j) of the weights that came ("the server uses each client's weights", section 3.3); capacities."""
+        assert server.architectures is not None
+        assert server.public is not None
+        architecture_by_client, by_client, capacities = (
+            {info.id: info.architecture or "" for info in server.clients},
+            {},
+            {},
+        )
+        for j, weights in models.items():
+            model = fill_module(cached_module(server.architectures[architecture_by_client[j]]).module, weights)
+            try:
+                module = self._representation_module(model, j, server.public)
+                a = compute_representations(model, server.public, module=module, batch_statistics=True)
+            except UserError:
+                raise
+            except Exception as error:  # of the user's network
+                raise UserError(
+                    f"FedHeNN: the server ran the network of client {j!r}, a {type(model).__name__} (architecture "
+                    f"{architecture_by_client[j]}), on the public examples, and it failed: {type(error).__name__}: "
+                    f"{error}; mend the network, or set share='representations', with which each client runs its own"
+                ) from error
+            if _has_diverged(a):
+                warnings.warn(
+                    f"FedHeNN: the representation of client {j!r} is not finite or beyond {_MAX_VALUE:g}, and does not "
+                    "count: its training diverged; lower lr or set clip_norm",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                continue
+            by_client[j] = self._reduce_rank(a)
+            if self.weighting == "capacity":
+                capacities[j] = _count_trained_parameters(model)
+        return by_client, capacities
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """A_j of the whole pool, of no more columns than agreed; or W_j in the form of the client's architecture."""
+        if self.share == "weights":
+            form = server_state["forms"][sorted(server_state["forms"])[int(message.scalars["form"])]]
+            return {
+                "model": {
+                    n: (tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+                    for n, (shape, dtype) in form.items()
+                }
+            }
+        capacity = reply.scalars.get("capacity", 0)
+        if self.weighting == "capacity" and not (1 <= capacity <= _MAX_CAPACITY and float(capacity).is_integer()):
+            raise ValueError(
+                f"capacity, its number of parameters, is {capacity!r}; it must be a whole number from 1 to {_MAX_CAPACITY:,}"
+            )
+        num_public = len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
+        a = reply.tensors.get("representations", {}).get("a")
+        if a is not None and a.dim() == 2 and not 1 <= a.shape[1] <= (self.rank or a.shape[1]):
+            raise ValueError(
+                f"its representation has {a.shape[1]} columns; it must have from 1 to {self.rank or 'any number'}"
+            )
+        has_values = (
+            a is not None and not a.is_meta and a.is_floating_point() and a.numel()
+        )  # else only its form is asked for
+        if a is not None and has_values and bool(torch.isfinite(a).all()) and _has_diverged(a):
+            raise ValueError(
+                f"its representation has values beyond {_MAX_VALUE:g}; its training diverged: lower lr or set clip_norm"
+            )
+        return {"representations": {"a": ((num_public, None), torch.float32)}}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def _initial_counters(self, client: Client) -> StateDict:
+        """Buffers of whole numbers as the network has them when it is built, unless the server may know the number of
+        examples, which they show. No representation depends on them."""
+        assert client.model is not None
+        buffers = {} if "num_examples" in self.scalars_needed else cached_module(client.model).buffers
+        return {name: buffer.clone() for name, buffer in buffers.items() if not buffer.is_floating_point()}
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """W_i(t) after `local_epochs` on the loss of eq. 6; and its representation of the public examples, or itself."""
+        model = self.personal_model(message, client_state, client, seed)
+        pool, rows = self._pool_and_rad_rows(message, client_state, client)
+        module, term = self._representation_module(model, client.id, client.train), None
+        if "target" in message.tensors:
+            (matrix,) = message.tensors["target"].values()
+            target = AlignmentTarget(matrix, self.sigma if self.kernel == "rbf" else None)
+            term = self._alignment_term(model, client, module, target, pool, rows, message.scalars["eta"], seed)
+        fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed, penalty=term)
+        scalars = {"train_loss": fit_result.loss, "num_examples": len(client.train)}
+        if self.weighting == "capacity" and self.share == "representations":
+            scalars["capacity"] = _count_trained_parameters(model)
+        state = trainable_state(model)
+        state_after: ClientState = {"model": state, **self._pool_state(message, client_state)}
+        if self.share == "weights":
+            return Message({"model": {**clone_tensors(state), **self._initial_counters(client)}}, scalars), state_after
+        a = self._reduce_rank(
+            compute_representations(reset_for_eval(model), pool, module=module, batch_statistics=True)
+        )
+        return Message({"representations": {"a": a}}, scalars), state_after
+
+
+_MAX_VALUE = 1e9
+"""Of a representation. Networks that learn are far from it; squares of sums of such numbers are still finite."""
+
+
+_MAX_CAPACITY = 10**12
+"""Parameters that a client may claim to have: more than any network that is trained on a client."""
+
+
+def _count_trained_parameters(model: nn.Module) -> int:
+    """The number of trained parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _has_diverged(a: Tensor) -> bool:
+    return not bool(a.abs().amax() <= _MAX_VALUE)  # NaN is not
+
+
+def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
+    return {client: by_client[client] for client in sorted(by_client)}

@@ -1,0 +1,120 @@
+"""FedHeNN for clients with one architecture: FedAvg whose clients keep seeing examples as alike as the global model does
+(Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 1)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor, nn
+
+from polyfed.algorithms.alignment.alignment_method import AlignmentMethod
+from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, ServerState, build_reply
+from polyfed.alignment.alignment_term import NetworkTarget
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.nn.buffers import load_client_model, load_model_for_eval
+from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
+
+# The server keeps "model": Ŵ(t); "latest", "examples": see `GlobalModelMethod`; "public", "seed", "holders": see
+# `AlignmentMethod`. A client
+# keeps "trained": W_i with buffers; "buffers"; "public", where it is sent once.
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
+    """Each client minimises F(W_i) + η_t·(1 − CKA(K_i, K_global(t−1))) (eq. 5), started at the global model Ŵ that it
+    received, whose kernel on X, the RAD of the round, is K_global; Ŵ ← Σ_i (n_i/n) W_i over the clients of the round. After
+    the last round Ŵ(T) is the mean over all clients' latest networks (algorithm 1, last line). One architecture. η_0 = 0 is
+    FedAvg, bit for bit. Evaluated model: W_i after its last local training (Ŵ(T) for a client that never trained); next to
+    it Ŵ(T), as `server_...`, and Ŵ(t), the mean over the clients of the last round, as `cohort_...`.
+
+    Args:
+        weighted: the mean by the number of training examples (True, paper; the authors' code counts every client the
+            same); False counts every client the same.
+        final: which mean is Ŵ(T): "all", that of all clients' latest networks (paper), for which the server keeps each of
+            them; or "cohort", that of the last round's clients. Training is the same. See `GlobalModelMethod`.
+        buffers: ("average", polyfed's choice, as FedAvg).
+
+    The other fields are those of `AlignmentMethod` and `LocalTraining`.
+
+    >>> round(FedHeNNHomo(eta0=0.01).eta_at(4), 6)
+    0.02
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "public_data"})
+    clients_keep_trained_weights: ClassVar[bool] = True
+    weighted: bool = True
+    final: AveragedOver = "all"
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """The initial global model Ŵ(0)."""
+        return {**self._init_public_state(server), **super().server_init(server)}
+
+    dispatch = Algorithm.dispatch  # that of `dispatch_all`, for one client
+
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
+        """To train with, Ŵ(t), η and X, drawn once for all; as the result, Ŵ(T)."""
+        rad: dict[str, Tensor] = {}
+        result_tensors: dict[str, StateDict] = {}
+        for client_info in client_infos:
+            if client_info.purpose == "personal":
+                result_tensors = result_tensors or self.result_models(server_state)
+                yield Message(result_tensors)
+                continue
+            rad = rad or self._rad_tensors(server_state, client_info, needs_pool=False)
+            yield Message(
+                {"model": server_state["model"], **self._rad_and_pool_groups(server_state, client_info, rad)},
+                self._round_scalars(server_state, client_info),
+            )
+
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
+        return {**server_state, **mean, "holders": self._holders_after_round(server_state, client_ids)}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """W_i(t) after `local_epochs` on the loss of eq. 5, started at Ŵ(t−1)."""
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        pool, rows = self._pool_and_rad_rows(message, client_state, client)
+        eta, term = message.scalars["eta"], None
+        if eta:
+            module = self._representation_module(net.module, client.id, client.train)
+            k_global = NetworkTarget(net.module, self.sigma if self.kernel == "rbf" else None)
+            term = self._alignment_term(net.module, client, module, k_global, pool, rows, eta, seed)
+        lr = message.scalars["lr"]
+        fit_result = fit(net.module, client, self, lr=lr, seed=seed, penalty=term)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        return reply, {
+            **buffer_state,
+            "trained": trainable_state(net.module),
+            **self._pool_state(message, client_state),
+        }
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """W_i."""
+        if "trained" not in client_state:
+            return self._load_global_model(message, client_state, client)
+        assert client.model is not None
+        return fill_module(cached_module(client.model, client.train.device).module, client_state["trained"])
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Ŵ(T), and the last cohort's mean where it is another."""
+        yield "server", self._load_global_model(message, client_state, client)
+        if "cohort" in message.tensors:
+            yield "cohort", self._load_global_model(message, client_state, client, "cohort")
+
+    def _load_global_model(
+        self, message: Message, client_state: ClientState, client: Client, group: str = "model"
+    ) -> nn.Module:
+        return load_model_for_eval(client, message.tensors[group], client_state, self.buffers)

@@ -1,0 +1,149 @@
+"""What methods share in which clients send means over their examples of each class, of representations or of outputs.
+
+A reply has them as `sums`, (C, d), and `weights`, (C,): each class's mean times its weight, and that weight, so that sums
+over clients are enough to weigh means by class. The means are those of the network that training ended with, over all of
+the client's training examples.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import Averaging
+from polyfed.alignment.representations import representation_module_name
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.examples import Examples
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, spec_mismatch, state_dict_spec
+from polyfed.core.training.loop import ForwardPass, LocalTraining, fit
+
+_REQUIREMENT = "networks need the same number of outputs, and last layers of one width"
+
+
+def weighted_class_sums(values: Tensor, labels: Tensor, num_classes: int, weighted: bool = False) -> dict[str, Tensor]:
+    """The reply's tensors, float32 on the CPU: `sums` and `weights`.
+
+    Args:
+        values: one row for each example, (n, d).
+        labels: their classes, (n,).
+        num_classes: C.
+        weighted: a class's weight is its share of the examples (with n_i of the reply, their number); otherwise it is 1 for
+            a class that the client has, and 0 for another.
+
+    >>> weighted_class_sums(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, 2]), 3)
+    {'sums': tensor([[2.],
+            [0.],
+            [5.]]), 'weights': tensor([1., 0., 1.])}
+    """
+    labels, values = labels.cpu(), values.cpu().to(torch.float64)
+    counts = torch.bincount(labels, minlength=num_classes).to(torch.float64)
+    totals = torch.zeros(num_classes, values.shape[1], dtype=torch.float64).index_add_(0, labels, values)
+    weights = counts / len(labels) if weighted else (counts > 0).to(torch.float64)
+    means = totals / counts.clamp(min=1)[:, None]
+    return {"sums": (means * weights[:, None]).float(), "weights": weights.float()}
+
+
+def class_means_from_sums(sums_and_weights: StateDict) -> tuple[Tensor, Tensor]:
+    """The means, (C, d), and which classes there are, (C,) of bool, from `sums` and `weights`; zeros for a class without
+    weight.
+
+    >>> class_means_from_sums({"sums": torch.tensor([[4.0], [0.0]]), "weights": torch.tensor([2.0, 0.0])})
+    (tensor([[2.],
+            [0.]]), tensor([ True, False]))
+    """
+    present = sums_and_weights["weights"] > 0
+    means = sums_and_weights["sums"] / torch.where(present, sums_and_weights["weights"], 1.0)[:, None]
+    return torch.where(present[:, None], means, 0.0), present
+
+
+def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | None) -> Mapping[str, StateDictSpec]:
+    """For `Algorithm.reply_spec`: the group "classes" in the form of the first, of whatever size before it is known.
+
+    Raises:
+        ValueError: a weight that no client can have.
+    """
+    tree = reply.tensors.get("classes", {})
+    weights, sums = tree.get("weights"), tree.get("sums")
+    if weights is not None and sums is not None and sums.dim() == 2 and len(sums) != len(weights.reshape(-1)):
+        raise ValueError(f"it has sums of {len(sums)} classes and weights of {len(weights.reshape(-1))}")
+    if weights is not None and not weights.is_meta and not bool(((weights >= 0) & (weights <= 1)).all()):
+        raise ValueError("a weight of its class means is not between 0 and 1")
+    return expected or {"classes": {"sums": ((None, None), torch.float32), "weights": ((None,), torch.float32)}}
+
+
+def class_means_as_examples(replies: Mapping[str, Message]) -> Examples:
+    """All clients' class means as examples, each with its class as the label, in the order of ids.
+
+    Raises:
+        UserError: they differ in form between clients.
+
+    >>> one = Message({"classes": {"sums": torch.tensor([[0.0], [3.0]]), "weights": torch.tensor([0.0, 1.0])}})
+    >>> class_means_as_examples({"a": one}).y
+    tensor([1])
+    """
+    trees = {i: replies[i].tensors["classes"] for i in sorted(replies)}
+    first = next(iter(trees))
+    for i, tree in trees.items():
+        if difference := spec_mismatch(tree, state_dict_spec(trees[first])):
+            raise UserError(f"the class means of {first!r} and {i!r} differ ({difference}); {_REQUIREMENT}")
+    means_by_client = [class_means_from_sums(tree) for tree in trees.values()]
+    x = torch.cat([means[present] for means, present in means_by_client])
+    return Examples(x, torch.cat([present.nonzero().flatten() for _, present in means_by_client]))
+
+
+def count_outputs(model: nn.Module, client: Client) -> int:
+    """C: the outputs of a network that takes the client's inputs."""
+    return predict(model, client.train.head()).shape[1]
+
+
+def find_replaceable_head(model: nn.Module, client: Client, method: str) -> nn.Linear:
+    """The last linear layer, which must be what gives the outputs, so that one with other weights can take its place.
+
+    Raises:
+        UserError: it does not.
+    """
+    name = representation_module_name(model, client.train)
+    head, outputs = model.get_submodule(name), count_outputs(model, client)
+    assert isinstance(head, nn.Linear)
+    if error := _replacement_error(head, outputs):
+        raise UserError(
+            f"{method}: the last linear layer of the network of {client.id!r}, {name!r}, {error}; it must be a trained "
+            f"nn.Linear with a bias and {outputs} outputs, which another can replace"
+        )
+    return head
+
+
+def _replacement_error(head: nn.Linear, outputs: int) -> str:
+    """Why another layer cannot take the place of this one; empty if it can."""
+    if head.out_features != outputs:
+        return f"has {head.out_features} outputs, and the network {outputs}"
+    if "bias" in head._parameters and head._parameters["bias"] is None:
+        return "has no bias"
+    if not all(isinstance(p, nn.Parameter) for p in (head.weight, head.bias)):
+        return "computes its weights from others (weight_norm, say)"
+    return "" if head.weight.requires_grad and head.bias.requires_grad else "is not trained"
+
+
+def incompatible_class_means_error(method: Averaging, error: IncompatibleTensorsError) -> UserError:
+    """What to say where clients' class means differ in form."""
+    return UserError(
+        f"{type(method).__name__}: the class means of {error.first_client!r} and {error.other_client!r} differ "
+        f"({error.difference}); {_REQUIREMENT}"
+    )
+
+
+def train_on_class_means(
+    model: nn.Module,
+    examples: Examples,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    seed: int,
+    loss: Callable[[ForwardPass], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The state of a small network of the server after training on class means by SGD."""
+    options = LocalTraining(local_epochs=epochs, batch_size=batch_size)
+    fit(model, examples, options, lr=lr, seed=seed, loss=loss)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,1 @@
+"""Methods that exchange outputs or a shared network instead of personal weights."""

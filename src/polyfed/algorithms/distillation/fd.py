@@ -1,0 +1,165 @@
+"""FD, federated distillation: each client learns from the others' mean outputs for each class (Jeong et al. 2018,
+"Communication-Efficient On-Device Machine Learning", algorithm 1, without its data augmentation)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.algorithms.base.class_means import (
+    class_means_from_sums,
+    class_means_spec,
+    incompatible_class_means_error,
+    weighted_class_sums,
+)
+from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
+
+# The server keeps "classes", the last round's mean of the replies, and "who" replied
+# A client keeps "model", W_i and buffers, and "classes", what it sent last
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FD(PersonalNetworkMethod, Averaging):
+    """Each client minimises CE + γ·CE(F̂_y, softmax(z)) with a network of its own, z being its outputs and F̂_y the mean over
+    the *other* clients of their mean softmax for class y. γ = 0 is Local, bit for bit. Evaluated model: W_i.
+
+    The server sends the mean over all clients of the last round; a client that was one of them takes its own part out. The
+    means are those of the network that training ended with; algorithm 1 collects them while weights move. Of a class that
+    no other client has there is nothing to learn, and the second term is 0.
+
+    Args:
+        gamma: γ ≥ 0, the weight of the distillation (1.0, public implementations; the paper does not tell it).
+        outputs: what is averaged: "probabilities", the softmax, with cross-entropy as the distance (paper), or "logits" with
+            half the mean squared difference.
+        weighted: False only (paper): every client's mean counts the same.
+        buffers: "local" only (polyfed's choice), since networks stay with their clients.
+
+    The other fields are those of `LocalTraining`.
+
+    >>> FD(gamma=0.1).groups
+    ('classes',)
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "classification"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"class_means"})
+    groups: ClassVar[tuple[str, ...]] = ("classes",)
+    gamma: float = 1.0
+    outputs: Literal["probabilities", "logits"] = "probabilities"
+    weighted: bool = False
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "gamma")
+        self._require(not self.weighted, "weighted", "false: a client takes its own part out of a plain mean")
+        self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """No means yet."""
+        return {"classes": {}, "who": []}
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """The mean over the last round's clients, how many they were, and whether this one was among them."""
+        scalars = {"lr": self.lr_at(client_info.round, client_info.rounds)}
+        if not server_state["classes"] or client_info.purpose == "personal":
+            return Message({}, scalars)
+        membership = {
+            "members": float(len(server_state["who"])),
+            "included": float(client_info.id in server_state["who"]),
+        }
+        return Message({"others": server_state["classes"]}, scalars | membership)
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """Sums and weights of the classes, each as wide as there are classes."""
+        return class_means_spec(
+            reply, {"classes": state_dict_spec(server_state["classes"])} if server_state["classes"] else None
+        )
+
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
+        """Not in round 1."""
+        return bool(server_state["classes"])
+
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """F̄ = (1/m)·Σ_i F_i, and who they were."""
+        return {"classes": mean["classes"], "who": list(client_ids)}
+
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+        """Outputs of one form are needed."""
+        return incompatible_class_means_error(self, error)
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """W_i after `local_epochs` (algorithm 1), and its mean output for each class."""
+        model = self.personal_model(message, client_state, client, seed)
+        fit_result = fit(
+            model,
+            client,
+            self,
+            lr=message.scalars["lr"],
+            seed=seed,
+            loss=self._distillation_loss(message, client_state, client),
+            reported_loss="task",
+        )
+        outputs = predict(reset_for_eval(model), client.train)
+        values = outputs.softmax(1) if self.outputs == "probabilities" else outputs
+        class_sums_i = weighted_class_sums(values, client.train.labels, outputs.shape[1])
+        scalars = reply_scalars(client, fit_result.loss)
+        class_sums_copy = clone_tensors(class_sums_i)
+        return Message({"classes": class_sums_i}, scalars), {
+            "model": trainable_state(model),
+            "classes": class_sums_copy,
+        }
+
+    def _distillation_loss(
+        self, message: Message, client_state: ClientState, client: Client
+    ) -> Callable[[ForwardPass], Tensor] | None:
+        """The task's loss and the distance to F̂; None where that has no weight, or there is none."""
+        if self.gamma == 0 or "others" not in message.tensors:
+            return None
+        targets, present = (tensor.to(client.train.device) for tensor in class_means_of_others(message, client_state))
+        label_loss = self.criterion(client)
+
+        def loss(batch: ForwardPass) -> Tensor:
+            z, y = batch.outputs.float(), batch.targets
+            if self.outputs == "probabilities":
+                distance = F.cross_entropy(z, targets[y], reduction="none")
+            else:
+                distance = 0.5 * (z - targets[y]).square().mean(1)
+            return label_loss(batch.outputs, y) + self.gamma * (distance * present[y]).mean()
+
+        return loss
+
+
+def class_means_of_others(message: Message, client_state: ClientState) -> tuple[Tensor, Tensor]:
+    """F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), the mean over the other clients that have class c, m_c of them with this one; and
+    which classes have one.
+
+    >>> import torch
+    >>> mean = {"sums": torch.tensor([[2.0], [0.5]]), "weights": torch.tensor([1.0, 0.5])}
+    >>> mine = {"sums": torch.tensor([[1.0], [1.0]]), "weights": torch.tensor([1.0, 1.0])}
+    >>> class_means_of_others(Message({"others": mean}, {"members": 2.0, "included": 1.0}), {"classes": mine})
+    (tensor([[3.],
+            [0.]]), tensor([ True, False]))
+    """
+    sums_of_others = {name: tensor * message.scalars["members"] for name, tensor in message.tensors["others"].items()}
+    if message.scalars["included"]:
+        sums_of_others = {name: tensor - client_state["classes"][name] for name, tensor in sums_of_others.items()}
+    return class_means_from_sums({"sums": sums_of_others["sums"], "weights": sums_of_others["weights"].round()})

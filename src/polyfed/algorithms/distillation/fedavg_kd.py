@@ -1,0 +1,248 @@
+"""Local distillation: a teacher trained by FedAvg, which each client distils into a network of its own. The baseline
+"FLHA-distillation" of FLHA-GHN (Litany et al. 2022, section 5.1 and appendix E)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import Averaging, build_reply
+from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
+from polyfed.algorithms.distillation.shared_network import (
+    build_model_spec,
+    infer_shared_network_form,
+    validate_network_name,
+    with_shared_network,
+)
+from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.examples.pytree import call_network, logits_of, tree_map
+from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
+from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.memory_format import to_preferred_memory_format
+from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.training.loop import ForwardPass, fit
+
+ServerState = dict[
+    str, Any
+]  # "model": the teacher; "rounds_left" of its training; "taught": who has received it after that
+ClientState = dict[
+    str, Any
+]  # "student"; "teacher", once received; "buffers" of the teacher; "seed", "input_shape", "outputs"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
+    """Phase 1: all clients train one teacher t by FedAvg. Phase 2: each client trains its own network θ_i, of whatever
+    architecture, on its own data by (1−α)·CE(θ_i, y) + α·2T²·KL, KL being the divergence of the teacher's softmax at
+    temperature T from the student's. Evaluated model: θ_i, which is the initial draw until the client has distilled; next to
+    it t, as `teacher_...`.
+
+    The paper writes KL(y_pred, y_teacher), in the order in which PyTorch's `kl_div` takes the two; what that computes, and
+    Hinton et al. (2015) minimise, is KL(teacher ‖ student), and so is it here, as the mean over examples. Beyond the paper:
+    with several labels an example, KL is that of each label's Bernoulli distribution at temperature T, the mean over
+    labels; in regression it is that of Gaussians of standard deviation T around the outputs, which makes 2T²·KL their
+    squared distance, whatever T.
+
+    In round 1 nothing goes down, since the server does not know the form of the clients' data: every client starts the
+    teacher from the run's draw for its architecture. When its training is over the teacher goes down once to each client,
+    which keeps it; no tensor travels any more, and a student never does.
+
+    Args:
+        teacher: the network that is trained together: a name of the zoo or module:factory, or a mapping with the name and
+            arguments, as {name: resnet18, width: 16}. "mlp" takes inputs of any shape but tokens (polyfed's choice), those
+            of several parts side by side; the paper has
+            resnet18, its Arch 0. A teacher that is no better than what a client learns alone is of no use.
+        teacher_lr: its learning rate, which falls by a cosine over its rounds (0.1, paper).
+        teacher_rounds: rounds of its training, the rest is for distilling; None takes half of them, rounded up
+            (polyfed's choice; the paper has 200 epochs for each).
+        alpha: α, the share of the teacher in the loss (0.7, paper); 0 is Local.
+        temperature: T of both softmaxes (20, paper).
+        weighted: the teacher's mean by the number of training examples (True, paper: FedAvg); False counts every client
+            the same.
+        lr: learning rate of the student (0.01, paper).
+        buffers: those of the teacher ("average", polyfed's choice); the student's always stay with it.
+
+    The other fields are those of `LocalTraining`, in both phases; `schedule` is the student's, over the rounds of phase 2.
+
+    >>> FedAvgKD(teacher={"name": "mlp", "hidden": [32]}).teacher
+    {'name': 'mlp', 'hidden': (32,)}
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"model"})
+    teacher: str | Mapping[str, Any] = "mlp"
+    teacher_lr: float = 0.1
+    teacher_rounds: int | None = None
+    alpha: float = 0.7
+    temperature: float = 20.0
+    weighted: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        options = {"name": self.teacher} if isinstance(self.teacher, str) else self.teacher
+        has_name = isinstance(options, Mapping) and isinstance(options.get("name"), str)
+        self._require(has_name, "teacher", "a network's name, or a mapping with it, as {name: resnet18, width: 16}")
+        object.__setattr__(self, "teacher", FrozenMapping(options))
+        build_model_spec(self._teacher_options, (1,), 1)  # refuses an unknown name
+        self._positive("teacher_lr")
+        self._at_least(1, "teacher_rounds")
+        self._require(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
+        self._positive("temperature")
+
+    @property
+    def _teacher_options(self) -> Mapping[str, Any]:
+        assert isinstance(self.teacher, Mapping)
+        return self.teacher
+
+    def _num_teacher_rounds(self, rounds: int) -> int:
+        return (rounds + 1) // 2 if self.teacher_rounds is None else self.teacher_rounds
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """No teacher yet: it is that of the first replies."""
+        validate_network_name(self._teacher_options)
+        teacher_rounds = self._num_teacher_rounds(server.rounds)
+        if self.teacher_rounds is not None and teacher_rounds >= server.rounds:
+            raise UserError(
+                f"FedAvgKD: teacher_rounds must be below the number of rounds, {server.rounds}, got {teacher_rounds}: there "
+                "would be no round to distil in; give more rounds, or a smaller teacher_rounds"
+            )
+        return {"model": {}, "rounds_left": teacher_rounds, "taught": []}
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """Phase 1: t, the same for everyone. Phase 2: t for a client that does not have it yet."""
+        teacher_rounds = self._num_teacher_rounds(client_info.rounds)
+        if server_state["rounds_left"]:
+            lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, teacher_rounds)
+        else:
+            lr = self.lr_at(client_info.round - teacher_rounds, max(1, client_info.rounds - teacher_rounds))
+        needs_teacher = server_state["model"] and client_info.id not in server_state["taught"]
+        scalars = {"lr": lr, "distil": float(server_state["rounds_left"] == 0)}
+        return Message({"model": server_state["model"]} if needs_teacher else {}, scalars)
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """Phase 1: a teacher, in the form of the first. Phase 2: no tensor may go up."""
+        if server_state["rounds_left"] == 0:
+            return {}
+        if not server_state["model"] and not reply.tensors.get("model"):
+            raise ValueError(
+                f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', with the trained teacher"
+            )
+        return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
+
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
+        """Not in round 1: the teacher's outputs are those that the clients' networks have."""
+        return bool(server_state["model"])
+
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """Phase 1: t ← Σ_i (n_i/n) t_i. Phase 2: who has t from now on."""
+        if server_state["rounds_left"] == 0:
+            return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
+        return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
+
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+        """The first teachers must have one form to have a mean."""
+        return UserError(
+            f"FedAvgKD: the teachers of clients {error.first_client!r} and {error.other_client!r} differ "
+            f"({error.other_client!r}: {error.difference}); clients need inputs of one shape, and networks with the "
+            "same number of outputs"
+        )
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def validate_network(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
+
+    def auxiliary_network(self, client: Client) -> Architecture:
+        """t, in the form of the client's data."""
+        return with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """θ_i: the common draw of the client's architecture, as in Local. And what a teacher must take and give here."""
+        assert client.model is not None
+        student = initial_state(client.model, seed)
+        return {
+            "seed": seed,
+            **infer_shared_network_form(self._teacher_options, student, client, "FedAvgKD", "teacher"),
+            "student": student,
+        }
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """Phase 1: t_i, t after `local_epochs` on the client's data, as in FedAvg. Phase 2: θ_i after `local_epochs`."""
+        if message.scalars["distil"]:
+            return self._train_student(message, client_state, client, seed)
+        teacher_client, factory = with_shared_network(self._teacher_options, client_state, client)
+        initial_teacher = shared_tensors(
+            initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
+        )
+        net = load_client_model(
+            teacher_client, message.tensors.get("model", initial_teacher), client_state, self.buffers
+        )
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        return reply, {**client_state, **buffer_state}
+
+    def _train_student(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        teacher, student = (
+            self._load_teacher(message, client_state, client),
+            self.personal_model(message, client_state, client, seed),
+        )
+        hard = self.criterion(client)
+
+        def loss(batch: ForwardPass) -> Tensor:
+            """(1−α)·CE(y_pred, y) + α·KL·2T² (appendix E), on the same, augmented, inputs."""
+            with torch.no_grad():
+                x = to_preferred_memory_format(
+                    teacher, tree_map(Tensor.contiguous, batch.inputs)
+                )  # they have the student's layout
+                target = logits_of(call_network(teacher, x))
+            soft = (
+                softened_kl_divergence(target, batch.outputs, self.temperature, client.task) * 2 * self.temperature**2
+            )
+            return (1 - self.alpha) * hard(batch.outputs, batch.targets) + self.alpha * soft
+
+        fit_result = fit(student, client, self, lr=message.scalars["lr"], seed=seed, loss=loss)
+        state_after = {**client_state, "student": trainable_state(student)}
+        if "model" in message.tensors:
+            state_after["teacher"] = dict(message.tensors["model"])
+        return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), state_after
+
+    def _load_teacher(self, message: Message, client_state: ClientState, client: Client) -> nn.Module:
+        """t, from the message or as the client kept it, ready to be evaluated."""
+        model = message.tensors.get("model", client_state.get("teacher"))
+        if model is None:
+            raise UserError(
+                f"client {client.id!r} was sent the teacher in an earlier round, and lost it with its private state; "
+                "start the run again"
+            )
+        teacher_client, _ = with_shared_network(self._teacher_options, client_state, client)
+        return prepare_for_eval(
+            load_client_model(teacher_client, model, client_state, self.buffers),
+            teacher_client,
+            client_state,
+            self.buffers,
+        ).eval()
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """θ_i."""
+        assert client.model is not None
+        return fill_module(cached_module(client.model, client.train.device).module, client_state["student"])
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """t, on the client's data."""
+        yield "teacher", self._load_teacher(message, client_state, client)

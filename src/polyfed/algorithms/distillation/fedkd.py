@@ -1,0 +1,165 @@
+"""FedKD: a network of one's own and a small common one distil into each other, by how well they do, and updates of the
+common one travel as products of thin matrices (Wu, Wu, Lyu, Huang and Xie, Nature Communications 2022)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import ClientState, ServerState
+from polyfed.algorithms.distillation.low_rank import (
+    apply_update,
+    compress_update,
+    compressed_update_spec,
+    expand_update,
+    subtract_state,
+)
+from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod, Pair, build_bridged_pair
+from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.state_dict import StateDict, StateDictSpec
+from polyfed.core.training.loop import ForwardPass
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedKD(MutualLearningMethod):
+    """Each client trains its own network θ_i ("mentor") and a common one s ("mentee") by CE + (KL + H)/(CE_θ + CE_s): KL is
+    that of the other's softmax from its own, H the mean squared difference of their representations, with a matrix W_i of
+    the client's in between. Clients send the update of s, each matrix by as many singular values as hold a share T(t) of
+    their squares; so does the server with the mean update. How many these are depends on a client's data, and shows. Without
+    the quotient (`distil` = 0) θ_i is Local, bit for bit. Evaluated model: θ_i; next to it s, as `shared_...`.
+
+    In round 1 nothing goes down, and the first s goes up whole. A client that was not in the last round gets s whole.
+
+    Args:
+        shared: the common network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
+            {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape but tokens).
+        distil: factor of the quotient (1.0, paper); 0 turns mutual learning off.
+        hidden_loss: whether H is part of it (True, paper).
+        t_start, t_end: T in the first round and in the last, linear in between (0.95 and 0.98, authors' code).
+        weighted: the mean of updates by the number of training examples; False counts every client the same (False, paper).
+        buffers: those of s ("average", polyfed's choice); those of θ_i always stay with it.
+
+    The other fields are those of `LocalTraining`, for both networks.
+
+    >>> round(FedKD().energy_at(3, 5), 3)
+    0.965
+    """
+
+    discloses: ClassVar[frozenset[str]] = frozenset({"weights", "ranks"})
+    _differences: ClassVar[frozenset[str]] = frozenset({"update"})
+    weighted: bool = False
+    distil: float = 1.0
+    hidden_loss: bool = True
+    t_start: float = 0.95
+    t_end: float = 0.98
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "distil")
+        for field in ("t_start", "t_end"):
+            self._require(0 < getattr(self, field) <= 1, field, "above 0 and at most 1")
+
+    def energy_at(self, round_number: int, rounds: int) -> float:
+        """T(t) = T_start + (T_end − T_start)·t, t going from 0 in the first round to 1 in the last (eq. 9)."""
+        return self.t_start + (self.t_end - self.t_start) * (round_number - 1) / max(rounds - 1, 1)
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """No s yet, no update of it, and nobody who has what it changed."""
+        return {**super().server_init(server), "update": {}, "holders": [], "round": 0}
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """The last update, to those who have what it changed; s to the others; and T(t)."""
+        scalars = {
+            "lr": self.lr_at(client_info.round, client_info.rounds),
+            "energy": self.energy_at(client_info.round, client_info.rounds),
+        }
+        if server_state["update"] and client_info.id in server_state["holders"]:
+            return Message({"update": server_state["update"]}, scalars)
+        return Message({"model": server_state["model"]} if server_state["model"] else {}, scalars)
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """The first s; then its updates."""
+        if not server_state["model"]:
+            return super().reply_spec(server_state, message, reply)
+        return {"update": compressed_update_spec(reply.tensors.get("update", {}), server_state["model"])}
+
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
+        """s ← s + Δ, Δ being the mean update (algorithm 1, lines 13 to 22) by as many singular values."""
+        round_number = server_state["round"] + 1
+        if not server_state["model"]:
+            mean = self._average_by_client({i: r.tensors["model"] for i, r in replies.items()}, replies)
+            return {"model": mean, "update": {}, "holders": [], "round": round_number}
+        updates = {i: expand_update(r.tensors["update"], server_state["model"]) for i, r in replies.items()}
+        update = compress_update(self._average_by_client(updates, replies), self.energy_at(round_number, server.rounds))
+        return {
+            "model": apply_update(server_state["model"], update),
+            "update": update,
+            "holders": sorted(replies),
+            "round": round_number,
+        }
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """θ_i as in Local; and W_i."""
+        client_state = super().client_init(client, seed)
+        return (
+            self._with_initial_bridge(client_state, client, seed) if self.hidden_loss and self.distil else client_state
+        )
+
+    def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
+        """s as the message has it, or as it is after the update; or as it is at first."""
+        if "update" not in message.tensors:
+            return super()._shared_weights(message, client_state, client)
+        if "common" not in client_state:
+            raise UserError(
+                f"client {client.id!r} had the common network, and lost it with its private state; start the run again"
+            )
+        return apply_update(client_state["common"], message.tensors["update"])
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """θ_i and s_i after `local_epochs`, and what of s has changed."""
+        reply, state_after = super().local_update(message, client_state, client, seed)
+        if not message.tensors:
+            return reply, state_after
+        before = {name: tensor.cpu() for name, tensor in self._shared_weights(message, client_state, client).items()}
+        change = subtract_state(reply.tensors["model"], before)
+        groups = {"update": compress_update(change, message.scalars["energy"])}
+        return Message(groups, reply.scalars), {**state_after, "common": before}
+
+    def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> Pair:
+        """Both networks, with W_i between their representations."""
+        return (
+            build_bridged_pair(personal, shared, client_state["bridge"], client)
+            if "bridge" in client_state
+            else Pair(personal, shared)
+        )
+
+    def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
+        """CE of both, and (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7); the divisor is a constant."""
+        label_loss = self.criterion(client)
+
+        def loss(batch: ForwardPass) -> Tensor:
+            z, s, y = batch.outputs, pair.outputs, batch.targets
+            labels = label_loss(z, y) + label_loss(s, y)
+            if not self.distil:
+                return labels
+            distance = softened_kl_divergence(s.detach(), z, 1.0, client.task) + softened_kl_divergence(
+                z.detach(), s, 1.0, client.task
+            )
+            if batch.representation is not None:
+                distance = distance + F.mse_loss(batch.representation.flatten(1), pair.bridged)
+            return labels + self.distil * distance / labels.detach()
+
+        return loss

@@ -1,0 +1,168 @@
+"""FedMD: networks of any architecture learn their mean outputs on public examples (Li and Wang 2019, "FedMD: Heterogenous
+Federated Learning via Model Distillation", algorithm 1, without its pre-training on labelled public examples)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+import torch.nn.functional as F
+
+from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
+from polyfed.algorithms.base.public_data import PublicDataMethod
+from polyfed.algorithms.distillation.output_matching import fit_to_targets
+from polyfed.alignment.public_examples import draw_public_rows
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
+from polyfed.core.seeds import derive_seed
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec
+from polyfed.core.training.loop import fit, reply_scalars
+
+# The server keeps "outputs", f̃ of the last round, empty at first; "done", how many rounds that were; and the public examples
+# A client keeps "model", W_i and buffers; and the public examples
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
+    """Each client first trains its network on |f_i(x) − f̃(x)| ("digest"), f̃ being the clients' mean outputs (logits)
+    on the public examples x of the round, then on its own examples ("revisit"); then it sends its outputs on those of
+    the next round. `digest_epochs` = 0 is Local, bit for bit. Evaluated model: W_i. Classes are those of all clients;
+    public examples need no labels.
+
+    The paper's clients first train on labelled public examples; here they begin with their own, and round 1 has no f̃. A
+    network that is pretrained elsewhere can be brought as the client's own.
+
+    Args:
+        digest_epochs: passes over the public examples of a round, before those over the client's own (1, authors' code).
+        digest_batch_size: public examples in a minibatch (256, authors' code); 0 takes all.
+        distance: of outputs and f̃: "l1", the mean absolute difference (authors' code), or "l2", the mean squared one. The
+            paper does not say which.
+        public_size: public examples of a round, drawn afresh (5000, paper); all if there are fewer.
+        pool_once: send the public examples to a client once, and afterwards their numbers (True, paper: all have them).
+            Clients keep them, in memory and in checkpoints.
+        weighted: f̃ by the number of training examples; False is the plain mean (False, paper).
+        buffers: "local" only (polyfed's choice), since networks stay with their clients.
+
+    The other fields are those of `LocalTraining`.
+
+    >>> FedMD(public_size=500).groups
+    ('outputs',)
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"representations", "weights"})
+    """Weights too: those of a network without hidden layers follow from its outputs on known examples."""
+    groups: ClassVar[tuple[str, ...]] = ("outputs",)
+    digest_epochs: int = 1
+    digest_batch_size: int = 256
+    distance: Literal["l1", "l2"] = "l1"
+    public_size: int = 5000
+    pool_once: bool = True
+    weighted: bool = False
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.digest_epochs >= 0, "digest_epochs", "at least 0 (0 is local)")
+        self._require(self.digest_batch_size >= 0, "digest_batch_size", "at least 1, or 0 for all public examples")
+        self._at_least(1, "public_size")
+        self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """No mean yet."""
+        return {
+            "public": self._stored_public_tensors(server),
+            "seed": server.seed,
+            "holders": [],
+            "outputs": {},
+            "done": 0,
+        }
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """f̃ and the public examples that it is of, by their numbers; and those to be looked at after training."""
+        if client_info.purpose == "personal":
+            return Message()
+        current_rows, next_rows = (
+            self._public_rows(server_state, number) for number in (server_state["done"], server_state["done"] + 1)
+        )
+        digest = (
+            {"digest": {"rows": current_rows, **server_state["outputs"]}}
+            if server_state["outputs"] and self.digest_epochs
+            else {}
+        )
+        groups = {**digest, "next": {"rows": next_rows}, **self._pool_group(server_state, client_info.id)}
+        return Message(groups, {"lr": self.lr_at(client_info.round, client_info.rounds)})
+
+    def _public_rows(self, server_state: ServerState, round_number: int) -> torch.Tensor:
+        pool_size = len(first_leaf(server_state["public"]))
+        return draw_public_rows(server_state["seed"], round_number, pool_size, min(self.public_size, pool_size))
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """As many outputs as there were at first, for each of the public examples asked for."""
+        width = server_state["outputs"]["logits"].shape[1] if server_state["outputs"] else None
+        return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), width), torch.float32)}}
+
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
+        """Not in round 1."""
+        return bool(server_state["outputs"])
+
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
+        return {
+            **server_state,
+            **mean,
+            "holders": self._holders_after_round(server_state, client_ids),
+            "done": server_state["done"] + 1,
+        }
+
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+        """Outputs of one form are needed."""
+        return UserError(
+            f"FedMD: the outputs of {error.first_client!r} and {error.other_client!r} differ ({error.difference}); "
+            "give all networks the same number of outputs, one for each class of the federation"
+        )
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """W_i after "digest" and "revisit"; and its outputs on the public examples of the next round ("communicate")."""
+        pool_state = self._pool_state(message, client_state)
+        model, pool = (
+            self.personal_model(message, client_state, client, seed),
+            self._public_examples(message, client_state, client),
+        )
+        lr = message.scalars["lr"]
+        if digest := message.tensors.get("digest"):
+            options = replace(
+                self, local_epochs=self.digest_epochs, local_steps=None, batch_size=self.digest_batch_size,
+                sampler="shuffle", class_weights=None, patience=None,
+            )  # fmt: skip
+            distance = F.l1_loss if self.distance == "l1" else F.mse_loss
+            digest_examples = pool.select(digest["rows"].long().to(pool.device))
+            fit_to_targets(
+                model,
+                digest_examples,
+                digest["logits"],
+                options,
+                lr=lr,
+                seed=derive_seed(seed, "digest"),
+                distance=distance,
+            )
+        fit_result = fit(model, client, self, lr=lr, seed=seed)
+        outputs = predict(reset_for_eval(model), pool.select(message.tensors["next"]["rows"].long().to(pool.device)))
+        return Message({"outputs": {"logits": outputs}}, reply_scalars(client, fit_result.loss)), {
+            "model": trainable_state(model),
+            **pool_state,
+        }

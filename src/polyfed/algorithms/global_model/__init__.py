@@ -1,0 +1,1 @@
+"""Methods whose result is one model for all clients."""

@@ -1,0 +1,102 @@
+"""FedDyn: a dynamic regulariser makes the clients' optima agree with that of all (Acar, Zhao, Matas Navarro, Mattina,
+Whatmough and Saligrama, ICLR 2021, algorithm 1)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply
+from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters, linear_term
+from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.core.nn.buffers import load_client_model
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedDyn(ServerUpdateMethod):
+    """Each client minimises L_i(θ) − ⟨g_i, θ⟩ + α/2·‖θ − θ̄‖² (eq. 1), θ̄ being the model that it received and g_i the
+    gradient of L_i where it last ended, so that where the rounds come to rest the gradients of all add up to zero. One
+    architecture. Evaluated model: θ, the server's.
+
+    The server goes beyond the mean: with all clients in round 1, θ ← 2·mean − θ whatever α is.
+
+    Args:
+        alpha: α > 0 (0.01, paper, which chooses among 0.1, 0.01 and 0.001).
+        weighted: False only (paper): the server's h is the plain mean of the g_i.
+
+    The other fields are those of `LocalTraining`. Buffers that travel are averaged, and no more.
+
+    >>> FedDyn(alpha=0.1).weighted
+    False
+    """
+
+    alpha: float = 0.01
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._positive("alpha")
+        self._require(not self.weighted, "weighted", "false: the server's h is the plain mean over clients")
+        self._require(self.adapters is None, "adapters", "none: what clients keep has the form of one architecture")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """θ, and h = 0, which is kept as h/α."""
+        state = super().server_init(server)
+        zeros = {name: torch.zeros_like(theta) for name, theta in state["model"].items()}
+        return {**state, "h": zeros, "clients": len(server.clients)}
+
+    def server_update(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """h ← h − α/m·Σ_{i∈P} (θ_i − θ) over m clients in all, and θ ← mean of θ_i − h/α (algorithm 1)."""
+        share, theta, h = len(client_ids) / server_state["clients"], {}, {}
+        for name, old_theta in server_state["model"].items():
+            mean_theta = mean["model"][name].to(torch.float64)
+            new_h = server_state["h"][name].to(torch.float64) - share * (mean_theta - old_theta)
+            h[name], theta[name] = new_h.to(old_theta.dtype), (mean_theta - new_h).to(old_theta.dtype)
+        return {**server_state, "model": theta, "h": h}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """g_i = 0, as no tensors."""
+        return {"gradient": {}}
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """θ_i by eq. (1), and g_i ← g_i − α(θ_i − θ̄), which is the gradient of L_i at a minimum of it."""
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        parameters = {name: theta for name, theta in net.module.named_parameters() if theta.requires_grad}
+        g = client_state["gradient"] or {
+            name: torch.zeros_like(theta, device="cpu") for name, theta in parameters.items()
+        }
+        anchors = clone_trained_parameters(net.module)
+        regularizer = PerClientTerm(
+            _DynamicRegularizer(self.alpha),
+            [*anchors, *(g[name].to(theta.device) for name, theta in parameters.items())],
+        )
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=regularizer)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        change = {name: reply.tensors["model"][name] - message.tensors["model"][name] for name in parameters}
+        return reply, {**buffer_state, "gradient": {name: g[name] - self.alpha * change[name] for name in parameters}}
+
+
+@final
+@dataclass(frozen=True)
+class _DynamicRegularizer:
+    """α/2·‖θ − θ̄‖² − ⟨g, θ⟩; the tensors are θ̄ and then g."""
+
+    alpha: float
+
+    def __call__(self, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        anchors, g = tensors[: len(weights)], tensors[len(weights) :]
+        return ProximalTerm(self.alpha)(weights, anchors) - linear_term(weights, g)

@@ -1,0 +1,105 @@
+"""SCAFFOLD: control variates take the drift out of local steps (Karimireddy, Kale, Mohri, Reddi, Stich and Suresh,
+ICML 2020, algorithm 1, option II)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
+from polyfed.algorithms.base.regularizers import linear_term
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.nn.buffers import load_client_model
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+
+_PLAIN_SGD_REASON = "since c_i is read off the way of plain SGD"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(ServerUpdateMethod):
+    """Local steps y ← y − η(g_i(y) − c_i + c), where c_i estimates the gradient of client i and c that of all, so that
+    clients whose data differ do not drift apart. One architecture. Evaluated model: x, the server's.
+
+    c_i is read off the way that K steps have gone, (x − y)/(Kη), which is their mean gradient for **plain SGD only**:
+    momentum, other optimisers, clipping, warm-up within a round and rates by name are refused. K counts steps, not epochs.
+
+    Args:
+        server_lr: η_g > 0 of the server's step (1, paper). It moves parameters only: buffers that travel are averaged.
+        weighted: False only (paper): Σ_i c_i = N·c holds where every client counts the same.
+
+    The other fields are those of `LocalTraining`; `weight_decay` is part of the loss, and of c_i.
+
+    >>> Scaffold(momentum=0.9)
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: Scaffold: momentum must be 0, since c_i is read off the way of plain SGD, got 0.9
+    """
+
+    groups: ClassVar[tuple[str, ...]] = ("model", "variate")
+    server_lr: float = 1.0
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._positive("server_lr")
+        self._require(not self.weighted, "weighted", "false: clients count the same in the mean of control variates")
+        self._require(self.adapters is None, "adapters", "none: control variates have the form of one architecture")
+        self._require(self.optimizer.lower() == "sgd", "optimizer", f"'sgd', {_PLAIN_SGD_REASON}")
+        for field in ("momentum", "warmup_steps"):
+            self._require(getattr(self, field) == 0, field, f"0, {_PLAIN_SGD_REASON}")
+        for field in ("optimizer_options", "clip_norm", "lr_by_name"):
+            self._require(getattr(self, field) is None, field, f"none, {_PLAIN_SGD_REASON}")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """x, and c = 0."""
+        state = super().server_init(server)
+        return {
+            **state,
+            "variate": {name: torch.zeros_like(x) for name, x in state["model"].items()},
+            "clients": len(server.clients),
+        }
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """x and c; to evaluate, x alone."""
+        message = super().dispatch(server_state, client_info)
+        variate = {} if client_info.purpose == "personal" else {"variate": server_state["variate"]}
+        return Message({**message.tensors, **variate}, message.scalars)
+
+    def server_update(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i) (algorithm 1, lines 16 and 17)."""
+        share = len(client_ids) / server_state["clients"]
+        x = {name: interpolate(x, mean["model"][name], self.server_lr) for name, x in server_state["model"].items()}
+        # A reply has c_i⁺ − c_i + c, and so has their mean the c.
+        c = {name: interpolate(c, mean["variate"][name], share) for name, c in server_state["variate"].items()}
+        return {**server_state, "model": x, "variate": c}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """c_i = 0, as no tensors."""
+        return {"variate": {}}
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """y_i after K steps y ← y − η(g_i(y) − c_i + c), and c_i⁺ = c_i − c + (x − y)/(Kη) (lines 10 and 12, option II)."""
+        net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
+        x, c = message.tensors["model"], message.tensors["variate"]
+        c_i = client_state["variate"] or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
+        trained = [(name, p) for name, p in net.module.named_parameters() if p.requires_grad]
+        correction = PerClientTerm(
+            linear_term, [(c[name] - c_i[name]).to(p.device) for name, p in trained]
+        )  # its gradient: −c_i + c
+        fit_result = fit(net.module, client, self, lr=lr, seed=seed, penalty=correction)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        mean_gradient = {name: (x[name] - reply.tensors["model"][name]) / (fit_result.steps * lr) for name in c}
+        new_c_i = {name: c_i[name] - c[name] + mean_gradient[name] for name in c}
+        # (x − y)/(Kη) = c_i⁺ − c_i + c: it has the form of c, from which it differs little once training has come far.
+        return Message({**reply.tensors, "variate": mean_gradient}, reply.scalars), {**buffer_state, "variate": new_c_i}

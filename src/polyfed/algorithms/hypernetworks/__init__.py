@@ -1,0 +1,1 @@
+"""Methods whose server generates or mixes each client's weights by a hypernetwork."""

@@ -1,0 +1,289 @@
+"""FLHA-GHN: clients of any architectures train one graph hypernetwork ("Federated Learning with Heterogeneous
+Architectures using Graph HyperNetworks", section 4)."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import nn
+
+from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.core.capabilities import ResolvesAutoFields
+from polyfed.core.errors import UserError
+from polyfed.core.nn.buffers import BufferPolicy, fill_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.training.loop import Schedule, fit, reply_scalars
+from polyfed.graphs import ArchitectureGraph, LayerCatalogue
+from polyfed.graphs.architecture import NONE
+from polyfed.graphs.catalogue import read_graph_variant
+from polyfed.graphs.client_graph import graph_of_client
+from polyfed.graphs.contraction import Contraction
+from polyfed.hypernetworks.generated_network import GeneratedNetwork, build_generated_network
+from polyfed.hypernetworks.ghn import (
+    GHNConfig,
+    Gnn,
+    Head,
+    Init,
+    Passing,
+    catalogue_from_weights,
+    describe_factored_heads,
+    factor_if_large,
+    init_ghn_params,
+)
+
+GraphForm = Literal["layers", "layers_and_norms"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FLHAGHN(Averaging, ResolvesAutoFields):
+    """A graph hypernetwork (GHN) generates the weights θ_c(𝒜_c; W_G, W_H) of each client's network from the graph 𝒜_c of its
+    layers. Clients train the GHN through their networks on their data, the server averages it (algorithm 1). Neither the
+    graph nor the network is sent, though a single reply reveals much of them (docs/methods/flha_ghn.md); layers
+    outside the public catalogue stay with the client and are trained next to the GHN.
+    Evaluated model: generated weights with the linear head refined for one epoch, the client's own buffers. Beside it,
+    "generated" is the same without the refinement.
+
+    Args:
+        gnn: layers of the graph neural network: "graphconv" (eq. 2, paper), "gated" (GRU) or "sage" (means), the other two
+            of appendix D.
+        passing: of messages: "synchronous" (paper), or "asynchronous", in the order of the data flow and back (section 4.3
+            tried it without an advantage).
+        depth: T of eq. 2 (6, paper); 0 is Table 2's ablation without GNN, one set of weights a layer type.
+        latent: entries of h_v (51, paper).
+        hidden: hidden entries of a head H_l (16, paper).
+        head: "mlp" (paper); "factored": low rank over output and input channels, a fraction of the bytes; or "auto"
+            (polyfed's choice), which is "mlp" up to 50 MB a message and "factored" where that would send more.
+        rank: of the factored heads (16, polyfed's choice).
+        normalise: whether GNN and heads keep activations of one size (true, polyfed's choice); false is the published form,
+            with initialisation="last_layer" more accurate in some federations of few images whose networks have norm
+            layers, and seldom of use where they have none.
+        initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance 2/fan_in; "paper": by section
+            4.2's sentence, which gives 2/fan_out (paper); "last_layer": the sentence's factor on the last layer of a head
+            alone, which without `normalise` gives small weights.
+        graph: "layers" (paper): nodes are convolutions and linear layers, and a norm is part of the layer before it; or
+            "layers_and_norms" (polyfed's choice): norm layers are nodes, too.
+        joins: whether sums and concatenations are nodes (true, paper, section 4.2); false has edges through them, which
+            appendix B finds sufficient.
+        norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers
+            stay with the client.
+        catalogue: file of the public layer types (`polyfed graph --catalogue` writes one); None takes the union over the
+            clients, as a simulation can (polyfed's choice).
+        refine_epochs: of the linear head before evaluation (1, paper); 0 evaluates what is generated.
+        refine_lr: rate of the refinement (0.009, polyfed's choice: the rate that the paper trains with; it names none
+            for this). It does not follow `lr`: a hypernetwork bears rates at which one epoch spoils a small head.
+        weighted: whether replies count by examples; false counts each client the same (paper, algorithm 1).
+        lr: learning rate of round 1 (0.009, paper).
+        schedule: of the rate over rounds ("cosine", paper).
+        batch_size: examples in a minibatch (64, polyfed's choice).
+        momentum: of local SGD (0.9, polyfed's choice).
+        clip_norm: largest norm of a gradient (5, polyfed's choice): a step moves all layers of a type at once; None
+            leaves it.
+        buffers: "local" (polyfed's choice) or "recompute".
+
+    The other fields are those of `LocalTraining`.
+
+    >>> FLHAGHN(head="factored").depth
+    6
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"layer_catalogue"})
+    groups: ClassVar[tuple[str, ...]] = ("ghn",)
+    discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "hypernetwork", "weights"})
+    """The paper has the server see neither graph nor weights; but heads of layer types that a client lacks come back as they
+    went, which reveals its layers, and whoever has W_c and the graph can generate its weights (docs/methods/flha_ghn.md)."""
+    gnn: Gnn = "graphconv"
+    passing: Passing = "synchronous"
+    depth: int = 6
+    latent: int = 51
+    hidden: int = 16
+    head: Literal["auto", "mlp", "factored"] = "auto"
+    rank: int = 16
+    normalise: bool = True
+    initialisation: Init = "kaiming"
+    graph: GraphForm = "layers_and_norms"
+    joins: bool = True
+    norms: Literal["generate", "local"] = "generate"
+    catalogue: str | None = None
+    refine_epochs: int = 1
+    refine_lr: float = 0.009
+    weighted: bool = False
+    lr: float = 0.009
+    schedule: Schedule = "cosine"
+    batch_size: int = 64
+    momentum: float = 0.9
+    clip_norm: float | None = 5.0
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "depth")
+        for field in ("latent", "hidden", "rank"):
+            self._require(getattr(self, field) >= 1, field, "at least 1")
+        self._at_least(0, "refine_epochs")
+        self._positive("refine_lr")
+        if self.graph == "layers":
+            object.__setattr__(self, "requires", self.requires | {"norms_in_layers"})
+        self._require(self.buffers != "average", "buffers", "'local' or 'recompute' (clients' buffers differ in form)")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """(W_G, W_H), initialised for the layer types of the catalogue."""
+        catalogue = server.layer_catalogue if self.catalogue is None else self._read_catalogue(self.catalogue)
+        types = tuple(
+            t if self.norms == "generate" else replace(t, norm=NONE, norm_bias=False)
+            for t in catalogue.types
+            if self.norms == "generate" or not t.is_norm
+        )
+        if not types:
+            raise UserError("flha_ghn has nothing to generate: no layer of any client is of a type that it knows")
+        if not self.normalise and self.initialisation != "kaiming" and not _has_norms(catalogue):
+            warnings.warn(
+                f"FLHAGHN: with normalise=False and initialisation={self.initialisation!r} networks without norm layers, as "
+                "all are here, learned less than by the default, and next to nothing without clip_norm "
+                "(docs/methods/flha_ghn.md); take normalise=True, initialisation='kaiming'",
+                UserWarning, stacklevel=2,
+            )  # fmt: skip
+        config = self._ghn_config(LayerCatalogue(types))
+        state = {"ghn": init_ghn_params(config, self.initialisation, server.seed)}
+        for field, decision in self.resolved_fields(state).items():
+            warnings.warn(f"FLHAGHN: {field} is {decision}; give {field}=... to have either", UserWarning, stacklevel=2)
+        return state
+
+    def _read_catalogue(self, path: str) -> LayerCatalogue:
+        """The catalogue of a file.
+
+        Raises:
+            UserError: its types have norms, which in this method's graphs are nodes.
+        """
+        catalogue = LayerCatalogue.read(path)
+        if self.norms == "local":
+            return catalogue
+        type_with_norm = next((t for t in catalogue.types if t.norm != NONE), None)
+        if self.graph == "layers_and_norms" and (type_with_norm is not None or read_graph_variant(path) == "layers"):
+            raise UserError(
+                f"the layer catalogue {path} is for graph='layers' (norms are part of layers), and this method has "
+                "graph='layers_and_norms'; give graph='layers', or write the catalogue with polyfed graph --graph "
+                "layers_and_norms"
+            )
+        if self.graph == "layers" and type_with_norm is None and _has_norms(catalogue):
+            warnings.warn(
+                f"FLHAGHN: no layer type of the catalogue {path} has a norm, though there are norm layers: layers with a "
+                "norm after them will stay with their clients. If it was written for graph='layers_and_norms', write it "
+                "with polyfed graph --graph layers",
+                UserWarning, stacklevel=3,
+            )  # fmt: skip
+        return catalogue
+
+    def resolved_fields(self, server_state: ServerState) -> dict[str, str]:
+        """Which heads "auto" stands for, if not for the paper's."""
+        config = self._ghn_config(catalogue_from_weights(server_state["ghn"]))
+        return {"head": describe_factored_heads(config)} if self.head == "auto" and config.head == "factored" else {}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """All trained parameters from the common draw; those that turn out to be generated do not count."""
+        assert client.model is not None
+        initial_weights = initial_state(client.model, seed)
+        names = [name for name, _ in cached_module(client.model).module.named_parameters()]
+        return {"private": {name: initial_weights[name] for name in names if name in initial_weights}}
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """W_c by eq. 5: SGD on the task's loss, through the generated weights, into the GHN, and into the parameters that
+        are private."""
+        generated, cached, graph = self._generate_network(message, client_state, client)
+        if not graph.generated_weights:
+            warnings.warn(
+                f"FLHAGHN: nothing of the network of client {client.id!r} is generated, so that it trains alone: none of "
+                "its layers is of a type of the catalogue (kind, channels, kernel, stride, dilation, groups, bias and "
+                "activation)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        for name, parameter in cached.module.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in graph.local_reasons)
+        fit_result = fit(generated, client, self, lr=message.scalars["lr"], seed=seed)
+        trained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in generated.ghn.state_dict().items()}
+        return Message({"ghn": trained}, reply_scalars(client, fit_result.loss)), self._private_state(cached, graph)
+
+    def _private_state(self, cached: CachedModule, graph: ArchitectureGraph) -> ClientState:
+        state = cached.module.state_dict()
+        names_by_part = {
+            "private": [name for name in graph.local_reasons if name not in cached.frozen],
+            "buffers": cached.buffers if self.buffers == "local" else (),
+        }
+        tensors_by_part = {
+            part: {name: state[name].to("cpu", copy=True) for name in names} for part, names in names_by_part.items()
+        }
+        return {part: tensors for part, tensors in tensors_by_part.items() if tensors}
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """θ_c with the linear head refined on the client's data ("Inference and local refinement")."""
+        _, cached, graph = self._generate_network(message, client_state, client)
+        prepare_for_eval(cached, client, client_state, self.buffers)
+        if self.refine_epochs:
+            self._refine_head(cached.module, graph.head_parameters, client, seed)
+            if self.buffers == "recompute":
+                recompute_norm_statistics(cached.module, client.train)
+        return cached.module
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """θ_c as it is generated."""
+        _, cached, _ = self._generate_network(message, client_state, client)
+        yield "generated", prepare_for_eval(cached, client, client_state, self.buffers)
+
+    def client_graph(self, message: Message, client: Client) -> ArchitectureGraph:
+        """The client's graph under the GHN that came down: layers outside its catalogue are private, each with a reason."""
+        return self._build_graph(client, catalogue_from_weights(message.tensors["ghn"]))
+
+    def _build_graph(self, client: Client, catalogue: LayerCatalogue) -> ArchitectureGraph:
+        return graph_of_client(client, catalogue, self.contraction)
+
+    @property
+    def contraction(self) -> Contraction:
+        """Says which operations are nodes of the clients' graphs."""
+        if self.graph == "layers_and_norms":
+            return Contraction("nodes", self.joins)
+        return Contraction("layers" if self.norms == "generate" else "local", self.joins)
+
+    def _refine_head(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
+        """One epoch on the last layer; BatchNorm's statistics move along, as in training."""
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in head)
+        if any(parameter.requires_grad for parameter in network.parameters()):
+            options = replace(self, local_epochs=self.refine_epochs, local_steps=None)
+            fit(network, client, options, lr=self.refine_lr, seed=seed)
+
+    def _generate_network(
+        self, message: Message, client_state: ClientState, client: Client
+    ) -> tuple[GeneratedNetwork, CachedModule, ArchitectureGraph]:
+        """The client's network under the GHN that came down; filled with what that generates, the private parameters and
+        the buffers; and its graph, in which layers outside the catalogue stay private."""
+        assert client.model is not None
+        config = self._ghn_config(catalogue_from_weights(message.tensors["ghn"]))
+        graph = self._build_graph(client, config.catalogue)
+        generated, cached = build_generated_network(
+            client.model, graph, config, message.tensors["ghn"], client.train.device
+        )
+        with torch.no_grad():
+            weights = {**client_state.get("private", {}), **generated.generate_weights()}
+        return generated, fill_client_model(cached, weights, client_state, self.buffers), graph
+
+    def _ghn_config(self, catalogue: LayerCatalogue) -> GHNConfig:
+        head: Head = "mlp" if self.head == "auto" else self.head
+        sizes = (self.depth, self.latent, self.hidden, head, self.rank, self.normalise)
+        config = GHNConfig(catalogue, *sizes, self.gnn, self.passing)
+        return factor_if_large(config) if self.head == "auto" else config
+
+
+def _has_norms(catalogue: LayerCatalogue) -> bool:
+    return any(t.is_norm or t.norm != NONE for t in catalogue.types)

@@ -1,0 +1,114 @@
+"""HeurpFedLA: pFedLA in which each client keeps the k layers that weigh most (Ma et al., CVPR 2022, algorithm 2)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor, nn
+
+from polyfed.algorithms.hypernetworks.pfedla import (
+    ClientState,
+    LayerAggregationMethod,
+    ServerState,
+    analysis_of_weights,
+    init_server_state,
+    personalised_models,
+    update_server_state,
+)
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
+from polyfed.core.state_dict import StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.training.loop import fit, reply_scalars
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
+    """pFedLA with fewer bytes: the k layers in which a client's own weight is largest are neither aggregated nor sent
+    down. All layers go up (paper, section 3.3). Evaluated model: what the client would begin its next round with, its own
+    retained layers and the others of θ̄_i; next to it, as `trained_...`, θ_i after its last local training.
+
+    k = 0 is pFedLA, k = all layers is training alone with a download of no bytes.
+
+    Args:
+        k: layers that each client retains (1, the paper's tables). The other fields are those of
+            `LayerAggregationMethod` and `LocalTraining`.
+
+    >>> HeurPFedLA(k=2).k
+    2
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.k >= 0, "k", "a number of layers, at least 0")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """Models, hypernetworks and embeddings of all clients (line 1)."""
+        return init_server_state(server, self, self.k)
+
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
+        """The same for many clients by one product of matrices a layer."""
+        for client_info, model in personalised_models(server_state, client_infos, self, self.k):
+            yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
+
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
+        """θ_i of the round's clients are replaced (line 9), v_i and ψ_i updated (line 10)."""
+        return update_server_state(
+            server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self, self.k
+        )
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """A reply holds all layers."""
+        return {"model": state_dict_spec(server_state["models"][server_state["clients"][0]])}
+
+    def analysis(
+        self, server_state: ServerState, client_ids: Sequence[str]
+    ) -> Mapping[str, Tensor | Sequence[str] | float]:
+        """α_i of the round's clients after the round."""
+        return analysis_of_weights(server_state, client_ids, self)
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """θ_i: the common draw, as the server has it."""
+        assert client.model is not None
+        buffers = cached_module(client.model).buffers
+        return {"model": shared_tensors(initial_state(client.model, seed), buffers, "local")}
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """θ_i ← {Heurθ̄_i, θ_i^retain} (line 13) after `local_epochs`."""
+        net = self._load_with_retained_layers(message, client_state, client)
+        fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
+        model, state_after = extract_update(net, self)
+        state_after["model"] = clone_tensors(model)
+        return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """{Heurθ̄_i, θ_i^retain}."""
+        return prepare_for_eval(
+            self._load_with_retained_layers(message, client_state, client), client, client_state, self.buffers
+        )
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """θ_i."""
+        if self.evaluate_trained:
+            net = load_client_model(client, client_state["model"], client_state, self.buffers)
+            yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
+
+    def _load_with_retained_layers(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
+        """The client's own layers, over which those that came down are laid."""
+        return load_client_model(
+            client, {**client_state["model"], **message.tensors["model"]}, client_state, self.buffers
+        )

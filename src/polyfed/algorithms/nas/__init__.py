@@ -1,0 +1,1 @@
+"""Methods that search a personal architecture: FedPNAS and FedDSNAS."""

@@ -1,0 +1,148 @@
+"""FedPNAS and CA-FedPNAS: personalised neural architecture search (Hoang and Kingsford, section 3.2, algorithm 1)."""
+
+from abc import ABC
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import ClientState
+from polyfed.algorithms.nas.supernet_method import SupernetMethod, supernet_of
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.nn.optimizers import Adam, ParameterGroup
+from polyfed.core.training.loop import fit
+from polyfed.nas.operations import untracked_batch_statistics
+from polyfed.nas.supernet import SamplerContext, SamplingUnit
+
+SecondOrder = Literal["outer_product", "none"]
+InnerOptimizer = Literal["sgd", "adam"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaSupernetMethod(SupernetMethod, ABC):
+    """The local update of FedPNAS: the supernet learns to be good after one step of adaptation of its personal stack.
+
+    L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p), and two passes for its gradient.
+
+    Args:
+        eta: η ≥ 0, the rate of the inner step (0.01, polyfed's choice; the paper says none, the authors' code has 0.002 for
+            its step of Adam). With 0 it is FedDSNAS, at twice the cost.
+        inner: "sgd" is θ̃_p = θ_p − η·g (paper, section 3.2). "adam" is a step of Adam at rate η (authors' code), at first
+            θ_p − η·g/(|g| + ε); its moments begin anew with each round.
+        second_order: "outer_product" takes g·gᵀ for the Hessian (paper, section 3.2), for either inner step: the authors'
+            code differentiates a step of Adam as if it were one of SGD. "none" leaves the term out, which is first-order
+            MAML (polyfed's choice).
+    """
+
+    eta: float = 0.01
+    inner: InnerOptimizer = "sgd"
+    second_order: SecondOrder = "outer_product"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "eta")
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """θ^k after the client's steps (algorithm 1, CLIENTUPDATE). The personal stack is the server's at the start of the
+        round; from then on it moves with each minibatch."""
+        net = self.load_supernet(message, client_state, client)
+        fit_result = fit(
+            net.module, client, self, lr=message.scalars["lr"], seed=seed,
+            gradient=self.build_meta_gradient(supernet_of(net)), lr_factor=self.sampler_lr_factor,
+        )  # fmt: skip
+        return self.build_reply(net, client, fit_result.loss)
+
+    def build_meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
+        """The direction of a step, as `fit` asks for it; the loss is that at θ̃_p. Parameters named `personal...` are θ_p."""
+        personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
+        take_inner_step = self._build_inner_step(personal)
+
+        def compute_meta_gradient(loss_of: Callable[[int], Tensor]) -> Tensor:
+            theta = [p.detach().clone() for p in personal]
+            with untracked_batch_statistics(supernet):  # a step counts as one
+                loss_of(0)  # line 10: L and ∇L at (θ_b, θ_p)
+            g = [p.grad for p in personal]
+            take_inner_step()  # line 11: θ̃_p
+            loss = loss_of(0)  # line 12: L̃ and ∇L̃ at (θ_b, θ̃_p), on operations drawn again
+            with torch.no_grad():
+                for parameter, start in zip(personal, theta, strict=True):
+                    parameter.copy_(start)
+                if self.second_order == "outer_product":
+                    self._add_second_order_term(personal, g)
+            return loss
+
+        return compute_meta_gradient
+
+    def _build_inner_step(self, personal: list[nn.Parameter]) -> Callable[[], None]:
+        """GRADUPDATE of line 11, in place: θ_p − η∇L, or Adam's step, whose moments go on from minibatch to minibatch."""
+        if self.inner == "adam":
+            return Adam([ParameterGroup(personal, self.eta)]).step
+
+        @torch.no_grad()
+        def descend() -> None:
+            for parameter in personal:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=self.eta)
+
+        return descend
+
+    def _add_second_order_term(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
+        """Line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α). Weights of
+        operations that only the first pass drew stay without a gradient (polyfed's choice): −η·α·g is a tiny one, but
+        Adam would make
+        a whole step of it, as often away from the minimum as not, and momentum and decay would move them too."""
+        alpha = sum(
+            (s * p.grad).sum() for p, s in zip(personal, g, strict=True) if s is not None and p.grad is not None
+        )
+        for parameter, gradient in zip(personal, g, strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad = parameter.grad - self.eta * alpha * gradient
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedPNAS(MetaSupernetMethod):
+    """FedPNAS with context-free samplers: one architecture a minibatch, drawn from learnable probabilities. Evaluated
+    model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data; next to it
+    the one that came from the server, as `server_...`. Neither θ nor the replies depend on that adaptation.
+
+    Args:
+        sampler_lr: 0.2 (polyfed's choice): probabilities that hardly move leave weights that must suit all operations
+            at once.
+
+    The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks are
+    not used.
+
+    >>> FedPNAS(eta=0.05).second_order
+    'outer_product'
+    """
+
+    sampler_lr: float | None = 0.2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CAFedPNAS(MetaSupernetMethod):
+    """The paper's method: FedPNAS with context-aware samplers, so that each example has an architecture of its own (section
+    3.3). Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
+    operations for each example; next to it the one that came from the server, as `server_...`.
+
+    Args:
+        per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
+            its probabilities, which is faster (authors' code).
+        sampler_lr: 0.05 (polyfed's choice), as for context-free samplers.
+
+    The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks are
+    not used.
+    """
+
+    context: ClassVar[SamplerContext] = "aware"
+    per: SamplingUnit = "example"
+    sampler_lr: float | None = 0.05
+
+    def _sampling_unit(self) -> SamplingUnit:
+        return self.per

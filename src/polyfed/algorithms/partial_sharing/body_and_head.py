@@ -1,0 +1,174 @@
+"""The base of methods in which the body of one architecture is averaged, and each client has a head of its own: FedRep and
+its relatives."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.nn.buffers import (
+    extract_update,
+    load_client_model,
+    prepare_for_eval,
+    recompute_norm_statistics,
+    shared_tensors,
+)
+from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.training.loop import FitResult
+from polyfed.models.structure import split_body_and_head
+
+# The server keeps "model", the body φ; or "draw", the whole initial network, while the head is not known
+# A client keeps "head": h_i; "buffers": as the policy has it; "trained": whether the client ever took part
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodyAndHeadMethod(Averaging, ValidatesNetworks, ABC):
+    """A body φ that is averaged, and heads h_i. Evaluated model: φ with the client's own head; a client that never took part
+    has the head of the initial draw. A head that the server sends ("head") takes the place of the client's own.
+
+    The head is found by running the network on an example, which the server does not have: in round 1 it sends the whole
+    initial draw, the replies hold bodies, and from then on bodies go down too.
+    """
+
+    @abstractmethod
+    def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
+        """Names of the modules that are the head."""
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """The whole initial draw: only clients can find the head."""
+        assert server.model is not None  # `requires` names "one_architecture"
+        draw = initial_state(server.model, server.seed)
+        return {"draw": shared_tensors(draw, cached_module(server.model).buffers, self.buffers)}
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """φ and the learning rate of the round, the same for everyone."""
+        group = "draw" if "draw" in server_state else "model"
+        return Message({group: server_state[group]}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """φ in the form in which it went down; in round 1, when the server does not know it, a part of the network."""
+        if "draw" not in server_state:
+            return {"model": state_dict_spec(server_state["model"])}
+        return {"model": spec_of_part(state_dict_spec(server_state["draw"]), reply, "model")}
+
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
+        """Not in round 1, unless the head is named."""
+        return "draw" not in server_state
+
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """φ ← Σ_i (n_i/n) φ_i; the first replies settle which tensors φ has."""
+        if "draw" in server_state and not mean["model"]:
+            emit_runtime_warning(empty_body_warning(self))
+        return {"model": mean["model"]}
+
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+        """Heads differ only if the network takes another path on another client's data."""
+        advice = "; name the head's modules, head=(...)" if hasattr(self, "head") else "; use another network"
+        return UserError(
+            f"{type(self).__name__}: clients {error.first_client!r} and {error.other_client!r} find different heads "
+            f"({error.difference}){advice}"
+        )
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def validate_network(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """h_i of the common draw."""
+        assert client.model is not None
+        initial_weights, net = initial_state(client.model, seed), cached_module(client.model, client.train.device)
+        fill_module(net.module, initial_weights)
+        _, head = split_body_and_head(net.module, self._find_head_modules(net.module, client.train.first_input))
+        return {
+            "head": shared_tensors(
+                {n: initial_weights[n] for n in head if n in initial_weights}, net.buffers, self.buffers
+            ),
+            "trained": False,
+        }
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """φ with h_i."""
+        net = self._load_body_and_head(message, client_state, client)
+        if (
+            self.buffers == "average"
+            and not client_state["trained"]
+            and net.buffers.keys() & client_state["head"].keys()
+        ):
+            # Norms in this head have never seen data, and no average of others' makes up for it.
+            recompute_norm_statistics(net.module, client.train)
+            body = {name: tensor for name, tensor in _body_tensors(message).items() if name not in client_state["head"]}
+            fill_module(net.module, trainable_state(net.module), body)
+            return net.module
+        return prepare_for_eval(net, client, client_state, self.buffers)
+
+    def _load_body_and_head(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
+        return load_client_model(
+            client, {**_body_tensors(message), **_head_tensors(message, client_state)}, client_state, self.buffers
+        )
+
+    def _split_trained(
+        self, net: CachedModule, client_state: ClientState
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, StateDict]]:
+        """After training: what of the body travels, the head, and the private state of the buffer policy."""
+        state, buffer_state = extract_update(net, self)
+        body = {name: tensor for name, tensor in state.items() if name not in client_state["head"]}
+        trained = trainable_state(net.module)  # the head's counters, which stay, count on
+        return body, {name: trained[name] for name in client_state["head"]}, buffer_state
+
+
+def train_head_then_body(
+    module: nn.Module, head: Container[str], fit_head: Callable[[], FitResult], fit_body: Callable[[], FitResult]
+) -> float:
+    """Trains the head with the body frozen, then the body with the head frozen; the last loss. A part without parameters is
+    left out.
+
+    Args:
+        module: the network, which both calls train in place.
+        head: names of its tensors.
+        fit_head, fit_body: how.
+    """
+    trainable, loss = {name: p for name, p in module.named_parameters() if p.requires_grad}, 0.0
+    for trains_head, fit_part in ((True, fit_head), (False, fit_body)):
+        for name, parameter in trainable.items():
+            parameter.requires_grad_((name in head) == trains_head)
+        if any(parameter.requires_grad for parameter in trainable.values()):
+            loss = fit_part().loss
+    for parameter in trainable.values():
+        parameter.requires_grad_(True)
+    return loss
+
+
+def _body_tensors(message: Message) -> StateDict:
+    return message.tensors["model"] if "model" in message.tensors else message.tensors["draw"]
+
+
+def _head_tensors(message: Message, client_state: ClientState) -> StateDict:
+    return message.tensors.get("head", client_state["head"])
+
+
+def spec_of_part(network_spec: StateDictSpec, reply: Message, group: str) -> StateDictSpec:
+    """The form of those tensors of a network that a group of a reply has."""
+    return {name: network_spec[name] for name in reply.tensors.get(group, ()) if name in network_spec}
+
+
+def empty_body_warning(method: Averaging) -> str:
+    """What to say where there is no body."""
+    return f"{type(method).__name__}: the head is the whole network, so nothing travels: each client trains alone"
+
+
+def emit_runtime_warning(text: str) -> None:
+    """Said once, when the run begins or after its first round."""
+    warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,183 @@
+"""FedPAC: a shared body whose representations of each class are pulled together, and heads that are mixed for each client as
+a quadratic programme says (Xu, Tong and Huang, ICLR 2023)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, final
+
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import ClientState, ServerState
+from polyfed.algorithms.base.class_means import count_outputs, find_replaceable_head, weighted_class_sums
+from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod, spec_of_part, train_head_then_body
+from polyfed.algorithms.partial_sharing.head_mixing import (
+    head_mixing_statistics,
+    head_mixing_statistics_spec,
+    head_mixing_weights,
+)
+from polyfed.algorithms.prototypes.prototype_method import (
+    build_prototype_loss,
+    class_means_spec_for_prototypes,
+    update_prototypes,
+)
+from polyfed.alignment.representations import compute_representations, representation_module_name
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module, reset_for_eval
+from polyfed.core.seeds import derive_seed
+from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
+from polyfed.core.training.loop import fit, reply_scalars
+from polyfed.models.structure import find_representation_module
+
+# The server keeps, beside `BodyAndHeadMethod`'s, "prototypes": p̄, and "heads": the mixed head of each client that took part
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedPAC(BodyAndHeadMethod):
+    """A body φ, which is averaged, and a head g_i for each client, the last linear layer. A client trains its head with the
+    body frozen, then the body by CE + λ/d·‖f(x) − p̄_y‖² with the head frozen, p̄_c being the mean representation of class c
+    over all clients. The server gives each client a head of its own, Σ_j α_ij g_j, by the weights that minimise the sum of
+
+    - variance, Σ_j α_ij² V_j, with V_j = (1/n_j)·[Σ_c p_jc·E(‖f‖² | c) − Σ_c p_jc²·‖μ_jc‖²], and
+    - bias, Σ_c ‖Σ_j α_ij (h_ic − h_jc)‖², with h_jc = p_jc·μ_jc,
+
+    over α_i ≥ 0, Σ_j α_ij = 1; p_jc is the share of class c at client j, and μ_jc the mean of f over it, by the body that
+    all clients have received. With λ = 0 and without `collaborate` it is FedRep, bit for bit. One architecture.
+    Evaluated model: φ with the mixed head.
+
+    Weights are among the clients of a round. A client that missed it keeps the head that was mixed for it last.
+
+    Args:
+        lam: λ ≥ 0 (1, authors' code, whose squared distance is the mean over the d numbers of f).
+        collaborate: mix heads (True, paper); False leaves each client its own, which then stays there.
+        head_epochs: epochs on the head, body frozen (1, authors' code).
+        head_lr: learning rate of the head in round 1, which falls as `lr` does; None takes `lr` (polyfed's choice; the
+            authors' code has 0.1 next to 0.01).
+        local_epochs: epochs on the body, head frozen, after that (5, authors' code).
+        batch_size: examples in a minibatch (50, authors' code); 0 takes all of the client's examples.
+        lr: learning rate of round 1 (0.01, authors' code).
+        momentum: of SGD (0.5, authors' code).
+        weight_decay: of both (0.0005, authors' code).
+        weighted: φ and p̄ by the number of training examples (True, paper); False counts every client the same.
+        buffers: of the body; those of the head never travel ("local", polyfed's choice).
+
+    The other fields are those of `LocalTraining`.
+
+    >>> FedPAC(collaborate=False).aggregates_by_sum
+    True
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "classification"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"weights", "class_means"})
+    groups: ClassVar[tuple[str, ...]] = ("model", "classes")
+    lam: float = 1.0
+    collaborate: bool = True
+    head_epochs: int = 1
+    head_lr: float | None = None
+    local_epochs: int = 5
+    batch_size: int = 50
+    lr: float = 0.01
+    momentum: float = 0.5
+    weight_decay: float = 0.0005
+    weighted: bool = True
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "lam")
+        self._at_least(1, "head_epochs")
+        self._positive("head_lr")
+
+    @property
+    def aggregates_by_sum(self) -> bool:
+        """Only where heads stay with their clients."""
+        return not self.collaborate
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """The initial draw; no prototypes and no mixed heads yet."""
+        return {**super().server_init(server), "prototypes": {}, "heads": {}}
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """φ, the client's mixed head, and p̄ where it is to train with it."""
+        common, groups = (
+            super().dispatch(server_state, client_info),
+            {"head": server_state["heads"].get(client_info.id)},
+        )
+        if client_info.purpose != "personal":
+            groups["prototypes"] = server_state["prototypes"]
+        return Message({**common.tensors, **{group: tree for group, tree in groups.items() if tree}}, common.scalars)
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """φ and class means; and, where heads are mixed, the head, h and V."""
+        classes = class_means_spec_for_prototypes(server_state["prototypes"], reply)
+        specs = {**super().reply_spec(server_state, message, reply), **classes}
+        if not self.collaborate:
+            return specs
+        head_spec = state_dict_spec(next(iter(server_state["heads"].values()), server_state.get("draw", {})))
+        head = spec_of_part(head_spec, reply, "head") if "draw" in server_state else head_spec
+        return {**specs, "head": head, "statistics": head_mixing_statistics_spec(reply, classes["classes"])}
+
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic."""
+        prototypes = update_prototypes(server_state["prototypes"], mean["classes"])
+        return {
+            **super().server_step(server_state, mean, client_ids),
+            "prototypes": prototypes,
+            "heads": server_state["heads"],
+        }
+
+    def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
+        """The head of client i ← Σ_j α_ij g_j."""
+        statistics, local_heads = (
+            {i: replies[i].tensors[part] for i in sorted(replies)} for part in ("statistics", "head")
+        )
+        heads = {
+            **server_state["heads"],
+            **{i: weighted_mean(local_heads, alpha) for i, alpha in head_mixing_weights(statistics).items()},
+        }
+        return {**server_state, "heads": {i: heads[i] for i in sorted(heads)}}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """g_i of the common draw, which must be what gives the outputs."""
+        assert client.model is not None
+        find_replaceable_head(cached_module(client.model, client.train.device).module, client, "FedPAC")
+        return super().client_init(client, seed)
+
+    def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
+        return (find_representation_module(module, example),)
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """V and h by φ; then g_i by `head_epochs` on φ, and φ_i by `local_epochs` on g_i; then class means by φ_i."""
+        features = compute_representations(
+            reset_for_eval(self.personal_model(message, client_state, client, seed)), client.train
+        )
+        net, lr, y = self._load_body_and_head(message, client_state, client), message.scalars["lr"], client.train.labels
+        name, classes = representation_module_name(net.module, client.train), count_outputs(net.module, client)
+        head_options, first_head_lr = replace(self, local_epochs=self.head_epochs, local_steps=None), self.head_lr
+        head_seed, head_lr = derive_seed(seed, "head"), lr if first_head_lr is None else lr * first_head_lr / self.lr
+        fit_body = partial(fit, net.module, client, self, lr=lr, seed=seed)
+        if prototype_loss := build_prototype_loss(
+            self.criterion(client), message.tensors.get("prototypes"), self.lam, client.train.device
+        ):
+            fit_body = partial(fit_body, loss=prototype_loss, representation=name, reported_loss="task")
+        fit_head = partial(fit, net.module, client, head_options, lr=head_lr, seed=head_seed)
+        loss = train_head_then_body(net.module, client_state["head"], fit_head, fit_body)
+        body, head_state, buffer_state = self._split_trained(net, client_state)
+        means = compute_representations(reset_for_eval(net.module), client.train, module=name)
+        groups = {"model": body, "classes": weighted_class_sums(means, y, classes, self.weighted)}
+        if self.collaborate:
+            groups["head"], groups["statistics"] = (
+                clone_tensors(head_state),
+                head_mixing_statistics(features, y, classes),
+            )
+        return Message(groups, reply_scalars(client, loss)), {"head": head_state, "trained": True, **buffer_state}

@@ -1,0 +1,111 @@
+"""FedRep: a shared body and a head of one's own, trained in turn (Collins et al., ICML 2021, algorithm 1)."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import ClientState, ServerState
+from polyfed.algorithms.partial_sharing.body_and_head import (
+    BodyAndHeadMethod,
+    emit_runtime_warning,
+    empty_body_warning,
+    train_head_then_body,
+)
+from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training.loop import fit, reply_scalars
+from polyfed.models.structure import find_head_modules, split_body_and_head
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedRep(BodyAndHeadMethod):
+    """A body φ that is averaged and heads h_i that never leave their clients. In a round each client trains its head with
+    the body frozen, then the body with the head frozen. One architecture. Evaluated model: φ with the client's own head; a
+    client that never took part has the head of the initial draw.
+
+    The head is found by running the network on an example, which the server does not have: in round 1 it sends the whole
+    initial draw, the replies hold bodies only, and from then on bodies go down too. With `head` given, bodies only travel
+    from the start.
+
+    Args:
+        local_epochs: epochs on the head, body frozen (10, paper).
+        local_steps: if given, exactly this many minibatches on the head instead.
+        body_epochs: epochs on the body, head frozen, after that (1; the paper takes 1 or 5, depending on the data).
+        head_layers: how many of the last parametric layers are the head (1, the classifier: paper). 0 leaves nothing local:
+            FedAvg with `body_epochs`, bit for bit.
+        head: names of the head's modules, instead of a search (polyfed's choice).
+        weighted: mean by the number of training examples (True, authors' code); algorithm 1 has the plain mean.
+        batch_size: examples in a minibatch (10, authors' code); 0 takes all of the client's examples.
+        lr: learning rate of round 1, on head and body (0.01, authors' code).
+        momentum: of SGD (0.5, authors' code).
+        buffers: of the body; those of the head never travel ("local", polyfed's choice).
+
+    The other fields are those of `LocalTraining`.
+
+    >>> FedRep(head_layers=2).local_epochs
+    10
+    """
+
+    local_epochs: int = 10
+    body_epochs: int = 1
+    head_layers: int = 1
+    head: tuple[str, ...] | None = None
+    weighted: bool = True
+    batch_size: int = 10
+    lr: float = 0.01
+    momentum: float = 0.5
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "body_epochs")
+        self._at_least(0, "head_layers")
+        if self.head is not None:
+            listed = isinstance(self.head, tuple | list) and all(isinstance(name, str) for name in self.head)
+            self._require(listed, "head", "a list of module names, or none")
+            object.__setattr__(self, "head", tuple(self.head))  # a list, where it comes from a file
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """φ of the initial draw, or the whole draw where only clients can find the head."""
+        state = super().server_init(server)
+        if self.head is None and self.head_layers > 0:
+            return state
+        assert server.model is not None
+        module = cached_module(server.model).module
+        body, head = split_body_and_head(module, self._find_head_modules(module, torch.empty(0)))
+        model = {name: state["draw"][name] for name in body if name in state["draw"]}
+        if not head:
+            emit_runtime_warning(
+                "FedRep: the head is empty, so nothing stays local: this is FedAvg with local_epochs=body_epochs"
+            )
+        elif not model:
+            emit_runtime_warning(empty_body_warning(self))
+        return {"model": model}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
+        return find_head_modules(module, example, num_layers=self.head_layers, names=self.head)
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """h_i by `local_epochs` on φ, then φ_i by `body_epochs` on h_i (algorithm 1)."""
+        net = self._load_body_and_head(message, client_state, client)
+        fit_net = partial(fit, net.module, client, lr=message.scalars["lr"])
+        # The body's seed is the round's own, which makes FedRep without a head FedAvg.
+        body_options = replace(self, local_epochs=self.body_epochs, local_steps=None)
+        fit_head = partial(fit_net, options=self, seed=derive_seed(seed, "head"))
+        loss = train_head_then_body(
+            net.module, client_state["head"], fit_head, partial(fit_net, options=body_options, seed=seed)
+        )
+        model, head, buffer_state = self._split_trained(net, client_state)
+        return Message({"model": model}, reply_scalars(client, loss)), {"head": head, "trained": True, **buffer_state}

@@ -1,0 +1,1 @@
+"""Methods that give each client a model of its own, of one architecture."""

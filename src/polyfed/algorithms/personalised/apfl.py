@@ -1,0 +1,144 @@
+"""APFL: a personal model that is a mixture of a local and the global one, whose shares are learnt (Deng, Kamani and
+Mahdavi 2020, algorithm 1)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply
+from polyfed.algorithms.personalised.parameters import (
+    assign_parameters,
+    clone_buffers,
+    restore_buffers,
+    trained_parameters_on_cpu,
+)
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
+from polyfed.core.nn.module_cache import cached_module, initial_state
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+from polyfed.core.vectorized.stacked_module import (
+    get_network_rng_states,
+    reshape_to_broadcast,
+    set_network_rng_states,
+    sum_per_client,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class APFL(Averaging):
+    """v̄_i = α_i·v_i + (1 − α_i)·w, where w is trained by FedAvg and v_i by the loss of the *mixture*; α_i is learnt
+    too. One architecture. Evaluated model: v̄_i (w for a client that never took part); next to it w, as `server_...`.
+
+    At each step w_i descends ∇L_i(w_i), and v_i descends the gradient of L_i(v̄_i) with respect to v_i, α_i·∇L_i(v̄_i),
+    on the same minibatch. α = 1 is training alone and α = 0 is FedAvg, bit for bit, where `adaptive` is off.
+
+    Args:
+        alpha: α_i of the beginning, from 0 to 1 (0.5, polyfed's choice; the paper tries 0.25, 0.5 and 0.75).
+        adaptive: whether α_i is learnt: α ← α − η⟨v − w, ∇L_i(v̄)⟩ (True, paper), once a round at its first step, kept
+            from 0 to 1 (authors' code).
+        weighted: w by the number of training examples (True, polyfed's choice: as FedAvg); False counts every client the
+            same (paper).
+        buffers: "local" (polyfed's choice), as for every personalised method. BatchNorm's statistics are those of v̄_i.
+
+    The other fields are those of `LocalTraining`. Momentum, weight decay and the optimiser belong to the step of w; v_i
+    makes plain steps of the same rate, and `clip_norm` bounds both gradients.
+
+    >>> APFL(alpha=0.25).adaptive
+    True
+    """
+
+    clients_keep_trained_weights: ClassVar[bool] = True
+    alpha: float = 0.5
+    adaptive: bool = True
+    weighted: bool = True
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(0 <= self.alpha <= 1, "alpha", "from 0 to 1")
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """v_i of the common draw, and α_i."""
+        assert client.model is not None  # `requires` names "one_architecture"
+        draw, buffers = initial_state(client.model, seed), cached_module(client.model).buffers
+        v = {name: tensor for name, tensor in draw.items() if name not in buffers}
+        return {"model": v, "alpha": self.alpha, "trained": False}
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """w_i for the server; v_i and α_i, which stay private (algorithm 1)."""
+        net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
+        parameters = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
+        v = [client_state["model"][name].to(p.device, copy=True) for name, p in parameters.items()]
+        alpha, alpha_is_due = v[0].new_tensor(client_state["alpha"]), v[0].new_tensor(float(self.adaptive))
+        mixture_gradient = PerClientTerm(_MixtureGradient(lr), [alpha, alpha_is_due, *v])
+        fit_result = fit(net.module, client, self, lr=lr, seed=seed, gradient=mixture_gradient)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        assign_parameters(list(parameters.values()), v)
+        return reply, {
+            **buffer_state,
+            "model": trained_parameters_on_cpu(net.module),
+            "alpha": float(alpha),
+            "trained": True,
+        }
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """v̄_i = α_i·v_i + (1 − α_i)·w, with the w of now."""
+        w = message.tensors["model"]
+        mixture = (
+            {name: torch.lerp(w[name], v, client_state["alpha"]) for name, v in client_state["model"].items()}
+            if client_state["trained"]
+            else {}
+        )
+        return load_model_for_eval(client, {**w, **mixture}, client_state, self.buffers)
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """w, on the client's data."""
+        yield (
+            "server",
+            load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
+        )
+
+
+@final
+@dataclass(frozen=True)
+class _MixtureGradient:
+    """Leaves ∇L(w) in `grad`, and steps v and, where it is due, α. The tensors are α, whether it is due, and v."""
+
+    lr: float
+
+    def __call__(self, network: nn.Module, loss_of: Callable[[int], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        alpha, alpha_is_due, *v = tensors
+        parameters = [p for p in network.parameters() if p.requires_grad]
+        # Both passes draw the same dropout, and BatchNorm's statistics are those of v̄, which is evaluated.
+        buffers, rng_states = clone_buffers(network), get_network_rng_states(network, parameters[0].device)
+        loss_of(0)
+        w, gradients = [p.detach().clone() for p in parameters], [p.grad for p in parameters]
+        restore_buffers(network, buffers)
+        set_network_rng_states(network, parameters[0].device, rng_states)
+        assign_parameters(
+            parameters, [torch.lerp(b, a, reshape_to_broadcast(alpha, b)) for a, b in zip(v, w, strict=True)]
+        )
+        loss = loss_of(0)
+        with torch.no_grad():
+            alpha_gradient = torch.zeros_like(alpha)
+            for v_part, w_part, p in zip(v, w, parameters, strict=True):
+                if p.grad is not None:
+                    alpha_gradient += sum_per_client(network, (v_part - w_part) * p.grad)
+                    v_part.add_(
+                        reshape_to_broadcast(alpha, p) * p.grad, alpha=-self.lr
+                    )  # v ← v − η·∇_v L(αv + (1 − α)w)
+            alpha.sub_(alpha_is_due * self.lr * alpha_gradient).clamp_(0, 1)  # α ← α − η⟨v − w, ∇L(v̄)⟩
+            alpha_is_due.zero_()
+        assign_parameters(parameters, w)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+        return loss

@@ -1,0 +1,147 @@
+"""FedAMP: each client is pulled to a mixture of the others, in which those near to it count more (Huang, Chu, Zhou, Wang,
+Liu, Pei and Zhang, AAAI 2021, algorithm 1)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from torch import Tensor
+
+from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
+from polyfed.algorithms.base.regularizers import ProximalTerm
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.nn.buffers import BufferPolicy, shared_tensors
+from polyfed.core.nn.module_cache import cached_module, initial_state, trainable_state
+from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec, weighted_mean
+from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+
+ServerState = dict[str, Any]
+ClientState = dict[str, Any]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
+    """min over w_1..w_N of Σ_i L_i(w_i) + λ·Σ_{i<j} A(‖w_i − w_j‖²), with A(x) = 1 − e^(−x/σ). The server takes
+    a gradient step on A, from which each client gets u_i = ξ_ii·w_i + Σ_j ξ_ij·w_j with ξ_ij = α·A'(‖w_i − w_j‖²), so
+    that the near attract more than the far; the client then minimises L_i(w) + λ/(2α)·‖w − u_i‖², from its own w_i. One
+    architecture. Evaluated model: w_i. λ = 0 is training alone, bit for bit.
+
+    Models that nobody has trained yet are left out of the mixture.
+
+    Args:
+        lam: λ ≥ 0 (1, polyfed's choice). With `alpha` none it is the strength of the pull itself, the paper's λ/α.
+        sigma: σ > 0, the squared distance beyond which models hardly attract each other; None is a quarter of the mean
+            squared distance of the client's model to the others, in each round anew (polyfed's choice: the right number
+            depends on the network, and on how far training has come).
+        alpha: α > 0, the step on A. None takes for each client the one with ξ_ii = 1/N, the share that it has in a plain
+            mean (polyfed's choice; in the paper it is a number that may fall over the rounds).
+        buffers: "local" only (polyfed's choice): models are mixed by parameters alone, each with the client's own
+            buffers.
+
+    The other fields are those of `LocalTraining`.
+
+    >>> FedAMP(lam=0.5).sigma is None
+    True
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
+    lam: float = 1.0
+    sigma: float | None = None
+    alpha: float | None = None
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(0 <= self.lam < math.inf, "lam", "at least 0")
+        self._require(self.sigma is None or 0 < self.sigma < math.inf, "sigma", "positive, or none")
+        self._require(self.alpha is None or 0 < self.alpha < math.inf, "alpha", "positive, or none")
+        self._require(self.buffers == "local", "buffers", "'local', since models are mixed by parameters alone")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """The common draw, and a place for everyone's model."""
+        assert server.model is not None  # `requires` names "one_architecture"
+        draw = shared_tensors(
+            initial_state(server.model, server.seed), cached_module(server.model).buffers, self.buffers
+        )
+        return {
+            "model": draw,
+            "models": {
+                client_info.id: {} for client_info in sorted(server.clients, key=lambda client_info: client_info.id)
+            },
+        }
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """u_i, and λ/α, by which it pulls; nothing to evaluate, since a client has its own model."""
+        if client_info.purpose == "personal":
+            return Message()
+        lr = {"lr": self.lr_at(client_info.round, client_info.rounds)}
+        w_i = server_state["models"].get(client_info.id) or server_state["model"]
+        distances = {
+            j: _squared_distance(w_i, w) for j, w in server_state["models"].items() if j != client_info.id and w
+        }
+        if not any(distances.values()):  # nobody else has trained, or all are where this client is
+            return Message({}, lr)
+        sigma = self.sigma or sum(distances.values()) / len(distances) / 4
+        attractions = {j: math.exp(-x / sigma) / sigma for j, x in distances.items()}  # A'(‖w_i − w_j‖²)
+        total = sum(attractions.values())
+        if total < 1e-300:
+            return Message({}, lr)  # all are too far away to attract at all
+        alpha = self.alpha or (1 - 1 / len(server_state["models"])) / total
+        pull_strength = self.lam if self.alpha is None else self.lam / self.alpha
+        xi = {j: alpha * slope for j, slope in attractions.items()}
+        return Message({"cloud": _mix_models(w_i, server_state["models"], xi)}, {**lr, "pull": pull_strength})
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """The client's parameters."""
+        return {"model": state_dict_spec(server_state["model"])}
+
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
+        """The last model of each client; nothing is averaged."""
+        new_models = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
+        return {**server_state, "models": {i: new_models.get(i, model) for i, model in server_state["models"].items()}}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """w_i ← argmin L_i(w) + λ/(2α)·‖w − u_i‖², by local training from w_i."""
+        module = self.personal_model(message, client_state, client, seed)
+        cloud, penalty = message.tensors.get("cloud", {}), None
+        if cloud and message.scalars["pull"]:
+            trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+            u = [cloud[name].to(p.device) for name, p in trained]
+            penalty = PerClientTerm(_weighted_proximal_term, [u[0].new_tensor(message.scalars["pull"]), *u])
+        fit_result = fit(module, client, self, lr=message.scalars["lr"], seed=seed, penalty=penalty)
+        model = trainable_state(module)
+        assert client.model is not None
+        sent = shared_tensors(
+            trainable_state(module), cached_module(client.model, client.train.device).buffers, self.buffers
+        )
+        return Message({"model": sent}, reply_scalars(client, fit_result.loss)), {"model": model}
+
+
+def _weighted_proximal_term(weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """s/2·‖w − u‖²; the tensors are s, which differs between clients, and u."""
+    return tensors[0] * ProximalTerm(1.0)(weights, tensors[1:])
+
+
+def _squared_distance(w_i: StateDict, w_j: StateDict) -> float:
+    """‖w_i − w_j‖²: squared, as A takes it."""
+    return sum(float((w - w_j[name]).double().square().sum()) for name, w in w_i.items())
+
+
+def _mix_models(w_i: StateDict, models: Mapping[str, StateDict], xi: Mapping[str, float]) -> StateDict:
+    """w_i + Σ_j ξ_ij (w_j − w_i), so that ξ_ii = 1 − Σ_j ξ_ij."""
+    total = sum(xi.values())
+    if not total:
+        return w_i
+    mean = weighted_mean({j: models[j] for j in xi}, xi)
+    return {name: (w.double() + total * (mean[name].double() - w.double())).to(w.dtype) for name, w in w_i.items()}

@@ -1,0 +1,52 @@
+"""FedAvg with fine-tuning: the global model, trained on by each client before it is used."""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+from torch import nn
+
+from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.training.loop import fit
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedAvgFT(GlobalModelMethod):
+    """FedAvg, then `finetune_epochs` on the client's own training data before evaluation: an honest baseline of
+    personalisation (Cheng et al., 2021). Evaluated model: θ after fine-tuning. Neither θ nor the replies depend on it.
+
+    Args:
+        weighted: by the number of training examples (FedAvg's paper); False counts every client the same.
+        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all clients'
+            latest models, for which the server keeps each of them (see `GlobalModelMethod`).
+        finetune_epochs: epochs of fine-tuning (1, polyfed's choice).
+        finetune_lr: its learning rate; None takes the round's (polyfed's choice).
+
+    The other fields are those of `LocalTraining`. `buffers` is "average" by default, although the evaluated model is the
+    client's own: what federates is FedAvg, so that both evaluate the same θ, and fine-tuning then adapts BatchNorm's
+    statistics to the client's data.
+    """
+
+    weighted: bool = True
+    final: AveragedOver = "cohort"
+    finetune_epochs: int = 1
+    finetune_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.finetune_epochs >= 1, "finetune_epochs", "at least 1 (0 would be FedAvg)")
+        self._require(self.finetune_lr is None or self.finetune_lr > 0, "finetune_lr", "positive, or none")
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """θ after `finetune_epochs` on the client's data. Where no BatchNorm statistics came down, tuning starts from those
+        of the client's data; under "recompute" they are estimated again for the tuned weights."""
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        prepare_for_eval(net, client, client_state, self.buffers)
+        options = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
+        lr = message.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
+        fit(net.module, client, options, lr=lr, seed=seed)
+        if self.buffers == "recompute":
+            recompute_norm_statistics(net.module, client.train)
+        return net.module

@@ -1,0 +1,144 @@
+"""kNN-Per: the global model, and the votes of a client's own examples that it sees alike (Marfoq, Neglia, Kameni and
+Vidal, ICML 2022)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod
+from polyfed.alignment.representations import (
+    check_has_representation,
+    compute_representations,
+    representation_module_name,
+)
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import first_leaf, logits_of
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.nn.module_cache import reset_for_eval
+from polyfed.core.state_dict import StateDict
+from polyfed.core.wrapping import WrapsNetwork
+
+_NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
+    """h(x) = λ·h_kNN(x) + (1 − λ)·h_global(x): FedAvg's probabilities, mixed with those of the k training examples of the
+    client whose representations by the global model are nearest, each with the weight exp(−distance). Training is FedAvg,
+    bit for bit. One architecture, classification. Evaluated model: h, whose outputs are the logarithms of its
+    probabilities; next to it the global model alone, as `server_...`.
+
+    Args:
+        k: number of neighbours (10, paper); all training examples if there are fewer.
+        lam: λ from 0 to 1, the share of the neighbours. None chooses it for each client, by the least loss on its
+            validation examples, among 0, 0.1, ..., 1 (paper), and is 0.5 for a client without them (polyfed's choice).
+            Scores on validation examples are then out of fold: λ is chosen on the other half.
+        module: name of the module whose input is the representation; None finds the last linear layer (paper).
+        weighted: by the number of training examples (paper); False counts every client the same.
+        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all
+            clients' latest models, for which the server keeps each of them (see `GlobalModelMethod`).
+
+    The other fields are those of `LocalTraining`. The weights of a personal model hold the representations and labels
+    of the client's training examples; they are not sent.
+
+    >>> KNNPer(k=5, lam=0.3).weighted
+    True
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "classification"})
+    k: int = 10
+    lam: float | None = None
+    module: str | None = None
+    weighted: bool = True
+    final: AveragedOver = "cohort"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "k")
+        self._require(self.lam is None or 0 <= self.lam <= 1, "lam", "from 0 to 1, or none")
+        object.__setattr__(self, "traits", self.traits | ({"fits_validation"} if self.lam is None else set()))
+
+    def validate_network(self, client: Client) -> None:
+        """For the module whose input is φ(x)."""
+        check_has_representation(client, self.module)
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """h, with λ of the client."""
+        network, data = reset_for_eval(super().personal_model(message, client_state, client, seed)), client.train
+        name = representation_module_name(network, data) if self.module is None else self.module
+        features = compute_representations(network, data, module=name).to(data.device)
+        neighbours = Neighbours(network, features, data.labels, self.k, name)
+        neighbours.lam.fill_(0.5 if self.lam is None else self.lam)
+        if self.lam is None and (val := client.val) is not None:
+            neighbours.lam.fill_(
+                min(
+                    (i / _NUM_GRID_STEPS for i in range(_NUM_GRID_STEPS + 1)),
+                    key=lambda lam: _loss_with_lam(neighbours, lam, val),
+                )
+            )
+        return neighbours.eval()
+
+    def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
+        """The same around a client's network, to be filled."""
+        name = self.module if self.module is not None else _decode_name(weights["name"])
+        return Neighbours(network, weights["features"], weights["labels"], self.k, name)
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The global model alone, and the last cohort's mean where that is another."""
+        yield "server", super().personal_model(message, client_state, client, seed)
+        yield from super().other_models(message, client_state, client, seed)
+
+
+@final
+class Neighbours(nn.Module):
+    """A network and the representations of a client's examples, shape (n, width), with their labels. Outputs are the
+    logarithms of λ·h_kNN + (1 − λ)·softmax, at least that of the smallest number."""
+
+    def __init__(self, network: nn.Module, features: Tensor, labels: Tensor, k: int, name: str) -> None:
+        super().__init__()
+        self.network, self.k = network, min(k, len(features))
+        self.features: Tensor
+        self.labels: Tensor
+        self.lam: Tensor
+        self.name: Tensor
+        self.register_buffer("features", features)
+        self.register_buffer("labels", labels)
+        self.register_buffer("lam", features.new_zeros(()))
+        self.register_buffer("name", torch.tensor(list(name.encode()), dtype=torch.uint8))  # whose input is φ(x)
+
+    def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
+        """Of inputs as the network takes them: (batch, classes)."""
+        captured_inputs: list[Tensor] = []
+        module = self.network.get_submodule(_decode_name(self.name))
+
+        def capture_input(_: nn.Module, args: tuple[Any, ...], hook_kwargs: dict[str, Any]) -> None:
+            captured_inputs.append(args[0] if args else first_leaf(hook_kwargs))
+
+        hook = module.register_forward_pre_hook(capture_input, with_kwargs=True)
+        try:
+            global_probabilities = logits_of(self.network(*parts, **kwargs)).float().softmax(1)
+        finally:
+            hook.remove()
+        distances = torch.cdist(captured_inputs[-1].float().flatten(1), self.features)
+        nearest = distances.topk(self.k, largest=False)
+        votes = (-nearest.values).softmax(1)  # exp(−d), divided by their sum
+        knn_probabilities = torch.zeros_like(global_probabilities).scatter_add(1, self.labels[nearest.indices], votes)
+        probabilities: Tensor = self.lam * knn_probabilities + (1 - self.lam) * global_probabilities
+        return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+
+
+def _loss_with_lam(neighbours: Neighbours, lam: float, examples: Examples) -> float:
+    neighbours.lam.fill_(lam)
+    return float(nn.functional.nll_loss(predict(neighbours, examples), examples.labels.cpu()))
+
+
+def _decode_name(name: Tensor) -> str:
+    return bytes(name.tolist()).decode()

@@ -1,0 +1,117 @@
+"""Local: each client trains its own network on its own data, and nothing travels. The lower bound of every comparison."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import trainable_state
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import LocalTraining, fit
+
+ServerState = dict[str, StateDict]
+ClientState = dict[str, StateDict]
+_SAME_FOR_ALL = frozenset(
+    {"by_client", "buffers", "local_epochs", "local_steps", "batch_size"}
+)  # the same for all clients
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
+    """Each client alone, with any architecture. A client trains in the rounds for which it is drawn, so that it takes as
+    many local steps as in the method it is compared with; the optimiser starts afresh each round, as it does there.
+
+    Args:
+        buffers: "local" only (polyfed's choice), since nothing travels. The other fields are those of `LocalTraining`.
+        by_client: what some clients have instead, by id, such as {"north": {"lr": 0.1}} (polyfed's choice): a learning rate
+            of its own suits who trains alone. Epochs, steps and batch size are the same for all. None: all clients have
+            the same.
+
+    Raises:
+        UserError: another policy for buffers, or values that a client cannot have.
+
+    >>> Local(lr=0.05, by_client={"north": {"lr": 0.1}}).options_for("north").lr
+    0.1
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"model"})
+    discloses: ClassVar[frozenset[str]] = frozenset()
+    buffers: BufferPolicy = "local"
+    by_client: Mapping[str, Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.buffers != "local":
+            raise UserError(f"Local: buffers must be 'local', since nothing travels, got {self.buffers!r}")
+        if self.by_client is not None:
+            self._validate_by_client(self.by_client)
+
+    def _validate_by_client(self, by_client: Any) -> None:
+        """Makes it a mapping that can be hashed; raises a `UserError` if it is none, or a client cannot have a value."""
+        if not isinstance(by_client, Mapping) or not all(isinstance(fields, Mapping) for fields in by_client.values()):
+            raise UserError(
+                f"Local: by_client must be fields by client, as in {{'north': {{'lr': 0.1}}}}, got {by_client!r}"
+            )
+        object.__setattr__(self, "by_client", FrozenMapping(by_client))
+        names = sorted({field.name for field in dataclasses.fields(self)} - _SAME_FOR_ALL)
+        for client, fields in by_client.items():
+            for name in fields:
+                if name not in names:
+                    hint = "it is the same for all clients" if name in _SAME_FOR_ALL else did_you_mean(str(name), names)
+                    raise UserError(f"Local: by_client[{client!r}] cannot have {name!r}; {hint}")
+            try:
+                self.options_for(client)
+            except UserError as error:
+                raise UserError(f"{error} (by_client[{client!r}])") from error
+
+    def options_for(self, client: str) -> "Local":
+        """The training of a client."""
+        fields = (self.by_client or {}).get(client)
+        return self if fields is None else dataclasses.replace(self, by_client=None, **fields)
+
+    def criterion(self, client: Client) -> Loss:
+        """With the client's own class weights and smoothing."""
+        return LocalTraining.criterion(self.options_for(client.id), client)
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """The server keeps nothing.
+
+        Raises:
+            UserError: `by_client` names someone who is no client.
+        """
+        client_ids = [client_info.id for client_info in server.clients]
+        if unknown := [client for client in self.by_client or {} if client not in client_ids]:
+            raise UserError(
+                f"Local: by_client names {unknown[0]!r}, who is no client; {did_you_mean(unknown[0], client_ids)}"
+            )
+        return {}
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """Nothing but the learning rate of the round."""
+        return Message({}, {"lr": self.options_for(client_info.id).lr_at(client_info.round, client_info.rounds)})
+
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
+        """Nothing to aggregate."""
+        return server_state
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """θ_i ← θ_i after `local_epochs` on the client's own data."""
+        model = self.personal_model(message, client_state, client, seed)
+        fit_result = fit(model, client, self.options_for(client.id), lr=message.scalars["lr"], seed=seed)
+        return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), {
+            "model": trainable_state(model)
+        }

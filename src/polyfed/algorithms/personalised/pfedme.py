@@ -1,0 +1,130 @@
+"""pFedMe: personal models near a global one, by Moreau envelopes (T Dinh, Tran and Nguyen, NeurIPS 2020, algorithm 1)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
+from polyfed.algorithms.personalised.parameters import assign_parameters, trained_parameters_on_cpu
+from polyfed.core.algorithm import Client, Message
+from polyfed.core.errors import UserError
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.loop import fit
+from polyfed.core.vectorized.deferred_calls import PerClientTerm
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PFedMe(ServerUpdateMethod):
+    """min_w mean_i F_i(w), where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's loss. One
+    architecture. All clients train in each round; those drawn for it are averaged. Evaluated model: θ_i, the client's last
+    θ̃ (w for a client that never trained); next to it w, as `server_...`.
+
+    Args:
+        k: K, gradient steps towards each θ̃ (5, paper).
+        lam: λ ≥ 0, the pull of θ̃ towards w (15, paper). With 0, w never moves.
+        beta: β > 0 of the server's step w ← (1−β)w + β·mean (1, paper); above 1 it extrapolates. It acts on parameters
+            only: buffers that travel are averaged.
+        personal_lr: rate of the K steps (0.09, authors' code: the command for their network on MNIST). It must be
+            below 2/λ, or the steps lead away from w whatever the data.
+        weighted: the mean by the number of training examples, as the authors' code has it; False counts every client the
+            same (paper).
+        buffers: "local" (polyfed's choice), as for every personalised method. All passes are made at θ̃, so BatchNorm's
+            statistics are those of θ̃.
+
+    The other fields are those of `LocalTraining`. `lr` is η; momentum, weight decay and the optimiser belong to the step of
+    w, of which `weight_decay` is an additional force; `clip_norm` bounds each gradient of the loss in the K steps.
+
+    >>> PFedMe(lam=30.0, personal_lr=0.05).k
+    5
+    """
+
+    traits: ClassVar[frozenset[str]] = frozenset({"everyone_trains"})
+    clients_keep_trained_weights: ClassVar[bool] = True
+    k: int = 5
+    lam: float = 15.0
+    beta: float = 1.0
+    personal_lr: float = 0.09
+    weighted: bool = False
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "k")
+        self._at_least(0, "lam")
+        self._positive("beta", "personal_lr")
+        self._require(
+            self.adapters != "svd" or self.beta == 1, "beta", "1 with adapters='svd', whose factors do not mix"
+        )
+        if self.personal_lr * self.lam >= 2:
+            raise UserError(
+                f"PFedMe: personal_lr must be below 2/lam = {2 / self.lam:.4g}, got {self.personal_lr!r} with lam "
+                f"{self.lam!r}: the inner steps would diverge; lower one of them"
+            )
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_update(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """w ← (1−β)w + β Σ_i w_i/S over the S clients drawn (algorithm 1, last line)."""
+        return {
+            "model": {name: interpolate(w, mean["model"][name], self.beta) for name, w in server_state["model"].items()}
+        }
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """w_i: w after the round's steps w ← w − ηλ(w − θ̃), one a minibatch; θ_i stays private."""
+        net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
+        parameters = [parameter for parameter in net.module.parameters() if parameter.requires_grad]
+        # The authors' code starts the K steps at w in a round's first minibatch, and then goes on from the last θ̃: no
+        # state from earlier rounds enters, so that θ̃ depends on the w received and the client's data alone.
+        theta = [parameter.detach().clone() for parameter in parameters]
+
+        lr = message.scalars["lr"]
+        envelope = PerClientTerm(self._envelope_gradient, theta)
+        fit_result = fit(net.module, client, self, lr=lr, seed=seed, gradient=envelope)
+        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        assign_parameters(parameters, theta)
+        return reply, {**buffer_state, "model": trained_parameters_on_cpu(net.module)}
+
+    def _envelope_gradient(
+        self, network: nn.Module, loss_of: Callable[[int], Tensor], theta: Sequence[Tensor]
+    ) -> Tensor:
+        """Leaves λ(w − θ̃) in `grad`: the gradient of the Moreau envelope on this minibatch; and θ̃ in `theta`."""
+        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        w = [parameter.detach().clone() for parameter in parameters]
+        assign_parameters(parameters, theta)
+        for _ in range(self.k):  # θ̃ ≈ argmin_θ L(θ; D) + λ/2·‖θ − w‖², all steps on the same minibatch D (eq. 7)
+            loss = loss_of(0)
+            with torch.no_grad():
+                for parameter, anchor in zip(parameters, w, strict=True):
+                    pull = self.lam * (parameter - anchor)
+                    gradient = pull if parameter.grad is None else parameter.grad + pull
+                    parameter.sub_(gradient, alpha=self.personal_lr)
+        for parameter, anchor, theta_part in zip(parameters, w, theta, strict=True):
+            theta_part.copy_(parameter.detach())
+            parameter.grad = self.lam * (anchor - theta_part)  # the optimiser's step: w ← w − ηλ(w − θ̃)
+        assign_parameters(parameters, w)
+        return loss
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """θ_i; what is not trained, and buffers that travel, are those of w."""
+        model = {**message.tensors["model"], **client_state.get("model", {})}
+        return load_model_for_eval(client, model, client_state, self.buffers)
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """w, on the client's data."""
+        yield (
+            "server",
+            load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
+        )

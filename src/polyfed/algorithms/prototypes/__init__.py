@@ -1,0 +1,1 @@
+"""Methods that exchange class prototypes or a common head."""

@@ -1,0 +1,169 @@
+"""FedGH: the server trains one head on the clients' class means, which replaces theirs (Yi et al., ACM Multimedia 2023)."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from torch import nn
+
+from polyfed.algorithms.base.class_means import (
+    class_means_as_examples,
+    class_means_spec,
+    find_replaceable_head,
+    train_on_class_means,
+    weighted_class_sums,
+)
+from polyfed.algorithms.base.initial_heads import InitialHead, initial_weights_with_head
+from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
+from polyfed.alignment.representations import compute_representations, representation_module_name
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval, trainable_state
+from polyfed.core.seeds import derive_seed
+from polyfed.core.state_dict import StateDictSpec, state_dict_spec
+from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
+
+ServerState = dict[str, Any]  # "head": φ, empty before the first replies; "seed" of the run; "round"
+ClientState = dict[str, Any]  # "model": W_i with the head that the client trained, and buffers
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedGH(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientState]):
+    """Each client trains a network of its own, of any architecture, whose head is replaced by the server's φ before each
+    round, and sends the mean representation of its examples of each class. The server trains φ on these means, with their
+    classes as labels. If φ never replaced a head, it would be Local, bit for bit. Evaluated model: W_i as the client trained
+    it; next to it W_i with the server's φ, as `global_...`.
+
+    In round 1 nothing goes down, since the server learns the head's form from the first replies: the clients draw the φ from
+    which the server starts from the run's seed. A class mean counts once, whatever the number of examples.
+
+    Args:
+        first_head: "form" starts every client with the server's first φ (public implementations: the server hands out one),
+            "architecture" with the head of its architecture's own draw, as in `local`. A head that a network does not draw,
+            such as a pretrained one, stays.
+        evaluate: "trained", the network with the head that the client has trained on (authors' code), or "global", with
+            the server's; the other is evaluated next to it.
+        server_epochs: passes over the class means in a round (100, public implementations; the authors' code has one).
+        server_lr: learning rate of φ, by SGD (0.01, authors' code).
+        server_batch_size: class means in a step of φ (10, public implementations; the authors' code has one).
+        buffers: "local" only (polyfed's choice), since networks stay with their clients.
+
+    The other fields are those of `LocalTraining`.
+
+    >>> sorted(FedGH().discloses)
+    ['class_means']
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "classification", "one_representation"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"class_means"})
+    first_head: InitialHead = "form"
+    evaluate: Literal["trained", "global"] = "trained"
+    server_epochs: int = 100
+    server_lr: float = 0.01
+    server_batch_size: int = 10
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "server_epochs")
+        self._positive("server_lr")
+        self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all class means")
+        self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """No head yet: its form is that of the first replies."""
+        return {"head": {}, "seed": server.seed, "round": 0}
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """φ, the same for everyone, once there is one; and the learning rate."""
+        return Message(
+            {"head": server_state["head"]} if server_state["head"] else {},
+            {"lr": self.lr_at(client_info.round, client_info.rounds)},
+        )
+
+    def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """Sums and weights of the classes, as many and as wide as φ takes."""
+        if not server_state["head"]:
+            return class_means_spec(reply, None)
+        head_spec = state_dict_spec(server_state["head"])
+        return class_means_spec(reply, {"classes": {"sums": head_spec["weight"], "weights": head_spec["bias"]}})
+
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
+        """φ ← φ after training on all clients' class means by cross-entropy."""
+        means, round_number = class_means_as_examples(replies), server_state["round"] + 1
+        if not len(means):
+            return {**server_state, "round": round_number}
+        classes, width = next(iter(replies.values())).tensors["classes"]["sums"].shape
+        head = build_module(partial(nn.Linear, width, classes), derive_seed(server_state["seed"], "head"))
+        fill_module(head, server_state["head"] or head.state_dict())
+        seed = derive_seed(server_state["seed"], round_number, "server")
+        head_state = train_on_class_means(
+            head, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed
+        )
+        return {**server_state, "head": head_state, "round": round_number}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def validate_network(self, client: Client) -> None:
+        """As the client's first state does."""
+        self.client_init(client, 0)
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """W_i: the common draw of the client's architecture, with the first φ as its head, whose place it must be able to
+        take."""
+        client_state = {
+            "model": initial_weights_with_head(self.first_head, client, 1, lambda _: derive_seed(seed, "head"), seed)
+        }  # the seed of φ
+        find_replaceable_head(super().personal_model(Message(), client_state, client, seed), client, "FedGH")
+        return client_state
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """W_i after `local_epochs`, from its body and φ; and the class means of its representations after that."""
+        model = self._load_with_global_head(message, client_state, client, seed)
+        fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
+        name = representation_module_name(model, client.train)
+        features, head = (
+            compute_representations(reset_for_eval(model), client.train, module=name),
+            model.get_submodule(name),
+        )
+        assert isinstance(head, nn.Linear)
+        sums_and_weights = weighted_class_sums(features, client.train.labels, head.out_features)
+        return Message({"classes": sums_and_weights}, reply_scalars(client, fit_result.loss)), {
+            "model": trainable_state(model)
+        }
+
+    def _load_with_global_head(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> nn.Module:
+        """W_i with φ in place of its head, once there is a φ."""
+        model = super().personal_model(message, client_state, client, seed)
+        if "head" in message.tensors:
+            head = find_replaceable_head(model, client, "FedGH")
+            with torch.no_grad():
+                head.weight.copy_(message.tensors["head"]["weight"])
+                head.bias.copy_(message.tensors["head"]["bias"])
+        return model
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """W_i, with the head that `evaluate` names."""
+        load_model = self._load_with_global_head if self.evaluate == "global" else super().personal_model
+        return load_model(message, client_state, client, seed)
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The other of the two."""
+        if self.evaluate == "global":
+            yield "trained", super().personal_model(message, client_state, client, seed)
+        else:
+            yield "global", self._load_with_global_head(message, client_state, client, seed)

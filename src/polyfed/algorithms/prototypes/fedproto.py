@@ -1,0 +1,61 @@
+"""FedProto: networks of any architecture learn to represent each class as the others do (Tan et al., AAAI 2022)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from polyfed.algorithms.base.averaging import Averaging, ServerState
+from polyfed.algorithms.base.class_means import incompatible_class_means_error
+from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, PrototypeMethod, update_prototypes
+from polyfed.core.algorithm import ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedProto(PrototypeMethod, Averaging):
+    """Each client minimises CE + λ/d·‖f(x) − p̄_y‖² with a network of its own, of any architecture, and sends p_ic, the
+    mean of f over its examples of class c; the server averages them to p̄_c. λ = 0 is Local, bit for bit, as far as
+    training goes. Evaluated model: the class of the nearest prototype; next to it W_i with its own head, as `head_...`.
+
+    The server half needs the sum over clients alone. A class that no client of a round has keeps its prototype.
+
+    Args:
+        lam: λ ≥ 0, the weight of the distance to the prototypes (1.0, authors' code; the paper chooses it for each
+            data set).
+        evaluate: "prototypes" predicts the class with the nearest global prototype (paper), "head" takes the network's own
+            outputs.
+        weighted: p̄_c by each client's number of examples of class c; False is the plain mean over the clients that have it
+            (False, authors' code; eq. 6 has these weights and divides by the number of clients once more, which would shrink
+            all prototypes).
+        buffers: "local" only (polyfed's choice), since networks stay with their clients.
+
+    The other fields are those of `LocalTraining`.
+
+    >>> sorted(FedProto().requires)
+    ['classification', 'model', 'one_representation']
+    """
+
+    groups: ClassVar[tuple[str, ...]] = ("classes",)
+    lam: float = 1.0
+    evaluate: EvaluatedClassifier = "prototypes"
+    weighted: bool = False
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """No prototypes yet."""
+        return {"prototypes": {}}
+
+    def reply_spec_is_known(self, server_state: ServerState) -> bool:
+        """Not in round 1."""
+        return bool(server_state["prototypes"])
+
+    def server_step(
+        self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> ServerState:
+        """p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c (eq. 6)."""
+        return {"prototypes": update_prototypes(server_state["prototypes"], mean["classes"])}
+
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+        """Prototypes of one form are needed."""
+        return incompatible_class_means_error(self, error)

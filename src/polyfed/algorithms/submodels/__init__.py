@@ -1,0 +1,1 @@
+"""Methods whose clients train parts of a wider network."""

@@ -1,0 +1,157 @@
+"""HeteroFL: clients train corners of one global model, as wide as each can afford (Diao, Ding and Tarokh, ICLR 2021,
+"HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients", algorithm 1)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply
+from polyfed.algorithms.submodels.widths import (
+    fold_scaling,
+    leading_slice,
+    scaled_layer_outputs,
+    validate_head_width,
+    widest_shapes,
+    width_ratios,
+)
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval, shared_tensors
+from polyfed.core.nn.module_cache import cached_module, initial_state
+from polyfed.core.training.loop import ForwardPass, fit
+
+_RATIO_PREFIX = "rate of "  # before a layer's name, in a message's numbers
+# The server keeps "model": θ, the widest; "forms": the shapes of each architecture's corner; "rates": r of its layers
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HeteroFL(Averaging):
+    """One global model θ, of which client i trains the corner θ[:r·rows, :r·columns] of each tensor, with its network's own
+    widths; each entry becomes the mean over the clients of the round that hold it, and stays as it is where nobody does. In
+    training a layer with the share r of the widest network's units has its outputs divided by r ("scaler"), BatchNorm
+    normalises by the minibatch alone ("static"), and outputs of classes that the client does not have are put to 0 in the
+    loss ("masked"). With one width, `weighted`, and all classes at each client it is FedAvg, bit for bit. Evaluated model:
+    the client's corner with its scaler, which for the widest is θ.
+
+    The networks of all clients must have the same layers, and differ in width alone; θ is in each dimension as wide as the
+    widest. The scaler is taken into the weights of the evaluated model; public code leaves it out there.
+
+    Args:
+        scaler: divide by r (True, paper); False leaves it out.
+        mask: put the outputs of absent classes to 0 in the loss (True, paper); False leaves them.
+        weighted: the mean by the number of training examples (False, paper: each who holds an entry counts the same).
+        buffers: "recompute": the statistics of evaluation are those of the client's training data ("recompute", polyfed's
+            choice; the paper's are gathered over all clients after the last round); or "local".
+
+    The other fields are those of `LocalTraining`.
+
+    >>> sorted(HeteroFL(mask=False).requires)
+    ['architectures', 'one_family', 'one_input_spec']
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"architectures", "classification", "one_family", "one_input_spec"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})
+    scaler: bool = True
+    mask: bool = True
+    weighted: bool = False
+    buffers: BufferPolicy = "recompute"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        static = self.buffers != "average"
+        self._require(static, "buffers", "'recompute' or 'local': statistics of different widths are not averaged")
+        if not self.mask:
+            object.__setattr__(self, "requires", self.requires - {"classification"})
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """θ: the common draw of each architecture is put into its corner, the widest last."""
+        assert server.architectures is not None  # `requires` names "architectures"
+        shapes, networks = widest_shapes(server.architectures), server.architectures
+        initial_models = {
+            key: shared_tensors(initial_state(factory, server.seed), cached_module(factory).buffers, self.buffers)
+            for key, factory in networks.items()
+        }
+        theta = {name: tensor.new_zeros(shapes[name]) for name, tensor in next(iter(initial_models.values())).items()}
+        for key in sorted(
+            initial_models, key=lambda key: (sum(tensor.numel() for tensor in initial_models[key].values()), key)
+        ):
+            for name, tensor in initial_models[key].items():
+                leading_slice(theta[name], tuple(tensor.shape)).copy_(tensor)
+        forms = {
+            key: {name: list(tensor.shape) for name, tensor in tree.items()} for key, tree in initial_models.items()
+        }
+        return {"model": theta, "forms": forms, "rates": {k: width_ratios(f, shapes) for k, f in networks.items()}}
+
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """The client's corner of θ, and r of its layers."""
+        shapes, ratios = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
+        model = {
+            name: leading_slice(server_state["model"][name], tuple(shape)).contiguous()
+            for name, shape in shapes.items()
+        }
+        ratio_scalars = {f"{_RATIO_PREFIX}{layer}": r for layer, r in ratios.items()} if self.scaler else {}
+        return Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds), **ratio_scalars})
+
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
+        """θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients that hold entry e (the paper's eq. for its complexity levels)."""
+        w = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
+        new_model = {}
+        for name, before in server_state["model"].items():
+            total, weight_held = (torch.zeros(before.shape, dtype=torch.float64) for _ in range(2))
+            for i, weight in w.items():
+                received = replies[i].tensors["model"][name]
+                leading_slice(total, tuple(received.shape)).add_(received, alpha=weight / sum(w.values()))
+                leading_slice(weight_held, tuple(received.shape)).add_(weight)
+            share = weight_held / sum(w.values())  # exactly 1 where all hold it
+            new_model[name] = torch.where(weight_held > 0, total / share, before).to(before.dtype)
+        return {**server_state, "model": new_model}
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """The corner after `local_epochs` on the client's data."""
+        net, ratios = (
+            load_client_model(client, message.tensors["model"], client_state, self.buffers),
+            _width_ratios_of(message),
+        )
+        validate_head_width(net.module, ratios, client)
+        with scaled_layer_outputs(net.module, ratios):
+            loss = self._local_loss(client, bool(ratios))
+            fit_result = fit(
+                net.module, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported_loss="task"
+            )
+        return build_reply(net, client, fit_result.loss, self)
+
+    def _local_loss(self, client: Client, has_scaler: bool) -> Callable[[ForwardPass], Tensor] | None:
+        """The task's loss, in which outputs of absent classes are 0; None where it is as in every method."""
+        if not (self.mask or has_scaler):
+            return None
+        task_loss, present = self.criterion(client), torch.unique(client.train.labels) if self.mask else None
+
+        def loss(batch: ForwardPass) -> Tensor:
+            z = batch.outputs
+            if present is not None:
+                z = torch.zeros_like(z).index_copy(1, present, z[:, present])
+            return task_loss(z, batch.targets)
+
+        return loss
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """The corner, with its scaler in the weights."""
+        tree = fold_scaling(message.tensors["model"], _width_ratios_of(message))
+        return load_model_for_eval(client, tree, client_state, self.buffers)
+
+
+def _width_ratios_of(message: Message) -> dict[str, float]:
+    return {
+        name.removeprefix(_RATIO_PREFIX): r for name, r in message.scalars.items() if name.startswith(_RATIO_PREFIX)
+    }
