@@ -49,10 +49,10 @@ def pytest_unconfigure() -> None:
 def _workers_are_asked_for() -> Iterator[None]:
     """`workers="auto"` is this process: to fork that of pytest takes longer than to train tiny clients. The tests of pools
     say how many workers they want, and the commands that tests start in processes of their own have the default."""
-    from polyfed.simulation.engines import start
+    from polyfed.simulation.engines import factory
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "num_usable_cores", lambda: 1)
+        patch.setattr(factory, "num_usable_cores", lambda: 1)
         yield
 
 

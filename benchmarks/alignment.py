@@ -27,7 +27,7 @@ from polyfed.alignment import compute_representations
 from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.cli.commands import options
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 
 IMAGES = {
     "data": {

@@ -26,8 +26,8 @@ from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.cli.commands import options, recipes
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 
 ROUNDS = 30

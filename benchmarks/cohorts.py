@@ -30,11 +30,11 @@ import polyfed as pf
 from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import num_usable_cores
 from polyfed.models import ModelSpec
-from polyfed.simulation.engines.choice import MIN_CLIENTS, MIN_SPEEDUP, benchmark_engines
+from polyfed.simulation.engines.benchmark import MIN_CLIENTS, MIN_SPEEDUP, benchmark_engines
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.pool import PoolEngine
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 
 

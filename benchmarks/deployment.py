@@ -34,7 +34,7 @@ from speed import cpu_name
 
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import create_project
-from polyfed.simulation.runs.directory import read_manifest, read_metrics
+from polyfed.simulation.storage.directory import read_manifest, read_metrics
 
 METHODS = {
     "fedavg": {"algorithm.name": "fedavg", "algorithm.lr": 0.05, "file": "server/server.py"},

@@ -35,7 +35,7 @@ import torch
 import polyfed as pf
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import create_project
-from polyfed.simulation.runs.directory import read_manifest, read_metrics
+from polyfed.simulation.storage.directory import read_manifest, read_metrics
 from polyfed.testing import small_clients, without_durations
 
 SITE = """

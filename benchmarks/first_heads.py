@@ -22,7 +22,7 @@ import polyfed as pf
 from polyfed.algorithms import FedGH, LGFedAvg
 from polyfed.data import SOURCES, Dirichlet, Split, make_clients
 from polyfed.models import ModelSpec
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 
 HIDDEN, ROUNDS = ((24, 16), (32, 16), (40, 16)), (5, 10, 20, 50)
 OPTIONS = {"lr": 0.1, "batch_size": 16, "local_epochs": 1}

@@ -29,8 +29,8 @@ from papers_cells import interval
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
 from polyfed.cli.main import main as polyfed
-from polyfed.simulation.runs.directory import read_metrics
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.storage.directory import read_metrics
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = ("25", "12.5", "6.25")

@@ -17,7 +17,7 @@ import polyfed as pf
 from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import read_recipe
 from polyfed.simulation.experiment import build_experiment, load_participants
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 
 FILE = Path(__file__).parent / "results" / "flha_pfedhn.json"
 SHARES = {"64 images": "fashion_mnist-12.5", "32 images": "fashion_mnist-6.25"}

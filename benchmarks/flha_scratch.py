@@ -17,7 +17,7 @@ from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import read_recipe
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.simulation.experiment import build_experiment, load_participants
-from polyfed.simulation.unseen import training_curve
+from polyfed.simulation.results.unseen_clients import training_curve
 
 FILE = Path(__file__).parent / "results" / "flha_scratch.json"
 PLACES = [*(("flha_table6_fig3", f"without-arch{k}") for k in range(4)), ("flha_fig7", None)]

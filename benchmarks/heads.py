@@ -28,7 +28,7 @@ from polyfed.algorithms import FLHAGHN
 from polyfed.comparison.crossed import estimate_mean, estimate_variance_components
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.sources.vision import FashionMNIST
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 
 SIZES = {
     "small": (4, 32),

@@ -29,9 +29,9 @@ from polyfed.cli.commands import options, recipes, running
 from polyfed.cli.commands.papers import find_table
 from polyfed.core.errors import RunInterrupt
 from polyfed.simulation.experiment import build_experiment
-from polyfed.simulation.runs.configuration import describe_method_and_settings
-from polyfed.simulation.runs.directory import read_config, read_metrics, to_plain_values
-from polyfed.simulation.runs.progress import LineProgress, Progress
+from polyfed.simulation.monitoring.progress import LineProgress, Progress
+from polyfed.simulation.storage.configuration import describe_method_and_settings
+from polyfed.simulation.storage.directory import read_config, read_metrics, to_plain_values
 
 RESULTS = Path(__file__).parent / "results" / "paper_scale"
 SCALE, SEED = "paper", 0

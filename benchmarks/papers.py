@@ -39,8 +39,8 @@ from polyfed.cli.main import main as polyfed
 from polyfed.comparison.crossed import difference_components, estimate_mean, score_seeds
 from polyfed.core.errors import RoundError
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.simulation.runs import predictions
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage import predictions
+from polyfed.simulation.storage.directory import read_metrics
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "papers"

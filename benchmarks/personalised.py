@@ -19,7 +19,7 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands import options
 from polyfed.cli.commands.recipes import load_recipe_configuration
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 
 BESIDE = ("val_accuracy", "trained_accuracy", "server_accuracy")
 PAPER = {  # Table 1, 10 clients

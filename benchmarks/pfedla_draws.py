@@ -17,7 +17,7 @@ from workloads import cpu_name
 from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.cli.commands import reproduce
 from polyfed.cli.commands.reproduce import ReproduceOptions
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage.directory import read_metrics
 
 RESULTS = Path(__file__).parent / "results" / "pfedla_draws.json"
 SEEDS, GAP = (0, 1, 2), 0.06

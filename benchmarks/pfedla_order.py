@@ -22,7 +22,7 @@ from groups import OPTIONS, ROUNDS, clients_of, weight_inside
 import polyfed as pf
 from polyfed.algorithms import PFedLA
 from polyfed.algorithms.hypernetworks import pfedla
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 
 CHAIN_RULE = pfedla.layer_inner_products
 MEASURED = ("accuracy", "trained_accuracy", "inside")

@@ -33,12 +33,12 @@ import polyfed as pf
 from polyfed.core.examples.examples import as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.models import ModelSpec
-from polyfed.simulation.federation import run_rounds
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs import checkpoint
-from polyfed.simulation.runs.directory import RunDirectory
-from polyfed.simulation.runs.progress import Progress
+from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.simulate import run_rounds
+from polyfed.simulation.storage import checkpoint
+from polyfed.simulation.storage.directory import RunDirectory
 
 CLIENTS = (10, 100, 1_000, 10_000)
 COHORT, ROUNDS = 10, 4  # clients and rounds of "ten"; the first round is not counted

@@ -45,8 +45,8 @@ from polyfed.core.seeds import temporary_rng_seed
 from polyfed.data import Shift
 from polyfed.nas import Network, operation_probabilities
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.runs.progress import SilentProgress
-from polyfed.simulation.transfer import transfer_network
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.results.architecture_transfer import transfer_network
 
 TASKS = {
     "fig3": ["rotate -30", "rotate -15", "vanilla", "rotate 15", "rotate 30"],

@@ -34,8 +34,8 @@ from polyfed.algorithms import CAFedDSNAS, FedDSNAS, registry_name
 from polyfed.cli.commands import options, recipes
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.simulation import experiment as experiments
-from polyfed.simulation.runs.progress import SilentProgress
-from polyfed.simulation.transfer import score_after_adaptation
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.results.architecture_transfer import score_after_adaptation
 
 METHODS, FORMS = ("ca_feddsnas", "ca_fedpnas"), ("chosen", "full")
 RATES, RATE_SEEDS, SEEDS = (0.01, 0.05, 0.2), (100, 101), (3, 4, 5, 6, 7, 8)

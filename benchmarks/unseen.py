@@ -20,8 +20,8 @@ from polyfed.cli.commands.recipes import read_recipe
 from polyfed.data.plot import save_figure
 from polyfed.report.generation import draw_warm_start_curves
 from polyfed.simulation.experiment import build_experiment, load_participants
-from polyfed.simulation.runs.directory import read_config
-from polyfed.simulation.unseen import compare_with_scratch, compute_warm_start, load_trained_server
+from polyfed.simulation.results.unseen_clients import compare_with_scratch, compute_warm_start, load_trained_server
+from polyfed.simulation.storage.directory import read_config
 
 RECIPE = "flha_table6_fig3"
 

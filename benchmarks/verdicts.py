@@ -31,7 +31,7 @@ from polyfed.comparison.reading import Budget, ResultCriteria
 from polyfed.comparison.summary import ResultInputs, build_results
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.seeds import derive_seed
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 
 RESULTS = Path(__file__).parent / "results" / "verdicts.json"
 SCORES = ("accuracy", "auc", "r2")

@@ -1,6 +1,6 @@
 """A run that is stopped at will."""
 
-from polyfed.simulation.runs.progress import Progress
+from polyfed.simulation.monitoring.progress import Progress
 
 
 class Stop(Progress):

@@ -226,7 +226,7 @@ OVERLONG = {
     "src/polyfed/deploy/server.py": 415,
     "src/polyfed/deploy/site.py": 459,
     "src/polyfed/simulation/engines/ray.py": 407,
-    "src/polyfed/simulation/federation.py": 434,
+    "src/polyfed/simulation/simulate.py": 434,
     "src/polyfed/testing.py": 410,
     "tests/comparison/test_references.py": 401,
     "tests/deploy/test_riding.py": 411,
@@ -292,7 +292,7 @@ def test_a_round_is_read_through_few_files_from_top_to_bottom(monkeypatch):
     monkeypatch.setattr(optimizers.SGD, "step", step)
     polyfed.federate(small_clients(), FedProx(), rounds=1, workers=0)
     (files,) = {tuple(files) for files in stacks}
-    assert files[0] == "simulation/federation.py"
+    assert files[0] == "simulation/simulate.py"
     assert files[-1] == "core/training/loop.py"
     assert len(set(files)) <= 8, files
     rooms = [

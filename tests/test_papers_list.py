@@ -14,7 +14,7 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands import options
 from polyfed.cli.commands.papers import find_table, load_papers
 from polyfed.cli.commands.recipes import read_recipe
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage.directory import read_metrics
 
 ROOT = Path(__file__).parent.parent
 # As printed: the last table and figure of each paper. Captions number them from 1 without a gap.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
     from polyfed.report.export.folder import export_model
-    from polyfed.simulation.federation import federate, resume
-    from polyfed.simulation.runs.results import Run
+    from polyfed.simulation.results.run import Run
+    from polyfed.simulation.simulate import federate, resume
 
 __all__ = [
     "Algorithm",

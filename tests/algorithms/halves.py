@@ -6,7 +6,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.seeds import derive_seed
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 

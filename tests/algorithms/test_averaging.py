@@ -13,7 +13,7 @@ from polyfed.algorithms import FedAvg, FedProx, PFedMe
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.state_dict import weighted_mean
-from polyfed.simulation.intake import ReplyAggregator
+from polyfed.simulation.rounds.aggregator import ReplyAggregator
 from polyfed.testing import assert_runs_equal, small_clients
 
 SIZES = {"a": 3, "b": 5, "c": 9, "d": 2}

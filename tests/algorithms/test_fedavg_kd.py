@@ -26,8 +26,8 @@ from polyfed.core.state_dict import safetensors_num_bytes
 from polyfed.data import Examples
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import build_experiment
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 

@@ -16,8 +16,8 @@ from polyfed.core.examples.examples import as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.results import Run
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
 

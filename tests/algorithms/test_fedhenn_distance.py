@@ -15,7 +15,7 @@ from polyfed.core.examples.examples import as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 
 STEP: dict[str, Any] = {"batch_size": 0, "momentum": 0.0, "lr": 0.1, "eta0": 2.0, "rad_size": 20, "rad_batch": 0}

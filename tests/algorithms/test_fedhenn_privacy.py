@@ -11,7 +11,7 @@ from polyfed.alignment.alignment_target import mean_kernel_features, triangular_
 from polyfed.core.algorithm import Message
 from polyfed.core.examples.examples import as_examples
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 

@@ -16,8 +16,8 @@ from polyfed.core.examples.examples import Examples, Normalise, as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.seeds import torch_generator
 from polyfed.core.state_dict import safetensors_num_bytes
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.results import Run
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_durations
 

@@ -13,7 +13,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, small_clients
 

@@ -10,8 +10,8 @@ import polyfed as pf
 from polyfed.algorithms import FedHeNN
 from polyfed.core.examples.examples import as_examples
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.results import Run
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
 

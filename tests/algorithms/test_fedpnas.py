@@ -12,7 +12,7 @@ from polyfed.core.algorithm import Client, ClientInfo, DataSpec, Message, Server
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.nas import Network, Sampled, load_network
-from polyfed.simulation.checks import common_data_spec
+from polyfed.simulation.checks.requirements import common_data_spec
 from polyfed.testing import AlgorithmContract, SmallNet, without_durations
 
 SMALL = {

@@ -17,7 +17,7 @@ from polyfed.graphs import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.hypernetworks import generated_network as generated_module
 from polyfed.models import ModelSpec
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 
 SHAPE, CLASSES = (1, 8, 8), 3

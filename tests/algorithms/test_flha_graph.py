@@ -17,9 +17,9 @@ from polyfed.graphs import LayerCatalogue, LayerType, extract
 from polyfed.graphs.contraction import Contraction
 from polyfed.hypernetworks.ghn import catalogue_from_weights
 from polyfed.models import ModelSpec
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.results.unseen_clients import build_unseen_client, compute_warm_start, load_trained_server
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.unseen import build_unseen_client, compute_warm_start, load_trained_server
 from polyfed.testing import AlgorithmContract
 
 SHAPE, CLASSES = (1, 8, 8), 3

@@ -21,7 +21,7 @@ from polyfed.hypernetworks.ghn import (
     init_ghn_params,
 )
 from polyfed.models import ModelSpec
-from polyfed.simulation.runs.directory import read_config, read_manifest
+from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.testing import assert_runs_equal, small_clients
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 
 ROUNDS, CLASSES = 3, 3

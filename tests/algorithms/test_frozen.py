@@ -18,10 +18,10 @@ from polyfed.core.nn.module_cache import (
 )
 from polyfed.core.seeds import torch_generator
 from polyfed.core.state_dict import iter_tensors, safetensors_num_bytes, serialize_state
-from polyfed.simulation.checks import check_networks_run
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.checks.requirements import check_networks_run
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}

@@ -12,7 +12,7 @@ from polyfed.core.errors import RunInterrupt
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
 from polyfed.core.examples.examples import as_examples
 from polyfed.core.machine.threads import single_torch_thread
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, _InterruptAfter, assert_runs_equal, small_clients
 

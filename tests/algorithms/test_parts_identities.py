@@ -20,7 +20,7 @@ from polyfed.core.nn.module_cache import build_module, initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import fit
 from polyfed.models.structure import norm_tensor_names
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, SmallNet, assert_runs_equal, small_clients
 

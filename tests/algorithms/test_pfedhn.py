@@ -18,7 +18,7 @@ from polyfed.hypernetworks.pfedhn_hypernetwork import (
     init_weight_hypernetwork,
     sgd_step,
 )
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients
 

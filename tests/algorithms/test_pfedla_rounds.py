@@ -12,7 +12,7 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.hypernetworks.layer_aggregation import HypernetworkSizes, init_aggregation_hypernetwork
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients
 

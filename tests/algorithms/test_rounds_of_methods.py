@@ -10,13 +10,13 @@ from polyfed.core.algorithm import ClientInfo, Message
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.state_dict import iter_tensors
-from polyfed.simulation.collecting import run_phase
-from polyfed.simulation.engines.start import build_engine
-from polyfed.simulation.engines.work import Engine
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.engines.base import Engine
+from polyfed.simulation.engines.factory import build_engine
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.training_round import run_phase
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import small_clients
 
 

@@ -10,7 +10,7 @@ import torch
 
 import polyfed as pf
 from polyfed.cli.main import main
-from polyfed.simulation.runs import checkpoint as checkpoints
+from polyfed.simulation.storage import checkpoint as checkpoints
 from polyfed.testing import small_clients
 
 NETS = """

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from polyfed.cli.main import main
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import without_durations
 
 SMALL = ["--data.clients", "2", "--rounds", "2", "--workers", "0"]

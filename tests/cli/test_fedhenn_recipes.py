@@ -14,7 +14,7 @@ from polyfed.cli.commands.recipes import SCALES, recipe_files
 from polyfed.data import ClassesPerClient, Dirichlet
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import load_participants
-from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_metrics
 
 read = functools.cache(shipped.read_recipe)
 FEDHENN = [name for name in recipe_files() if name.startswith("fedhenn_")]

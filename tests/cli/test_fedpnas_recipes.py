@@ -19,11 +19,11 @@ from polyfed.data import IID
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.models import ModelSpec
 from polyfed.nas import count_edge_parameters
-from polyfed.simulation import federation
-from polyfed.simulation.conflicts import measure_gradient_conflicts
+from polyfed.simulation import simulate
 from polyfed.simulation.experiment import build_experiment, load_participants
-from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
+from polyfed.simulation.storage.directory import read_config, read_metrics
 
 read = functools.cache(shipped.read_recipe)
 FEDPNAS = [name for name in recipe_files() if name.startswith("fedpnas_")]
@@ -300,7 +300,7 @@ def test_cells_of_proposition_1_are_the_analysis_of_the_run(polyfed):
     cells = [c for c in find_table("fedpnas", "Proposition 1").cells if c.row == "digits, a tenth of the rounds"]
     ours = [measure_cell(cell, RecipeRun(folder, "smoke")) for cell in cells]
     clients = load_participants(build_experiment(read_config(folder))).clients
-    run = federation.resume(folder, clients=clients, progress=SilentProgress())
+    run = simulate.resume(folder, clients=clients, progress=SilentProgress())
     ids, weights = measure_gradient_conflicts(run, draws=8)
     assert len(ids) == 5
     assert ours == [

@@ -3,7 +3,7 @@
 import pytest
 
 from polyfed.cli.main import main
-from polyfed.simulation.runs.directory import read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
 
 MINE = '''
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from polyfed.cli.commands.recipes import (
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.simulation.experiment import build_experiment, build_method_like
-from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_metrics
 from polyfed.testing import without_durations
 
 MINE = """

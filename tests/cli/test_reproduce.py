@@ -18,7 +18,7 @@ from polyfed.cli.commands.reproduce import CellResult, _cell_result
 from polyfed.cli.main import main
 from polyfed.models import MODELS
 from polyfed.simulation.experiment import build_experiment
-from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_metrics
 from polyfed.testing import _InterruptAfter
 
 TABLES = [table for paper in load_papers().values() for table in paper.tables.values()]
@@ -160,8 +160,8 @@ def test_cells_are_what_the_runs_have_and_finished_runs_are_not_repeated(polyfed
     assert found["Sentiment140", "linear CKA"]["runs"] == [run.name]
 
     with monkeypatch.context() as patch:
-        patch.setattr("polyfed.simulation.federation.federate", lambda *_, **__: pytest.fail("ran again"))
-        patch.setattr("polyfed.simulation.federation.resume", lambda *_, **__: pytest.fail("went on"))
+        patch.setattr("polyfed.simulation.simulate.federate", lambda *_, **__: pytest.fail("ran again"))
+        patch.setattr("polyfed.simulation.simulate.resume", lambda *_, **__: pytest.fail("went on"))
         assert polyfed("reproduce", *FEW) == (0, out, "")
     status, _, err = polyfed("reproduce", *FEW, "--rounds", "2")
     assert status == 2
@@ -210,7 +210,7 @@ def test_a_stopped_run_is_gone_on_with(polyfed, monkeypatch):
 
     words = [*FEW[:-1], "again"]
     with monkeypatch.context() as patch:
-        patch.setattr("polyfed.simulation.runs.progress.build_terminal_progress", lambda **_: _InterruptAfter(2))
+        patch.setattr("polyfed.simulation.monitoring.progress.build_terminal_progress", lambda **_: _InterruptAfter(2))
         assert polyfed("reproduce", *words)[0] == 130
     run = polyfed.here / "again" / "fedhenn_table3-cifar10-linear-seed0"
     assert len(read_metrics(run / "metrics.jsonl")) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage.directory import read_metrics
 
 # Two cores whatever the machine has, so that runs go side by side.
 TWO_CORES = """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polyfed.cli.main import main
-from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_metrics
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import polyfed as pf
 from polyfed.cli.commands.options import parse_configuration
 from polyfed.cli.main import main
 from polyfed.simulation.experiment import build_experiment, load_participants
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import without_durations
 
 CONFIG = {

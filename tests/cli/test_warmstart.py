@@ -22,9 +22,14 @@ from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.io.trusted_code import temporary_trust, trust_code
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import build_experiment, load_participants
-from polyfed.simulation.runs.chain import hash_config
-from polyfed.simulation.runs.directory import read_config
-from polyfed.simulation.unseen import build_unseen_client, compare_with_scratch, compute_warm_start, load_trained_server
+from polyfed.simulation.results.unseen_clients import (
+    build_unseen_client,
+    compare_with_scratch,
+    compute_warm_start,
+    load_trained_server,
+)
+from polyfed.simulation.storage.directory import read_config
+from polyfed.simulation.storage.integrity import hash_config
 
 CONFIG = {
     "data": {
@@ -330,7 +335,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(here, capsys, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("polyfed.simulation.runs.directory.os.fsync", full)
+    monkeypatch.setattr("polyfed.simulation.storage.directory.os.fsync", full)
     assert main(["warmstart", "run", "--unseen", "client-002", "--model", "unseen_nets:narrow"]) == 2
     out, err = capsys.readouterr()
     assert (out, "cannot write run/unseen/client-002.safetensors: No space left on device" in err) == ("", True)

@@ -18,7 +18,7 @@ from polyfed.algorithms import CAFedPNAS, FedAvg, FedProx, Local, PFedLA
 from polyfed.comparison.contenders import select_methods
 from polyfed.comparison.directory import load_comparison
 from polyfed.comparison.several import run_in_processes
-from polyfed.simulation.runs.directory import read_config
+from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import small_clients
 
 QUICK = {

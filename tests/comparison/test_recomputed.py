@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.comparison.crossed import estimate_by_client, estimate_mean, estimate_variance_components
 from polyfed.comparison.directory import load_comparison
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.simulation.runs import predictions
+from polyfed.simulation.storage import predictions
 from polyfed.testing import small_clients
 
 

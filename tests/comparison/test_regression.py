@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.comparison.crossed import Estimate
 from polyfed.comparison.evidence import interval_ends
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage.directory import read_metrics
 
 QUICK = {"rounds": 1, "seeds": [0, 1], "tune": "none", "references": False, "parallel": 1, "quiet": True}
 

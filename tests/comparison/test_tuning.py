@@ -18,9 +18,9 @@ from polyfed.comparison.directory import load_comparison
 from polyfed.comparison.plans import ClientSet, ComparisonPlan
 from polyfed.core.errors import RoundError
 from polyfed.data.partitioning.validation_split import hold_out_validation_sets
-from polyfed.simulation.fingerprints import data_fingerprint
-from polyfed.simulation.runs.directory import read_manifest
+from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.directory import read_manifest
 from polyfed.testing import small_clients
 from tests.comparison.losses import set_loss
 

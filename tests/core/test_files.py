@@ -239,12 +239,12 @@ ALLOWED = {  # file -> how many such calls, and why
     "data/formats/files.py": (4, "after `check_file` of the same path"),
     "data/formats/lazy_images.py": (2, "`read_bytes` of encoded images, which is guarded"),
     "data/tabular/table_reader.py": (1, "after `open_file` of the same path"),
-    "simulation/runs/parquet.py": (2, "a stream of `open_file`"),
-    "simulation/runs/chain.py": (1, "a stream of `open_file`"),
+    "simulation/storage/predictions_parquet.py": (2, "a stream of `open_file`"),
+    "simulation/storage/integrity.py": (1, "a stream of `open_file`"),
     "deploy/trial.py": (1, "a log that is written"),
     # No file at all.
-    "simulation/tracking.py": (1, "a logger is opened"),
-    "simulation/federation.py": (1, "a run directory is opened"),
+    "simulation/monitoring/trackers.py": (1, "a logger is opened"),
+    "simulation/simulate.py": (1, "a run directory is opened"),
     "deploy/server.py": (2, "a run directory is opened"),
     "report/export/folder.py": (1, "templates that polyfed ships"),
 }

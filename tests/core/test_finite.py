@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, as_examples
 from polyfed.data.shifts import Shift
 from polyfed.data.sources.arrays import Npz, Parquet
-from polyfed.simulation.unseen import build_unseen_client
+from polyfed.simulation.results.unseen_clients import build_unseen_client
 
 SETS = ("train", "test", "val", "global_test")
 LABELS = torch.arange(20) % 2

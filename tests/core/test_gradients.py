@@ -10,7 +10,7 @@ from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training.loop import fit
-from polyfed.simulation.unseen import load_trained_server
+from polyfed.simulation.results.unseen_clients import load_trained_server
 from polyfed.testing import small_clients, without_durations
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

@@ -17,10 +17,10 @@ from polyfed.core.nn.module_cache import build_module
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training.loop import fit
 from polyfed.core.training.losses import build_loss, sampling_weights
-from polyfed.simulation.checks import check_training_options
-from polyfed.simulation.engines.start import unpicklable_client_error
-from polyfed.simulation.engines.store import store_clients, unflatten_tensor
-from polyfed.simulation.fingerprints import data_fingerprint
+from polyfed.simulation.checks.fingerprints import data_fingerprint
+from polyfed.simulation.checks.requirements import check_training_options
+from polyfed.simulation.engines.factory import unpicklable_client_error
+from polyfed.simulation.engines.object_store import store_clients, unflatten_tensor
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 DOUBLE = torch.float64

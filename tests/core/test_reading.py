@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.data import as_examples
-from polyfed.simulation.checks import check_networks_run
+from polyfed.simulation.checks.requirements import check_networks_run
 
 LABELS = [0, 1, 0, 1]
 PIXELS = np.arange(4 * 6, dtype=np.uint8).reshape(4, 2, 3)

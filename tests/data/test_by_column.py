@@ -12,7 +12,7 @@ from polyfed.data.partitioning.allocation import unique_values_as_texts
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.data.sources.vision import Digits
-from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_metrics
 
 SITES = ["south", "north", "west", "east"]
 SIZES = [40, 30, 20, 10]

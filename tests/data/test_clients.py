@@ -22,7 +22,7 @@ from polyfed.data import (
 )
 from polyfed.data.partitioning.partitions import IID, ClassesPerClient
 from polyfed.data.sources.vision import Digits
-from polyfed.simulation.fingerprints import data_fingerprint
+from polyfed.simulation.checks.fingerprints import data_fingerprint
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from polyfed.data.formats.lazy_images import EncodedArrowImages, write_arrow_ima
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.sources.arrays import Parquet
 from polyfed.data.sources.folders import ImageFolder, ImageTable
-from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_metrics
 
 PLACES = [(site, label) for site in ("north", "south") for label in ("cat", "owl")]
 

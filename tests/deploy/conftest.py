@@ -18,9 +18,9 @@ from polyfed.algorithms import FedAvg
 from polyfed.deploy import flower
 from polyfed.deploy.flower import client_app, run_deployment
 from polyfed.deploy.project import write_key_pair
-from polyfed.simulation.runs.configuration import describe_method_and_settings
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.testing import small_clients
 
 ALL = ",".join(

@@ -7,7 +7,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
 from polyfed.deploy.flower import run_deployment
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.testing import small_clients, without_durations
 
 from .conftest import MemoryGrid, configuration

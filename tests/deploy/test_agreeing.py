@@ -24,7 +24,7 @@ from polyfed.deploy.private import InvalidSiteStateError
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.wire import Envelope
 from polyfed.models import ModelSpec
-from polyfed.simulation.preparing import Moments, fit_common_preprocessing
+from polyfed.simulation.rounds.federated_preprocessing import Moments, fit_common_preprocessing
 
 from .conftest import ALL, MemoryGrid
 from .test_faults import _InterruptAfter

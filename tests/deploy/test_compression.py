@@ -19,8 +19,8 @@ from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.records import parse_record
 from polyfed.deploy.server import DeploymentServer, configure_server
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import small_clients, without_durations
 

@@ -13,8 +13,8 @@ from polyfed.core.algorithm import Message as Body
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.deploy.flower import client_app, envelope_from_record, envelope_to_record
 from polyfed.deploy.wire import Envelope
-from polyfed.simulation.engines.work import Engine
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.engines.base import Engine
+from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.testing import _InterruptAfter, small_clients, without_durations
 
 from .conftest import NAMES, MemoryGrid

@@ -18,7 +18,7 @@ from polyfed.deploy.flower import FlowerEngine, envelope_from_record, envelope_t
 from polyfed.deploy.replies import parse_result
 from polyfed.deploy.server import configure_server
 from polyfed.deploy.wire import Envelope, PackedEnvelope, pack_tensors, read_tensor_specs, unpack_tensors
-from polyfed.simulation.engines.work import ClientTask
+from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
 

@@ -21,7 +21,7 @@ from polyfed.algorithms import FedHeNN, PFedLA
 from polyfed.core.errors import RoundError
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import Project, create_project, write_key_pair, write_trial_certificates
-from polyfed.simulation.runs.directory import read_manifest, read_metrics
+from polyfed.simulation.storage.directory import read_manifest, read_metrics
 from polyfed.testing import small_clients, without_durations
 
 pytestmark = pytest.mark.slow

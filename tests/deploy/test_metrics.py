@@ -16,8 +16,8 @@ from polyfed.deploy.flower import envelope_from_record, envelope_to_record
 from polyfed.deploy.node import build_site
 from polyfed.deploy.records import parse_record
 from polyfed.deploy.wire import PROTOCOL, Envelope
-from polyfed.simulation.runs import parquet
-from polyfed.simulation.runs.directory import read_config, read_manifest
+from polyfed.simulation.storage import predictions_parquet
+from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.testing import small_clients, without_durations
 
 from .conftest import ALL, MemoryGrid
@@ -64,9 +64,9 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
     for client in small_clients():
         (file,) = (tmp_path / "sites" / client.id / "state").glob("*/predictions/*.parquet")
         assert file.name == f"{client.id}.parquet"
-        assert parquet.list_rounds(file, "test") == [3]
+        assert predictions_parquet.list_rounds(file, "test") == [3]
         for split in ("test", "val"):
-            outputs, targets, _ = parquet.read_outputs_and_targets(file, split, 3)
+            outputs, targets, _ = predictions_parquet.read_outputs_and_targets(file, split, 3)
             assert torch.equal(outputs, other.predictions(client.id, split).outputs)
             assert torch.equal(targets, getattr(client, split).labels)
             assert outputs.numpy().tobytes()[:32] not in everything

@@ -13,8 +13,8 @@ from polyfed.deploy.privacy import ReplyProtection
 from polyfed.deploy.site import Site
 from polyfed.deploy.wire import PROTOCOL, Envelope
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.runs.configuration import describe_method_and_settings
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.testing import small_clients
 from tests.hostile.test_replies import clients_of, method_of
 

@@ -14,7 +14,7 @@ from polyfed.deploy.flower import run_deployment
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.models import ModelSpec
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.testing import small_clients, without_durations
 
 from .conftest import ONE, MemoryGrid, configuration

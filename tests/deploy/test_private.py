@@ -14,9 +14,9 @@ from polyfed.deploy.private import InvalidSiteStateError, read_private_state, wr
 from polyfed.deploy.riding import EVALUATION_KEY
 from polyfed.deploy.site import Site
 from polyfed.deploy.wire import PROTOCOL, Envelope
-from polyfed.simulation.runs.configuration import describe_method_and_settings
-from polyfed.simulation.runs.directory import read_metrics
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import describe_method_and_settings
+from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import small_clients
 
 METHOD = describe_method_and_settings(Local(lr=0.05), Settings(rounds=1))["algorithm"]

@@ -15,9 +15,9 @@ from polyfed.deploy.server import configure_server
 from polyfed.deploy.wire import PROTOCOL, Envelope
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.simulation.runs.checkpoint import Checkpoint, save_checkpoint
-from polyfed.simulation.runs.directory import RunDirectory
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint, save_checkpoint
+from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.testing import small_clients
 
 from .conftest import MemoryGrid

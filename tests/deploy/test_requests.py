@@ -7,8 +7,8 @@ from polyfed.core.algorithm import Message
 from polyfed.deploy.requests import FAILURE_TEXT, MAX_REFUSALS
 from polyfed.deploy.site import Site
 from polyfed.deploy.wire import PROTOCOL, Envelope
-from polyfed.simulation.runs.configuration import describe_method_and_settings
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.testing import small_clients
 
 from .test_outgoing import failing

@@ -15,9 +15,9 @@ from polyfed.deploy.riding import EVALUATION_KEY, build_envelopes, split_evaluat
 from polyfed.deploy.wire import SITE_HEAD_BYTES, Envelope
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.simulation.engines.work import ClientTask
-from polyfed.simulation.runs import checkpoint as checkpoints
-from polyfed.simulation.runs.directory import list_changes, read_metrics
+from polyfed.simulation.engines.base import ClientTask
+from polyfed.simulation.storage import checkpoint as checkpoints
+from polyfed.simulation.storage.directory import list_changes, read_metrics
 from polyfed.testing import small_clients, without_durations
 
 from .conftest import ALL, ONE, MemoryGrid

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polyfed.deploy import trial as trials
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import without_durations
 
 from .test_loopback import DISCLOSE, pfedla, port, same_models, simulated, small, watched  # noqa: F401

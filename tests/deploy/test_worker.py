@@ -19,9 +19,9 @@ from polyfed.deploy.records import build_record, parse_record
 from polyfed.deploy.supernode import SiteProcess
 from polyfed.deploy.wire import PROTOCOL
 from polyfed.deploy.worker import SiteRunner
-from polyfed.simulation.runs.configuration import describe_method_and_settings
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.testing import small_clients
 
 from .conftest import NAMES, ONE, MemoryGrid, configuration

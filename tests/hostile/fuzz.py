@@ -33,9 +33,9 @@ from polyfed.report.gathering import read_run_groups
 from polyfed.report.records import read_rounds
 from polyfed.report.search import read_search_result
 from polyfed.simulation.experiment import build_experiment
-from polyfed.simulation.runs import predictions
-from polyfed.simulation.runs.configuration import restore_settings_and_method
-from polyfed.simulation.runs.directory import list_changes, read_config, read_manifest, read_metrics
+from polyfed.simulation.storage import predictions
+from polyfed.simulation.storage.configuration import restore_settings_and_method
+from polyfed.simulation.storage.directory import list_changes, read_config, read_manifest, read_metrics
 from polyfed.testing import small_clients
 
 NUMBERS = (0, -1, 3, 2**62, 10**400, 1.5, -0.0, 1e308, math.inf, -math.inf, math.nan)

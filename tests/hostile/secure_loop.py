@@ -17,7 +17,7 @@ from polyfed.deploy.secure.masking import SumId
 from polyfed.deploy.secure.member import BOXES_GROUP, SecureSumClient
 from polyfed.deploy.server import configure_server
 from polyfed.deploy.wire import Envelope, PackedEnvelope, pack_tensors
-from polyfed.simulation.secure import SecureSum, encode_sum_part
+from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_sum_part
 
 STEPS = ("advertise", "share", "mask", "hand out")
 SITES = ("site-0", "site-1", "site-2", "site-3")

@@ -29,7 +29,7 @@ from polyfed.deploy.wire import pack_tensors, parse_head, read_tensor_specs, unp
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.report import aggregation, views
-from polyfed.simulation import tracking
+from polyfed.simulation.monitoring import trackers
 from polyfed.testing import small_clients
 
 METHOD = {"name": "local", "lr": 0.1, "schedule": "constant", "clip_norm": None}
@@ -140,7 +140,7 @@ def as_toml(value) -> bytes:
 def of_commands(folder, kind, as_json):
     """What `reproduce` has measured, the link to MLflow, curves of warm starts, a vocabulary, weights for plots, and what a
     Parquet file tells of classes."""
-    kept, link, curves = folder / "measured.json", folder / tracking.MLFLOW_LINK_FILE, folder / views.WARM_START_FILE
+    kept, link, curves = folder / "measured.json", folder / trackers.MLFLOW_LINK_FILE, folder / views.WARM_START_FILE
     curves.parent.mkdir(exist_ok=True)
     kept.write_text(json.dumps({"pfedla, warm": {"before": 0.5, "after": None}}))
     link.write_text(json.dumps({"run_id": "0123"}))
@@ -168,7 +168,7 @@ def of_commands(folder, kind, as_json):
         assert all(isinstance(value, dict) for value in measures._read_measured(kept).values())
 
     def linked():
-        assert isinstance(tracking.read_mlflow_run_id(folder), str | None)
+        assert isinstance(trackers.read_mlflow_run_id(folder), str | None)
 
     return {
         "measured.json": kind(kept, as_json, json.loads(kept.read_text()), measured),

@@ -13,9 +13,9 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx, Local
 from polyfed.cli.main import main
 from polyfed.comparison.directory import load_finished_history
-from polyfed.simulation.runs.configuration import describe_method_and_settings
-from polyfed.simulation.runs.directory import list_changes, read_config, read_manifest
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import describe_method_and_settings
+from polyfed.simulation.storage.directory import list_changes, read_config, read_manifest
 from polyfed.testing import assert_runs_equal, small_clients
 
 OPTIONS = {"rounds": 4, "workers": 0}
@@ -155,7 +155,7 @@ def test_a_comparison_takes_no_changed_run(run):
 
 def test_warm_starts_take_no_checkpoint_of_another_run(tmp_path):
     from polyfed.algorithms import FLHAGHN
-    from polyfed.simulation.unseen import load_trained_server
+    from polyfed.simulation.results.unseen_clients import load_trained_server
 
     for name, rate in (("run", 0.1), ("other", 0.2)):
         play(tmp_path / name, FLHAGHN(head="factored", lr=rate), rounds=1)
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
     whole = play(tmp_path / "whole", Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.federation.run_round", _stop_after(4))
+        patch.setattr("polyfed.simulation.simulate.run_round", _stop_after(4))
         with pytest.raises(KeyboardInterrupt):
             play(out, Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
     assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
 
 
 def _stop_after(last):
-    from polyfed.simulation.collecting import run_round
+    from polyfed.simulation.rounds.training_round import run_round
 
     def playing(federation, now, *rest):
         if now.round == last:

@@ -13,8 +13,8 @@ import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.io.trusted_code import inherit_trust, is_trusted, temporary_trust, trust_code, trusted_names
 from polyfed.core.nn.module_cache import _cached
-from polyfed.simulation.runs.chain import hash_config
-from polyfed.simulation.runs.directory import read_config
+from polyfed.simulation.storage.directory import read_config
+from polyfed.simulation.storage.integrity import hash_config
 
 SOURCE = Path(pf.__file__).parent
 SMALL = ["--data.clients", "2", "--rounds", "1", "--workers", "0", "--quiet"]
@@ -174,7 +174,7 @@ ALLOWED = {
     ("data/formats/images.py", "import_module"): "one constant",
     ("report/export/formats.py", "import_module"): "constants: packages of an extra",
     ("report/export/tracked.py", "import_module"): "constants: mlflow and parts of it",
-    ("simulation/tracking.py", "import_module"): "constants",
+    ("simulation/monitoring/trackers.py", "import_module"): "constants",
 }
 BY_NAME = {
     "import_module", "__import__", "spec_from_file_location", "exec_module", "load_module", "run_path", "run_module", "exec",

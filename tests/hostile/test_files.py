@@ -196,7 +196,7 @@ def test_nothing_is_written_in_another_way():
         "cli/commands/flower.py": "a temporary copy of the app, in a folder of its own",
         "data/tabular/schema.py": "a table's schema, to a path of the user's",
         "report/export/tracked.py": "its own code, in a temporary folder",
-        "simulation/runs/directory.py": "into memory",
+        "simulation/storage/directory.py": "into memory",
         "data/plot.py": "into memory",
     }
     # A project of Flower's is a tree of files that a user asks for, and its trial runs beside it.

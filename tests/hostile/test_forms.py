@@ -13,9 +13,9 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, Local
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.forms import StateValidator
-from polyfed.simulation.runs import checkpoint as checkpoints
-from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.rounds.state_validation import StateValidator
+from polyfed.simulation.storage import checkpoint as checkpoints
+from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import assert_runs_equal, small_clients
 
 LARGE = {"fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas", "flha_ghn"}

@@ -18,7 +18,7 @@ from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.secure.masking import SumId, UnmaskingShares
 from polyfed.deploy.secure.member import BOXES_GROUP, BUNDLE_GROUP, parse_advert
 from polyfed.deploy.secure.opening import unmask_sum
-from polyfed.simulation.secure import encode_sum_part
+from polyfed.simulation.rounds.secure_aggregation import encode_sum_part
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from polyfed.deploy.flower import run_deployment
 from polyfed.deploy.frames import Frame
 from polyfed.deploy.records import parse_record
 from polyfed.deploy.worker import SiteRunner
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.testing import small_clients
 
 from ..deploy.conftest import NAMES, ONE, MemoryGrid, configuration, nodes  # noqa: F401

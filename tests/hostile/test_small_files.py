@@ -17,8 +17,8 @@ from polyfed.deploy.server import _parse_field_value
 from polyfed.deploy.trial import read_trial_file, trial_folder_of
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.report.views import WARM_START_FILE, html_warm_starts
-from polyfed.simulation.runs.chain import describe_changed_files
-from polyfed.simulation.tracking import MLFLOW_LINK_FILE, read_mlflow_run_id
+from polyfed.simulation.monitoring.trackers import MLFLOW_LINK_FILE, read_mlflow_run_id
+from polyfed.simulation.storage.integrity import describe_changed_files
 
 NO_MAPPING = ["", "[", "[1]", "3", '"x"', "null", "NaN", '{"x": NaN}', "[" * 3000, "\xff"]
 

@@ -24,7 +24,7 @@ from polyfed.data.formats.text import load_vocabulary
 from polyfed.data.sources.registry import SOURCES
 from polyfed.data.tabular.schema import read_schema
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.simulation.runs import parquet, predictions
+from polyfed.simulation.storage import predictions, predictions_parquet
 from tests.special_files import endless, folder, nowhere, pipe, sparse
 
 SPECIAL = [pipe, endless, sparse, nowhere, folder]
@@ -209,7 +209,7 @@ def test_an_idx_file_that_unpacks_to_more_than_it_says(tmp_path):
 
 
 def test_predictions_with_more_rows_than_a_run_keeps(run, monkeypatch):
-    monkeypatch.setattr(parquet, "MOST_ROWS", 2_000)
+    monkeypatch.setattr(predictions_parquet, "MOST_ROWS", 2_000)
     file, number = run / "predictions" / "north.parquet", 300_000
     old = pq.read_table(file)
     row = {name: old.column(name)[0].as_py() for name in ("round", "split", "example")}

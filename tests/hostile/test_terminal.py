@@ -19,7 +19,7 @@ from polyfed.cli.commands.words import format_warning, print_error
 from polyfed.cli.main import main
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.experiment import Participants
-from polyfed.simulation.runs.progress import LineProgress, ProgressBar
+from polyfed.simulation.monitoring.progress import LineProgress, ProgressBar
 
 SOURCE = Path(pf.__file__).parent
 EVIL = ["a[/b]", "b\x1b[2J\x1b]0;title\x07", "c\u202egnp.exe", "d[red]x[/red]", "e\nf\r\x08", "g\x9b31m",

@@ -137,8 +137,8 @@ def write_predictions():
 
     def write_predictions(folder, client, outputs, targets, **columns):
         from polyfed import Client, Examples
-        from polyfed.simulation.runs import parquet
-        from polyfed.simulation.runs.paths import safe_file_name
+        from polyfed.simulation.storage import predictions_parquet
+        from polyfed.simulation.storage.paths import safe_file_name
 
         known = torch.as_tensor(np.asarray(targets))
         examples = Examples(torch.zeros(len(known), 1), known, columns=columns)
@@ -149,7 +149,7 @@ def write_predictions():
             for number, values in outputs.items()
         }
         file = folder / "predictions" / f"{safe_file_name(client)}.parquet"
-        parquet.write_outputs(file, Client(client, None, examples, examples, task=task), found)
+        predictions_parquet.write_outputs(file, Client(client, None, examples, examples, task=task), found)
 
     return write_predictions
 

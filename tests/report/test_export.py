@@ -20,7 +20,7 @@ from polyfed.report.export import formats
 from polyfed.report.export.folder import ExportedModel, export_model
 from polyfed.report.export.trained import read_trained_model, trained_model_of_run
 from polyfed.report.export.whole import StandaloneModule, random_inputs
-from polyfed.simulation.kept import load_saved_model
+from polyfed.simulation.results.saved_model import load_saved_model
 from polyfed.testing import small_clients
 
 CSV = """age;sex;lab;code;outcome;hospital

@@ -22,7 +22,7 @@ from polyfed.report.generation import (
     generate_untrained_weights,
     read_communication_tradeoff,
 )
-from polyfed.simulation.unseen import TrainingCurves
+from polyfed.simulation.results.unseen_clients import TrainingCurves
 from polyfed.testing import small_clients
 
 

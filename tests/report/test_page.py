@@ -253,7 +253,7 @@ def test_a_comparison_that_was_stopped(write_run, page, tmp_path):
 
 def test_classes_of_clients_are_those_of_the_run(page, tmp_path, monkeypatch, capsys):
     from polyfed.simulation.experiment import build_experiment, load_participants
-    from polyfed.simulation.runs.directory import read_config
+    from polyfed.simulation.storage.directory import read_config
 
     monkeypatch.chdir(tmp_path)
     words = (

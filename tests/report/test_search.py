@@ -15,7 +15,7 @@ from polyfed.algorithms import CAFedPNAS, FedPNAS, Local
 from polyfed.core.errors import UserError
 from polyfed.nas.derived import load_network
 from polyfed.report.search import draw_client_cells, draw_operation_probabilities, read_search_result
-from polyfed.simulation.runs.paths import safe_file_name
+from polyfed.simulation.storage.paths import safe_file_name
 from polyfed.testing import small_clients
 
 NORTH = "St. Mary's/north"  # its files are called otherwise

@@ -8,7 +8,7 @@ from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.predictions import GroupPredictions
 from polyfed.report.scale import score_format_of
 from polyfed.report.subgroups import html_subgroups, rows_by_group, score_subgroups
-from polyfed.simulation.runs.predictions import Predictions
+from polyfed.simulation.storage.predictions import Predictions
 
 
 def table(logits, targets, columns):

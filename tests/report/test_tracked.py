@@ -18,10 +18,10 @@ from polyfed.core.examples.examples import Normalise
 from polyfed.models import ModelSpec
 from polyfed.report.export.folder import export_model
 from polyfed.report.export.tracked import MODELS_TAG, log_models_to_mlflow, mlflow_signature, track_comparison
-from polyfed.simulation import tracking
-from polyfed.simulation.kept import load_saved_model
-from polyfed.simulation.runs.progress import SilentProgress
-from polyfed.simulation.tracking import build_tracker
+from polyfed.simulation.monitoring import trackers
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.monitoring.trackers import build_tracker
+from polyfed.simulation.results.saved_model import load_saved_model
 
 pytestmark = pytest.mark.thorough
 
@@ -153,7 +153,7 @@ def test_each_clients_network_is_a_model_with_a_signature(here, mlflow):
     assert log_models_to_mlflow(here) == 2
     assert [one.name for one in mlflow.models] == ["network-north", "network-south"]
     one = mlflow.models[0]
-    assert one.run == tracking.read_mlflow_run_id(here) == "run-0"
+    assert one.run == trackers.read_mlflow_run_id(here) == "run-0"
     assert [(c.type, c.name) for c in one.signature.inputs] == [("double", "age"), ("string", "sex")]
     assert [(t.type, t.shape) for t in one.signature.outputs] == [(np.dtype("float32"), (-1, 2))]
     assert [need.partition("==")[0] for need in one.needs] == ["torch", "numpy"]
@@ -274,7 +274,7 @@ def test_mlflow_serves_what_polyfed_predicts(here, tmp_path, monkeypatch):
 
     follow(here)
     assert log_models_to_mlflow(here) == 2
-    run_id = tracking.read_mlflow_run_id(here)
+    run_id = trackers.read_mlflow_run_id(here)
     assert mlflow.MlflowClient().get_run(run_id).info.status == "FINISHED"
     model = mlflow.pyfunc.load_model(f"runs:/{run_id}/network-south")
     frame = pd.DataFrame({"age": [50.0, np.nan, 77], "sex": ["m", "f", "f"]})

@@ -14,8 +14,8 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.simulation import checks
-from polyfed.simulation.fingerprints import data_fingerprint
+from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.testing import small_clients
 
 # What is proved here holds of the examples that were trained on.
@@ -45,20 +45,20 @@ class NeedsPublic(FedAvg):
 class TestClients:
     def test_none(self):
         with pytest.raises(UserError, match="a federation needs at least one client, got none"):
-            checks.check_clients([])
+            requirements.check_clients([])
 
     def test_something_else(self):
         with pytest.raises(UserError, match=r"clients must be polyfed.Client objects, got tuple"):
-            checks.check_clients([(X, Y)])
+            requirements.check_clients([(X, Y)])
 
     def test_an_id_twice(self):
         with pytest.raises(UserError, match="two clients have the id 'a'; ids must differ"):
-            checks.check_clients([client("a"), client("b"), client("a")])
+            requirements.check_clients([client("a"), client("b"), client("a")])
 
     def test_two_tasks(self):
         labels = torch.eye(3)[Y]
         with pytest.raises(UserError, match="must have one task, got classification and multilabel"):
-            checks.check_clients([client("a"), client("b", y=labels, task="multilabel")])
+            requirements.check_clients([client("a"), client("b", y=labels, task="multilabel")])
 
 
 class TestRequirements:
@@ -72,26 +72,26 @@ class TestRequirements:
             "Methods for different architectures: fd, fedavg_kd, feddf, fedgh, fedhenn, fedkd, fedmd, fedproto, fedtgp, "
             "flha_ghn, fml, heterofl, lg_fedavg, local, pfedhn"
         )
-        checks.check_requirements(mixed, Local(), None)
+        requirements.check_requirements(mixed, Local(), None)
 
     def test_the_same_architecture_from_other_factories_is_one(self):
-        checks.check_requirements([client("a", lambda: nn.Linear(4, 3)), client("b")], FedAvg(), None)
+        requirements.check_requirements([client("a", lambda: nn.Linear(4, 3)), client("b")], FedAvg(), None)
 
     def test_public_examples(self):
         with pytest.raises(
             UserError, match=r"NeedsPublic needs public examples .*; give public=\.\.\. \(federate\) or"
         ):
             pf.federate([client()], NeedsPublic(), rounds=1)
-        checks.check_requirements([client()], NeedsPublic(), Examples(X, Y))
+        requirements.check_requirements([client()], NeedsPublic(), Examples(X, Y))
 
     @pytest.mark.parametrize("method", [FedAvg(), Local()])
     def test_a_client_without_a_network(self, method):
         with pytest.raises(UserError, match="trains each client's own network, but client 'b' has model=None"):
-            checks.check_requirements([client("a"), client("b", None)], method, None)
+            requirements.check_requirements([client("a"), client("b", None)], method, None)
 
     def test_a_method_with_its_own_network_takes_clients_without(self):
-        checks.check_requirements([client("a", None)], NeedsPublic(), Examples(X, Y))
-        checks.check_networks_run([client("a", None)])
+        requirements.check_requirements([client("a", None)], NeedsPublic(), Examples(X, Y))
+        requirements.check_networks_run([client("a", None)])
 
 
 class TestModels:
@@ -99,12 +99,12 @@ class TestModels:
         with pytest.raises(
             UserError, match=r"client 'a': its network fails on a batch of shape \(2, 4\) \(torch.float32\)"
         ):
-            checks.check_networks_run([client("a", lambda: nn.Linear(5, 3))])
+            requirements.check_networks_run([client("a", lambda: nn.Linear(5, 3))])
 
     def test_a_network_that_fails_on_one_clients_data_only(self):
         other = client("b", x=torch.zeros(6, 5))
         with pytest.raises(UserError, match="client 'b': its network fails"):
-            checks.check_networks_run([client("a"), other])
+            requirements.check_networks_run([client("a"), other])
 
     def test_raw_images_need_a_transform(self):
         def net():
@@ -113,29 +113,29 @@ class TestModels:
         images = torch.zeros(6, 1, 4, 4, dtype=torch.uint8)
         raw, ready = Examples(images, Y), Examples(images, Y, transform=Normalise((0.5,), (0.5,)))
         with pytest.raises(UserError, match=r"torch.uint8"):
-            checks.check_networks_run([Client("a", net, raw, raw)])
-        checks.check_networks_run([Client("a", net, ready, ready)])
-        checks.check_networks_run([client("a", net, x=images)])
+            requirements.check_networks_run([Client("a", net, raw, raw)])
+        requirements.check_networks_run([Client("a", net, ready, ready)])
+        requirements.check_networks_run([client("a", net, x=images)])
 
     def test_a_label_beyond_the_outputs(self):
         beyond = client("a", y=torch.tensor([0, 1, 2, 3, 0, 0]))
         with pytest.raises(
             UserError, match=r"client 'a': train has label 3, but the network has 3 outputs \(classes 0 to 2\)"
         ):
-            checks.check_networks_run([beyond])
+            requirements.check_networks_run([beyond])
         only_in_test = Client("a", linear, (X, Y), (X, torch.full((6,), 7)))
         with pytest.raises(UserError, match="client 'a': test has label 7"):
-            checks.check_networks_run([only_in_test])
+            requirements.check_networks_run([only_in_test])
 
     def test_more_outputs_than_classes_seen_are_allowed_unless_the_classes_are_known(self):
         few = client("a", y=torch.zeros(6, dtype=torch.int64))
-        checks.check_networks_run([few])
-        checks.check_networks_run([few], num_outputs=3)
+        requirements.check_networks_run([few])
+        requirements.check_networks_run([few], num_outputs=3)
         for number in (2, 4):
             with pytest.raises(
                 UserError, match=f"client 'a': its network has 3 outputs, but the data have {number} classes"
             ):
-                checks.check_networks_run([few], num_outputs=number)
+                requirements.check_networks_run([few], num_outputs=number)
 
     def test_outputs_that_are_no_logits(self):
         cases = {
@@ -147,27 +147,27 @@ class TestModels:
         }
         for sentence, factory in cases.items():
             with pytest.raises(UserError, match=sentence.replace("Tuple", "tuple")):
-                checks.check_networks_run([client("a", factory)])
+                requirements.check_networks_run([client("a", factory)])
 
     def test_multilabel_outputs(self):
         with pytest.raises(UserError, match="they must have the same form"):
-            checks.check_networks_run([client("a", y=torch.eye(3)[Y][:, :2], task="multilabel")])
-        checks.check_networks_run([client("a", y=torch.eye(3)[Y], task="multilabel")])
+            requirements.check_networks_run([client("a", y=torch.eye(3)[Y][:, :2], task="multilabel")])
+        requirements.check_networks_run([client("a", y=torch.eye(3)[Y], task="multilabel")])
 
     def test_regression_targets_are_columns(self):
         one = client("a", lambda: nn.Linear(4, 1), y=torch.arange(6), task="regression")
-        checks.check_networks_run([one])
+        requirements.check_networks_run([one])
         with pytest.raises(UserError, match=r"output is \('batch',\), the labels are \(6, 1\)"):
-            checks.check_networks_run([client("a", Flat, y=torch.arange(6.0), task="regression")])
+            requirements.check_networks_run([client("a", Flat, y=torch.arange(6.0), task="regression")])
 
     def test_float64_inputs_and_a_float32_network(self):
         with pytest.raises(
             UserError,
             match=r"weights of torch.float32, but its inputs are torch.float64; convert the inputs, x.float()",
         ):
-            checks.check_networks_run([client(x=X.double())])
-        checks.check_networks_run([client(x=X.double(), model=lambda: linear().double())])
-        checks.check_networks_run([client(x=X.double().numpy())])
+            requirements.check_networks_run([client(x=X.double())])
+        requirements.check_networks_run([client(x=X.double(), model=lambda: linear().double())])
+        requirements.check_networks_run([client(x=X.double().numpy())])
 
     def test_a_network_with_nothing_to_train(self):
         for factory in (nn.Identity, lambda: linear().requires_grad_(False)):
@@ -178,7 +178,7 @@ class TestModels:
         with pytest.raises(UserError, match=r"client 'a': '_extra_state' in its network's state_dict is a dict"):
             pf.federate([client(model=WithExtraState)], FedAvg(), rounds=1)
         with pytest.raises(UserError, match="_extra_state"):
-            checks.check_networks_run([client(model=WithExtraState)])
+            requirements.check_networks_run([client(model=WithExtraState)])
 
     def test_one_training_example_and_batch_norm(self):
         def net():
@@ -191,15 +191,17 @@ class TestModels:
             return Client("lone", model, (X[:1], Y[:1]), (X, Y))
 
         with pytest.raises(UserError, match="client 'lone' has one training example, and its network cannot"):
-            checks.check_networks_run([client("a", net), lone(net)])
-        checks.check_networks_run([client("a", net), Client("b", net, (X[:2], Y[:2]), (X[:1], Y[:1])), lone(linear)])
-        checks.check_networks_run([lone(per_pixel)])
+            requirements.check_networks_run([client("a", net), lone(net)])
+        requirements.check_networks_run(
+            [client("a", net), Client("b", net, (X[:2], Y[:2]), (X[:1], Y[:1])), lone(linear)]
+        )
+        requirements.check_networks_run([lone(per_pixel)])
 
     def test_trying_a_network_leaves_no_trace(self):
         for rows in (6, 1):
             one = Client("a", Caching, (X[:rows], Y[:rows]), (X, Y))
             state = torch.random.get_rng_state()
-            checks.check_networks_run([one])
+            requirements.check_networks_run([one])
             module = cached_module(Caching).module
             assert module.cached is None
             assert int(module.calls) == 0
@@ -210,16 +212,16 @@ class TestModels:
         with pytest.raises(
             UserError, match=r"client 'a': .* its inputs are torch.int64; convert the inputs, x.float\(\)"
         ):
-            checks.check_networks_run([client(x=X.long())])
+            requirements.check_networks_run([client(x=X.long())])
 
         def tokens():
             return nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(16, 3))
 
-        checks.check_networks_run([client(model=tokens, x=X.long() % 5)])
+        requirements.check_networks_run([client(model=tokens, x=X.long() % 5)])
         with pytest.raises(
             UserError, match="IndexError: index out of range"
         ):  # the numbers are too large, not the type
-            checks.check_networks_run([client(model=tokens, x=X.long() + 9)])
+            requirements.check_networks_run([client(model=tokens, x=X.long() + 9)])
 
     def test_a_network_that_is_other_in_training(self):
         cases = {
@@ -231,7 +233,7 @@ class TestModels:
         }
         for sentence, what in cases.items():
             with pytest.raises(UserError, match=f"client 'a': .*{sentence}"):
-                checks.check_networks_run([client(model=lambda what=what: InTraining(what))])
+                requirements.check_networks_run([client(model=lambda what=what: InTraining(what))])
 
     @pytest.mark.parametrize("what", ["whole", "part", "buffers"])
     def test_a_factory_that_gives_the_same_network_each_time(self, what):
@@ -242,11 +244,11 @@ class TestModels:
 
         with pytest.raises(UserError, match=r"client 'a': its model factory puts the same '.*' into each network"):
             pf.federate([client(model=factory)], FedAvg(), rounds=1, workers=0)
-        checks.check_networks_run([client(model=lambda: copy.deepcopy(factory()))])
+        requirements.check_networks_run([client(model=lambda: copy.deepcopy(factory()))])
 
     def test_a_frozen_part_may_be_the_same_each_time(self):
         kept = nn.Linear(4, 4).requires_grad_(False)
-        checks.check_networks_run([client(model=lambda: nn.Sequential(kept, nn.Linear(4, 3)))])
+        requirements.check_networks_run([client(model=lambda: nn.Sequential(kept, nn.Linear(4, 3)))])
 
     def test_a_network_without_values(self):
         def factory():
@@ -254,7 +256,7 @@ class TestModels:
                 return linear()
 
         with pytest.raises(UserError, match="factory leaves 'weight' on the meta device"):
-            checks.check_networks_run([client(model=factory)])
+            requirements.check_networks_run([client(model=factory)])
 
 
 class InTraining(nn.Linear):

@@ -21,9 +21,9 @@ from polyfed.core.messages.message_compression import compress_message, decompre
 from polyfed.core.seeds import torch_generator
 from polyfed.core.state_dict import serialize_state
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.directory import read_config
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients, without_durations
 from tests.hostile.test_replies import KINDS, ODD, clients_of, method_of
 from tests.stopped import Stop

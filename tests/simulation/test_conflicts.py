@@ -13,7 +13,7 @@ from polyfed.algorithms import FedDSNAS, FedPNAS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.nas.step_weights import compute_step_weights
-from polyfed.simulation.conflicts import measure_gradient_conflicts
+from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
 
 ONE = {
     "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 2, "operations": ("sep_conv_3",),

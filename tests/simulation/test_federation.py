@@ -12,12 +12,12 @@ from polyfed.algorithms import Ditto, FedAvg, FedProx, Local, PFedLA
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
+from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.work import Engine
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.directory import RunDirectory
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 

@@ -12,8 +12,8 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedRep, Local, PFedHN, PFedLA, PFedMe
 from polyfed.cli.main import main
 from polyfed.core.examples.examples import Examples, Normalise
-from polyfed.simulation.runs import predictions
-from polyfed.simulation.runs.directory import read_config
+from polyfed.simulation.storage import predictions
+from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import assert_runs_equal, small_clients
 from tests.stopped import Stop
 

@@ -11,8 +11,8 @@ import polyfed as pf
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import torch_generator
 from polyfed.data import IID, SOURCES, Split, make_clients
-from polyfed.simulation import leaks
-from polyfed.simulation.leaks import warn_of_test_leakage
+from polyfed.simulation.checks import data_leakage
+from polyfed.simulation.checks.data_leakage import warn_of_test_leakage
 
 
 def rows(number, seed=0, width=4):
@@ -131,7 +131,7 @@ def test_types_and_shapes_are_told_apart():
 def test_beyond_so_many_examples_clients_are_only_compared_with_themselves(monkeypatch):
     x, y = rows(40), rows(40, seed=1)
     assert OTHERS in told(client("north", x, y[:10]), client("south", y, y[:10]))
-    monkeypatch.setattr(leaks, "_MOST", 60)
+    monkeypatch.setattr(data_leakage, "_MOST", 60)
     assert told(client("north", x, y[:10]), client("south", y, y[:10])) == f"{OWN}10 of 10 of 'south'{ADVICE}"
 
 

@@ -11,7 +11,7 @@ from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message
 from polyfed.core.state_dict import iter_tensors
-from polyfed.simulation.unseen import compute_warm_start, load_trained_server
+from polyfed.simulation.results.unseen_clients import compute_warm_start, load_trained_server
 from polyfed.testing import _InterruptAfter, small_clients
 
 

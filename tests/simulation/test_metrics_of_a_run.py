@@ -11,10 +11,10 @@ from polyfed.algorithms import FedAvg, Local, PFedMe
 from polyfed.core.evaluation.metrics import METRICS, Metric
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.engines.pool import PoolEngine
-from polyfed.simulation.rounds import Federation, round_of_best_score
-from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.progress import LineProgress
+from polyfed.simulation.monitoring.progress import LineProgress
+from polyfed.simulation.rounds.federation import Federation, round_of_best_score
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import assert_runs_equal, small_clients
 
 
@@ -148,10 +148,10 @@ def test_metrics_are_checked_before_anything_is_computed(tmp_path):
 
 def test_a_metric_that_cannot_be_sent_stays_in_this_process(monkeypatch):
     from polyfed.models import ModelSpec
-    from polyfed.simulation.engines.start import build_engine
+    from polyfed.simulation.engines.factory import build_engine
 
     clients = [pf.Client(c.id, ModelSpec("mlp", {"hidden": [4]}, (6,), 3), c.train, c.test) for c in small_clients()]
-    monkeypatch.setattr("polyfed.simulation.engines.start.can_fork", lambda device: False)
+    monkeypatch.setattr("polyfed.simulation.engines.factory.can_fork", lambda device: False)
     here = Metric("here", lambda outputs, targets: 0.0)
     with pytest.raises(pf.UserError, match="metric 'here' cannot be sent to another process"):
         build_engine("pool", Local(), clients, torch.device("cpu"), 2, metrics=[here])

@@ -9,7 +9,7 @@ from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.runs.progress import Progress
+from polyfed.simulation.monitoring.progress import Progress
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -18,14 +18,14 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.report.records import read_run_record
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.norms import (
+from polyfed.simulation.monitoring.progress import LineProgress
+from polyfed.simulation.monitoring.update_norms import (
     describe_diverged_losses,
     describe_round_warnings,
     find_outlying_norms,
     norms_by_client,
     update_norm,
 )
-from polyfed.simulation.runs.progress import LineProgress
 from polyfed.testing import small_clients, without_durations
 
 honest = InProcessEngine.run

@@ -7,7 +7,7 @@ import pytest
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.simulation.runs.progress import SilentProgress, resolve_progress
+from polyfed.simulation.monitoring.progress import SilentProgress, resolve_progress
 from polyfed.testing import small_clients
 
 CLIENTS = small_clients(3)

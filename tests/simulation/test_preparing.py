@@ -9,8 +9,8 @@ import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data.tabular.preprocessing import fit_preprocessor
-from polyfed.simulation.preparing import apply_preprocessing, fit_common_preprocessing
-from polyfed.simulation.runs.directory import read_manifest
+from polyfed.simulation.rounds.federated_preprocessing import apply_preprocessing, fit_common_preprocessing
+from polyfed.simulation.storage.directory import read_manifest
 
 
 def frame(number=90):

@@ -24,7 +24,7 @@ from polyfed.algorithms import (
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.messages.fixed_point import parse_sum_message
-from polyfed.simulation.secure import encode_sum_part, sum_part_error, supports_secure_sum
+from polyfed.simulation.rounds.secure_aggregation import encode_sum_part, sum_part_error, supports_secure_sum
 from polyfed.testing import _InterruptAfter, assert_runs_equal, small_clients
 
 

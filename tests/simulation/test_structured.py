@@ -18,8 +18,8 @@ from polyfed.data.pool import PooledDataset
 from polyfed.graphs import extract
 from polyfed.models.structure import compute_batch_representation, find_head_modules
 from polyfed.report.export.folder import export_model
-from polyfed.simulation.engines.store import store_clients, unflatten_tensor
-from polyfed.simulation.fingerprints import data_fingerprint
+from polyfed.simulation.checks.fingerprints import data_fingerprint
+from polyfed.simulation.engines.object_store import store_clients, unflatten_tensor
 from polyfed.testing import assert_runs_equal
 
 OPTIONS = {"lr": 0.05, "batch_size": 8}

@@ -9,11 +9,11 @@ import pytest
 from polyfed.algorithms import FedAvg
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.simulation import tracking
-from polyfed.simulation.federation import federate, resume
-from polyfed.simulation.runs.directory import read_metrics
-from polyfed.simulation.runs.progress import SilentProgress
-from polyfed.simulation.tracking import Logger, build_tracker, flatten_numbers, list_loggers_of_run
+from polyfed.simulation.monitoring import trackers
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.monitoring.trackers import Logger, build_tracker, flatten_numbers, list_loggers_of_run
+from polyfed.simulation.simulate import federate, resume
+from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import _InterruptAfter, small_clients
 
 pytestmark = pytest.mark.thorough
@@ -55,8 +55,8 @@ def logged(folder):
 
 @pytest.fixture
 def paper(monkeypatch):
-    monkeypatch.setitem(tracking.LOGGERS, "paper", Paper)
-    monkeypatch.setattr(tracking, "check_extra_installed", lambda *_: None)
+    monkeypatch.setitem(trackers.LOGGERS, "paper", Paper)
+    monkeypatch.setattr(trackers, "check_extra_installed", lambda *_: None)
     monkeypatch.setattr(Paper, "fails_at", None)
 
 
@@ -238,7 +238,7 @@ def test_tensorboard_reads_back_what_metrics_has(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_tensorboard_could_not_write_is_added_when_the_run_goes_on(tmp_path, monkeypatch):
-    good = tracking.TensorBoard.log
+    good = trackers.TensorBoard.log
 
     def full(self, round, values):
         if round == 2:
@@ -246,11 +246,11 @@ def test_what_tensorboard_could_not_write_is_added_when_the_run_goes_on(tmp_path
         good(self, round, values)
 
     out = tmp_path / "run"
-    monkeypatch.setattr(tracking.TensorBoard, "log", full)
+    monkeypatch.setattr(trackers.TensorBoard, "log", full)
     with pytest.warns(RuntimeWarning, match="not tracked with tensorboard from here on: .*no space"):
         play(out, "tensorboard")
     assert [step for step, _ in read_events(out)["seconds"]] == [1]
-    monkeypatch.setattr(tracking.TensorBoard, "log", good)
+    monkeypatch.setattr(trackers.TensorBoard, "log", good)
     lose(out, after=3)
     go_on(out, "tensorboard")
     check_series(read_events(out), out)

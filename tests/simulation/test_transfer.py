@@ -7,7 +7,7 @@ import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedAvg, FedDSNAS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.transfer import score_after_adaptation, transfer_network
+from polyfed.simulation.results.architecture_transfer import score_after_adaptation, transfer_network
 from polyfed.testing import SmallNet, small_clients
 
 SMALL = {

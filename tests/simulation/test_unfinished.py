@@ -9,11 +9,11 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import Local, PFedLA
 from polyfed.core.errors import RoundError
-from polyfed.simulation.collecting import run_round
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.runs import checkpoint as checkpoints
-from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.directory import list_changes, read_metrics
+from polyfed.simulation.rounds.training_round import run_round
+from polyfed.simulation.storage import checkpoint as checkpoints
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.directory import list_changes, read_metrics
 from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 METHOD = PFedLA(lr=0.05)
@@ -48,7 +48,7 @@ def stop(monkeypatch):
                 raise KeyboardInterrupt
             return run_round(federation, now, *rest)
 
-        monkeypatch.setattr("polyfed.simulation.federation.run_round", playing)
+        monkeypatch.setattr("polyfed.simulation.simulate.run_round", playing)
 
     return at
 
@@ -95,7 +95,7 @@ def test_a_run_that_lacks_an_evaluation_makes_it_first(tmp_path, together, stop,
     assert len(read_metrics(out / "metrics.jsonl")) == last - 1
     assert list_changes(out) == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.federation.run_round", run_round)
+        patch.setattr("polyfed.simulation.simulate.run_round", run_round)
         patch.setattr(InProcessEngine, "overlaps_evaluation", rides)
         whole = play()
         together.clear()

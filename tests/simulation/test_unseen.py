@@ -16,7 +16,7 @@ from polyfed.core.nn.module_cache import build_module, fill_module, initial_stat
 from polyfed.core.state_dict import serialize_state
 from polyfed.graphs import extract
 from polyfed.hypernetworks.ghn import GHN, catalogue_from_weights, graph_to_tensors
-from polyfed.simulation.unseen import (
+from polyfed.simulation.results.unseen_clients import (
     TrainedServer,
     TrainingCurves,
     build_unseen_client,

@@ -24,7 +24,7 @@ from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.core.io.trusted_code import temporary_trust, trust_code
-from polyfed.simulation.runs.paths import choose_run_directory
+from polyfed.simulation.storage.paths import choose_run_directory
 
 _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
 
@@ -130,7 +130,7 @@ def _run(argv: list[str]) -> None:
     # Here and below: torch, which takes seconds to import, comes when nothing is left to say about the words.
     from polyfed.cli.commands import running
     from polyfed.simulation.experiment import build_experiment
-    from polyfed.simulation.tracking import validate_logger_names
+    from polyfed.simulation.monitoring.trackers import validate_logger_names
 
     experiment = build_experiment(config)
     if note and not quiet:

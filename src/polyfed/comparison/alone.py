@@ -7,7 +7,11 @@ from polyfed.algorithms import Local
 from polyfed.comparison.choices import cap_losses, first_loss, lowest_smoothed_loss, shrink_to_pooled_loss
 from polyfed.comparison.plans import ComparisonPlan, FinishedRun, Method
 from polyfed.core.evaluation.evaluate import summarise_clients
-from polyfed.simulation.losses import pool_losses, round_of_lowest_loss, validation_losses_by_client
+from polyfed.simulation.monitoring.validation_losses import (
+    pool_losses,
+    round_of_lowest_loss,
+    validation_losses_by_client,
+)
 
 History = Sequence[Mapping[str, Any]]
 

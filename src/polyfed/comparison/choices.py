@@ -18,7 +18,7 @@ from typing import Any, final
 from polyfed.comparison.plans import Failure
 from polyfed.comparison.reading import Budget
 from polyfed.comparison.verdicts import join_names
-from polyfed.simulation.losses import LossCurve, pool_losses, validation_losses_by_client
+from polyfed.simulation.monitoring.validation_losses import LossCurve, pool_losses, validation_losses_by_client
 
 POOLED_LOSS_WEIGHT = 50
 """Validation examples for which the loss of all clients counts in the choice of a client that trains alone."""

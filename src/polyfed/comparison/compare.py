@@ -27,15 +27,15 @@ from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
 from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
-from polyfed.simulation import checks
-from polyfed.simulation.fingerprints import data_fingerprint
-from polyfed.simulation.fingerprints import initial_weights_fingerprint as first_weights_of
-from polyfed.simulation.leaks import limit_leak_warnings
-from polyfed.simulation.participants import list_clients
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.configuration import describe_method_and_settings
-from polyfed.simulation.secure import check_secure_support
+from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.client_list import list_clients
+from polyfed.simulation.checks.data_leakage import limit_leak_warnings
+from polyfed.simulation.checks.fingerprints import data_fingerprint
+from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.secure_aggregation import check_secure_support
 from polyfed.simulation.settings import EngineName, Settings
+from polyfed.simulation.storage.configuration import describe_method_and_settings
 
 DEFAULT_NUM_SEEDS = 5
 """Of a comparison, unless asked otherwise. A mean gain of 10 points of accuracy over 4 clients with 200 test examples each
@@ -295,8 +295,8 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
     for seed in plan.seeds:
         client_set = plan.client_set(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
-        checks.check_clients(client_set.clients)
-        checks.check_networks_run(client_set.clients)
+        requirements.check_clients(client_set.clients)
+        requirements.check_networks_run(client_set.clients)
         settings.cohort_size(len(client_set.clients))
         for label, method in plan.methods.items():
             if label in skipped:
@@ -362,12 +362,12 @@ def _method_fields(method: Method) -> dict[str, Any]:
 def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) -> str | None:
     """Why the clients do not suit a method, in the words with which a run would refuse them; None if they do."""
     try:
-        checks.check_requirements(client_set.clients, method, client_set.public)
+        requirements.check_requirements(client_set.clients, method, client_set.public)
         if settings.secure and not isinstance(method, Local):
             check_secure_support(method, settings.cohort_size(len(client_set.clients)))
         if isinstance(method, BringsNetwork):
-            checks.check_networks_run(
-                client_set.clients, factory=method.network_for(checks.common_data_spec(client_set.clients))
+            requirements.check_networks_run(
+                client_set.clients, factory=method.network_for(requirements.common_data_spec(client_set.clients))
             )
         clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
         Federation(clients, method, settings, client_set.public).initial_checkpoint()

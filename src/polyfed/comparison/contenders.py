@@ -9,7 +9,7 @@ from polyfed.comparison.plans import EQUAL_FIELDS, Method
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
-from polyfed.simulation.runs.configuration import find_method_class
+from polyfed.simulation.storage.configuration import find_method_class
 
 DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
 """What is compared by default, wherever the clients allow it."""

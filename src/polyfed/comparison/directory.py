@@ -110,8 +110,8 @@ from polyfed.comparison.reading import Budget, ResultCriteria
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.simulation.runs.directory import list_changes, read_config, read_manifest, read_metrics, to_plain_values
-from polyfed.simulation.runs.paths import safe_file_name
+from polyfed.simulation.storage.directory import list_changes, read_config, read_manifest, read_metrics, to_plain_values
+from polyfed.simulation.storage.paths import safe_file_name
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
 RESULTS_FORMAT = 2  # of the results

@@ -21,10 +21,10 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.data.concat import concat_examples, describe_mismatch
-from polyfed.simulation import checks
-from polyfed.simulation.federation import federate
-from polyfed.simulation.runs.progress import SilentProgress
-from polyfed.simulation.tables import have_same_columns
+from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.table_schemas import have_same_columns
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.simulate import federate
 
 
 @final
@@ -84,12 +84,12 @@ def fit_client_references_with_notes(
     clients: Sequence[Client], *, seed: int = 0
 ) -> tuple[list[ReferenceModel], tuple[str, ...]]:
     """`fit_client_references`, and sentences on what was not fitted."""
-    checks.check_clients(clients)
+    requirements.check_clients(clients)
     if any(c.loss is not None for c in clients):
         return [], (
             "Clients train by a loss of their own, which simple models do not minimise, so that none is an alternative.",
         )
-    outputs = {c.id: checks.num_outputs_needed(c) for c in clients}
+    outputs = {c.id: requirements.num_outputs_needed(c) for c in clients}
     if clients[0].task == "classification":
         outputs = dict.fromkeys(outputs, max(outputs.values()))
     simple_models = fit_simple_models(list(clients), outputs, seed)
@@ -124,12 +124,12 @@ def train_pooled_reference(
         UserError: no clients, an id twice, several tasks, or a network that does not suit its data.
         ClientError: the training diverges.
     """
-    checks.check_clients(clients)
+    requirements.check_clients(clients)
     train = _pool_training_examples(clients)
     if train is None or any(client.model is None for client in clients):
         return None
-    checks.check_networks_run(clients)
-    task, architecture_of = clients[0].task, checks.architecture_keys_by_client(clients)
+    requirements.check_networks_run(clients)
+    task, architecture_of = clients[0].task, requirements.architecture_keys_by_client(clients)
     client_of_architecture = {architecture_of[c.id]: c for c in reversed(clients)}  # the first client of each
     placeholder_test = train.select(torch.zeros(1, dtype=torch.int64, device=train.device))
     if task == "classification":

@@ -19,7 +19,7 @@ import torch
 
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.machine.threads import num_usable_cores
-from polyfed.simulation.engines.machine import client_device
+from polyfed.simulation.engines.devices import client_device
 from polyfed.simulation.engines.pool import can_fork
 from polyfed.simulation.settings import Settings
 

@@ -33,7 +33,7 @@ from polyfed.comparison.verdicts import (
     verdict_sentences,
 )
 from polyfed.core.evaluation.metrics import Metric
-from polyfed.simulation.losses import pool_losses, validation_losses_by_client
+from polyfed.simulation.monitoring.validation_losses import pool_losses, validation_losses_by_client
 
 Run = tuple[str, int]
 Histories = Mapping[Run, Sequence[Mapping[str, Any]]]

@@ -48,9 +48,9 @@ from polyfed.comparison.verdicts import join_names
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
 from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.data.partitioning.validation_split import hold_out_validation_sets
-from polyfed.simulation.fingerprints import data_fingerprint
-from polyfed.simulation.losses import pool_losses
-from polyfed.simulation.runs.paths import safe_file_name
+from polyfed.simulation.checks.fingerprints import data_fingerprint
+from polyfed.simulation.monitoring.validation_losses import pool_losses
+from polyfed.simulation.storage.paths import safe_file_name
 
 AUTO, NONE = "auto", "none"
 DEFAULT_SEARCH_SPACE = {"lr": EXTENDED_GRID}

@@ -6,7 +6,7 @@ from typing import Any
 from polyfed.comparison.plans import Method
 from polyfed.comparison.trials import SearchRange
 from polyfed.core.errors import UserError
-from polyfed.simulation.runs.directory import to_plain_values
+from polyfed.simulation.storage.directory import to_plain_values
 
 GRID = "grid"  # instead of a field's values: what a method has, times each of the factors
 FACTORS = (0.1, 0.3, 1, 3, 10)

@@ -67,7 +67,7 @@ def make_clients(
             the client sees is shifted, the common test set too. The public pool is not.
         augment: random change of training batches.
         fit: whether preprocessing that all sites of a table have in common is fitted here; without, they must agree on one
-            (`polyfed.simulation.preparing.fit_common_preprocessing`).
+            (`polyfed.simulation.rounds.federated_preprocessing.fit_common_preprocessing`).
 
     Returns:
         The clients in order, and the public examples (None if `public_fraction` is 0).

@@ -30,16 +30,16 @@ from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.server import DeploymentServer
 from polyfed.deploy.tables import short_hash
 from polyfed.deploy.wire import SERVER_HEAD_BYTES, SITE_HEAD_BYTES, Envelope, PackedEnvelope, parse_head
-from polyfed.simulation.preparing import (
+from polyfed.simulation.rounds.client_registry import ClientRegistry
+from polyfed.simulation.rounds.federated_preprocessing import (
     Moments,
     apply_preprocessing,
     build_moments_method,
     build_moments_settings,
     run_moments_rounds,
 )
-from polyfed.simulation.roster import ClientRegistry
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.secure import effective_disclosures
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.secure_aggregation import effective_disclosures
 
 MOMENTS_NAME = registry_name(Moments())
 _MIN_ROWS = 5  # rows with a value that a sum is told of

@@ -13,7 +13,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.secure import RefusalError
-from polyfed.simulation.trying import output_shape
+from polyfed.simulation.checks.trial_forward import output_shape
 
 CLAIM_KEYS = ("task", "num_examples", "architecture", "form", "table")
 """Words of the head of an introduction that a site keeps to."""

@@ -41,11 +41,11 @@ from polyfed.deploy.wire import (
     pack_envelope,
     parse_head,
 )
-from polyfed.simulation.engines.work import ClientTask, Engine, Phase, TaskResult
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.progress import LineProgress, Progress
-from polyfed.simulation.runs.results import Run
+from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
+from polyfed.simulation.monitoring.progress import LineProgress, Progress
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.storage.checkpoint import Checkpoint
 
 _LOG = logging.getLogger("polyfed.server")
 _REASON_SECONDS = 10.0  # that a refusal waits for the answers of other sites, which may say why

@@ -15,7 +15,7 @@ from polyfed.deploy.private import read_private_state
 from polyfed.deploy.requests import TaskRequest
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.wire import Envelope, first_non_finite_tensor, parse_compression
-from polyfed.simulation.engines.work import ClientTask, Phase
+from polyfed.simulation.engines.base import ClientTask, Phase
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure.member import SumParticipation

@@ -18,7 +18,7 @@ from polyfed.core.messages.message_compression import compress_message
 from polyfed.deploy.budget import check_budget, spend_budget, spent_epsilon
 from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.wire import first_non_finite_tensor
-from polyfed.simulation.secure import effective_disclosures, encode_sum_part
+from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, encode_sum_part
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure.member import SumParticipation

@@ -35,7 +35,7 @@ from torch import Tensor
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError, check_extra_installed
-from polyfed.simulation.secure import supports_secure_sum
+from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 
 _GRID_BITS = 24  # as float32 has: what travels as float32 loses nothing
 _CHUNK = 2**20  # numbers that are drawn together

@@ -27,10 +27,10 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.state_dict import PyTree, deserialize_state, serialize_state
-from polyfed.simulation.engines.work import TaskResult
-from polyfed.simulation.runs import parquet
-from polyfed.simulation.runs.paths import safe_file_name
-from polyfed.simulation.runs.signature import write_model
+from polyfed.simulation.engines.base import TaskResult
+from polyfed.simulation.storage import predictions_parquet
+from polyfed.simulation.storage.model_signature import write_model
+from polyfed.simulation.storage.paths import safe_file_name
 
 _MAX_LINE_BYTES = 2**20  # of the line that says whose a state is, which has a method's fields
 _ADVICE = "put back a copy of it, or start another run"
@@ -156,7 +156,7 @@ def write_task_results(folder: Path, client: Client, result: TaskResult, record:
         paths["model"] = str(path)
     elif result.predictions:
         path = folder / "predictions" / f"{safe_file_name(client.id)}.parquet"
-        parquet.write_outputs(path, client, {result.task.round: result.predictions})
+        predictions_parquet.write_outputs(path, client, {result.task.round: result.predictions})
         paths["predictions"] = str(path)
     append_line(folder / "metrics.jsonl", json.dumps({**record, **paths}))
 

@@ -21,7 +21,7 @@ from polyfed.core.state_dict import spec_mismatch
 from polyfed.deploy.riding import EVALUATION_KEY
 from polyfed.deploy.server import DeploymentServer
 from polyfed.deploy.wire import PackedEnvelope, TensorSpec, parse_head, unpack_small_tensors
-from polyfed.simulation.engines.work import ClientTask, TaskResult
+from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 _MAX_SENTENCE_LENGTH = 300  # characters of a site's sentence
 _MAX_ABSOLUTE_VALUE = 1e12  # of its numbers

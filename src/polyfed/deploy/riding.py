@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.state_dict import StateDict
 from polyfed.deploy.wire import Envelope
-from polyfed.simulation.engines.work import ClientTask
+from polyfed.simulation.engines.base import ClientTask
 
 EVALUATION_KEY = "evaluation"
 """In the head of a letter that trains, the evaluation that rides on it; in the head of the answer, what came of it."""

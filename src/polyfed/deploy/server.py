@@ -36,17 +36,17 @@ from polyfed.deploy.claims import (
 )
 from polyfed.deploy.tables import describe_table_difference
 from polyfed.deploy.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, compression_fields
-from polyfed.simulation.engines.work import ClientTask, Engine
-from polyfed.simulation.federation import run_rounds
-from polyfed.simulation.resuming import rewind_to_checkpoint
-from polyfed.simulation.roster import ClientRegistry
-from polyfed.simulation.rounds import Federation, describe_deciding_metric
-from polyfed.simulation.runs.configuration import describe_method_and_settings, restore_settings_and_method
-from polyfed.simulation.runs.directory import RunDirectory, read_config, to_plain_values
-from polyfed.simulation.runs.progress import Progress
-from polyfed.simulation.runs.results import Run
-from polyfed.simulation.secure import check_secure_support, effective_disclosures
+from polyfed.simulation.engines.base import ClientTask, Engine
+from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.client_registry import ClientRegistry
+from polyfed.simulation.rounds.federation import Federation, describe_deciding_metric
+from polyfed.simulation.rounds.resume import rewind_to_checkpoint
+from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.simulate import run_rounds
+from polyfed.simulation.storage.configuration import describe_method_and_settings, restore_settings_and_method
+from polyfed.simulation.storage.directory import RunDirectory, read_config, to_plain_values
 
 MAX_EXAMPLES = 10**12  # that a site can have
 

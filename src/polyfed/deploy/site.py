@@ -43,13 +43,13 @@ from polyfed.deploy.riding import EVALUATION_KEY, split_evaluation
 from polyfed.deploy.secure import RefusalError
 from polyfed.deploy.tables import COLUMNS, summarize_table
 from polyfed.deploy.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, Envelope, find_code_reference
-from polyfed.simulation import checks
-from polyfed.simulation.beginnings import check_client_init
+from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.client_init import check_client_init
+from polyfed.simulation.checks.fingerprints import data_fingerprint
+from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.machine import choose_device
-from polyfed.simulation.fingerprints import data_fingerprint
-from polyfed.simulation.preparing import Moments
-from polyfed.simulation.secure import effective_disclosures, supports_secure_sum
+from polyfed.simulation.rounds.federated_preprocessing import Moments
+from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, supports_secure_sum
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure.masking import SumId
@@ -258,11 +258,13 @@ class Site:
             client, needs, head["run"], with_names=with_names, adds_noise=adds_noise, discloses=algorithm.discloses
         )
         if isinstance(algorithm, BringsNetwork):
-            checks.check_clients_suit_method([client], algorithm)
-            checks.check_networks_run([client], factory=algorithm.network_for(checks.client_data_spec(client)))
+            requirements.check_clients_suit_method([client], algorithm)
+            requirements.check_networks_run(
+                [client], factory=algorithm.network_for(requirements.client_data_spec(client))
+            )
         else:
-            checks.check_networks_run([client])
-            checks.check_clients_suit_method([client], algorithm)
+            requirements.check_networks_run([client])
+            requirements.check_clients_suit_method([client], algorithm)
         check_client_init([client], algorithm)
         if "public_data" in needs and "public" in head:
             check_public_inputs(head["public"], client)
@@ -284,11 +286,11 @@ class Site:
         if "architectures" in needs:
             head_fields["architecture"] = architecture
         if "one_representation" in needs:
-            head_fields["width"] = checks.representation_width(client)
+            head_fields["width"] = requirements.representation_width(client)
         if "one_input_spec" in needs:
             head_fields["inputs"] = input_spec_by_part(client.train.x)
         if needs & DATA_SPEC_REQUIREMENTS:
-            spec = checks.client_data_spec(client)
+            spec = requirements.client_data_spec(client)
             # the largest label is data
             head_fields["form"] = [list(spec.inputs), spec.outputs if "one_data_spec" in needs else 1]
         return Envelope(head_fields)

@@ -1,6 +1,6 @@
 """Tables at different sites: whether they have the same columns, found before round 1 and said with the columns' names.
 
-A site whose method has all sites' networks read inputs of one meaning (`polyfed.simulation.tables`) tells a hash of its
+A site whose method has all sites' networks read inputs of one meaning (`polyfed.simulation.checks.table_schemas`) tells a hash of its
 columns, categories and classes; a site whose method sends anything else, a hash of its classes. Names of columns, each with
 a hash of its categories, go up only where its owner lets weights go (`allow-disclosure`), or says `disclose="columns"`.
 Values never go up; but short lists of categories can be guessed from a hash, which is why it needs that word.
@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from polyfed.core.algorithm import Client
 from polyfed.core.io.validation import validation_error
-from polyfed.simulation.tables import (
+from polyfed.simulation.checks.table_schemas import (
     SCHEMA_ADVICE,
     class_names_of,
     columns_by_name,

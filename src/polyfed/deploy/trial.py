@@ -20,7 +20,7 @@ from polyfed.core.errors import RoundError, UserError
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.deploy.project import Project, make_private_folder, write_key_pair
-from polyfed.simulation.runs.directory import write_file_atomically
+from polyfed.simulation.storage.directory import write_file_atomically
 
 _SUPERLINK_MODULE, _SUPERNODE_MODULE = "polyfed.deploy.link", "polyfed.deploy.supernode"
 _START_SECONDS = 60.0

@@ -23,9 +23,9 @@ from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
-from polyfed.simulation.runs.directory import read_config
-from polyfed.simulation.runs.paths import safe_file_name
-from polyfed.simulation.runs.results import Run
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.storage.directory import read_config
+from polyfed.simulation.storage.paths import safe_file_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,7 @@ def measure_alignment(
     Raises:
         UserError: no run, no personal networks, or clients, networks and examples that do not fit one another.
 
-    >>> from polyfed.simulation.federation import federate
+    >>> from polyfed.simulation.simulate import federate
     >>> from polyfed.testing import small_clients
     >>> found = measure_alignment(federate(small_clients(), "local", rounds=1, workers=0))
     >>> found.clients, round(found.mean_cka_before, 6), found.mean_cka_after < 1
@@ -169,7 +169,7 @@ def _clients_and_seed(folder: Path, clients: Sequence[Client] | None) -> tuple[l
     if clients is None:
         # The caller says whether data may be read again: a report only reads the run directory.
         source = (
-            "from polyfed.simulation.experiment import rebuild; from polyfed.simulation.runs.directory import read_config; "
+            "from polyfed.simulation.experiment import rebuild; from polyfed.simulation.storage.directory import read_config; "
             "clients, _ = rebuild(read_config(folder), folder)"
             if "data" in config
             else "they were made in Python"

@@ -9,9 +9,9 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.report.charts import ChartBar, svg_bar_chart
 from polyfed.report.html import html_figure, html_table
-from polyfed.simulation import federation
-from polyfed.simulation.conflicts import measure_gradient_conflicts
-from polyfed.simulation.runs.progress import SilentProgress
+from polyfed.simulation import simulate
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
 
 _CLIENTS = 20  # whose gradients are computed for a page
 _ROWS = 64  # training examples of each
@@ -32,9 +32,9 @@ def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any
     """
     if len(clients) > _CLIENTS:
         raise UserError(
-            f"the federated gradient of {len(clients)} clients takes long to compute; polyfed.simulation.conflicts does it"
+            f"the federated gradient of {len(clients)} clients takes long to compute; polyfed.simulation.results.gradient_conflicts does it"
         )
-    run = federation.resume(folder, clients=clients, public=public, progress=SilentProgress())
+    run = simulate.resume(folder, clients=clients, public=public, progress=SilentProgress())
     names, step_weights = measure_gradient_conflicts(run, rows=_ROWS)
     parts = []
     for name, title, values in (

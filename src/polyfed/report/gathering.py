@@ -16,7 +16,7 @@ from polyfed.core.errors import UserError
 from polyfed.report.answers import parse_mean_answer, parse_site_answers
 from polyfed.report.records import DIGITS, RunRecord, mean_of_defined, norms_and_warnings, read_rounds, read_run_record
 from polyfed.report.scale import ScoreFormat, score_format_of
-from polyfed.simulation.runs.directory import BASELINES, list_changes, read_config, read_manifest
+from polyfed.simulation.storage.directory import BASELINES, list_changes, read_config, read_manifest
 
 _LOCAL = "local"
 # Where it ran, and how often it was looked at, does not change what was asked.

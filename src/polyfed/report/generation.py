@@ -19,8 +19,8 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
-from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.simulation.unseen import TrainingCurves
+from polyfed.simulation.results.unseen_clients import TrainingCurves
+from polyfed.simulation.storage.directory import read_config, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ def draw_warm_start_curves(curves: Mapping[str, TrainingCurves]) -> "Figure":
     reaches it.
 
     Args:
-        curves: of each unseen client, e.g. of `polyfed.simulation.unseen.compare_with_scratch`.
+        curves: of each unseen client, e.g. of `polyfed.simulation.results.unseen_clients.compare_with_scratch`.
 
     Raises:
         UserError: there are none.

@@ -6,7 +6,7 @@ from polyfed.report.charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.report.html import html_figure, html_legend, html_list, html_table
 from polyfed.report.records import RunRecord
 from polyfed.report.words import count_with_noun
-from polyfed.simulation.norms import find_outlying_norms
+from polyfed.simulation.monitoring.update_norms import find_outlying_norms
 
 NORMS_HEADING = "How much each client changes"
 _DRAWN = 12  # clients

@@ -18,7 +18,7 @@ from polyfed.report.sections import (
     html_learning_curves,
     html_methods_table,
 )
-from polyfed.simulation.runs.directory import package_versions
+from polyfed.simulation.storage.directory import package_versions
 
 _SEPARATE = "How well predictions separate, and how far they can be believed"
 

@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import probabilities
 from polyfed.report.gathering import MethodRuns, RunGroup
 from polyfed.report.roc import BinaryPredictions
-from polyfed.simulation.runs.predictions import FOLDER, Predictions, read_predictions
+from polyfed.simulation.storage.predictions import FOLDER, Predictions, read_predictions
 
 MAX_METHODS = 4  # that a reader can choose among: training alone and the leader first
 _MANY_CLIENTS = 100  # clients from which only these two are read

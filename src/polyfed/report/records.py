@@ -14,8 +14,8 @@ from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_text_file
 from polyfed.report.scale import ScoreFormat, score_format_of
-from polyfed.simulation.norms import NORM, norms_by_client
-from polyfed.simulation.runs.directory import read_config, read_manifest
+from polyfed.simulation.monitoring.update_norms import NORM, norms_by_client
+from polyfed.simulation.storage.directory import read_config, read_manifest
 
 DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 

@@ -17,10 +17,10 @@ from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.data.plot import resolve_picture_path, save_figure
 from polyfed.nas.derived import FORMAT, check_cell_descriptions
-from polyfed.simulation.runs.directory import read_config, read_metrics
-from polyfed.simulation.runs.paths import safe_file_name
-from polyfed.simulation.runs.results import Run
-from polyfed.simulation.runs.signature import SIGNATURE_SUFFIX as SIGNATURE
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.storage.directory import read_config, read_metrics
+from polyfed.simulation.storage.model_signature import SIGNATURE_SUFFIX as SIGNATURE
+from polyfed.simulation.storage.paths import safe_file_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from polyfed.models import ModelSpec
 from polyfed.report import words
 from polyfed.report.charts import ChartBar, ChartLine, format_number, svg_bar_chart, svg_heat_map, svg_line_chart
 from polyfed.report.html import html_dropdown_panels, html_figure, html_legend, html_table
-from polyfed.simulation.unseen import TrainingCurves
+from polyfed.simulation.results.unseen_clients import TrainingCurves
 
 WARM_START_FILE = "unseen/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}
 MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB

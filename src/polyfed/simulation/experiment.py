@@ -29,9 +29,9 @@ from polyfed.data import (
 from polyfed.data.pool import PooledDataset
 from polyfed.data.table import check_model_per_client
 from polyfed.models import ModelSpec
-from polyfed.simulation.preparing import apply_preprocessing, fit_common_preprocessing
-from polyfed.simulation.runs.configuration import build_method, build_settings, find_method_class, read_section
+from polyfed.simulation.rounds.federated_preprocessing import apply_preprocessing, fit_common_preprocessing
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import build_method, build_settings, find_method_class, read_section
 
 
 @final

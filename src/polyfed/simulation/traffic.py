@@ -18,7 +18,7 @@ from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
 from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.rounds import Federation
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 
 ReplyReach = Literal["nobody", "combined with others", "as it is"]

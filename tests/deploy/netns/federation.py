@@ -15,7 +15,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import FedRep
-from polyfed.simulation.runs.directory import read_manifest, read_metrics
+from polyfed.simulation.storage.directory import read_manifest, read_metrics
 from polyfed.testing import without_durations
 
 from . import netns_code as here

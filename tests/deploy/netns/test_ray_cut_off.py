@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import polyfed as pf
-from polyfed.simulation.runs.directory import read_metrics
+from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import without_durations
 
 from .federation import Host, shared_code, wait

@@ -35,12 +35,12 @@ from polyfed.algorithms import (
 from polyfed.core.algorithm import Message
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.training import cohort
-from polyfed.simulation.engines import choice
-from polyfed.simulation.engines.choice import MIN_CLIENTS, EngineChoice
+from polyfed.simulation.engines import benchmark
+from polyfed.simulation.engines.base import ClientTask
+from polyfed.simulation.engines.benchmark import MIN_CLIENTS, EngineChoice
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.work import ClientTask
-from polyfed.simulation.federation import resume
+from polyfed.simulation.simulate import resume
 from polyfed.testing import _InterruptAfter, assert_runs_equal
 
 METHODS = [
@@ -186,8 +186,8 @@ def timed(monkeypatch):
         work()
         return found["together"] if work.__name__ == "<lambda>" else 1.0
 
-    monkeypatch.setattr(choice, "_seconds", seconds)
-    monkeypatch.setattr(choice, "_LONGEST", 10.0)
+    monkeypatch.setattr(benchmark, "_seconds", seconds)
+    monkeypatch.setattr(benchmark, "_LONGEST", 10.0)
     return found
 
 

@@ -15,13 +15,13 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, Local
 from polyfed.models import ModelSpec
 from polyfed.simulation.engines import pool
+from polyfed.simulation.engines.base import sort_longest_first
+from polyfed.simulation.engines.factory import build_engine_for_settings
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.pool import PoolEngine
-from polyfed.simulation.engines.start import build_engine_for_settings
-from polyfed.simulation.engines.work import sort_longest_first
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients, without_durations
 
 # What is proved here holds of the examples that were trained on.
@@ -246,7 +246,7 @@ def test_results_do_not_depend_on_engines_for_a_convolutional_network_and_sampli
 
 @pytest.mark.parametrize(("cores", "clients", "workers"), [(4, 3, 3), (2, 3, 2), (2, 1, 0), (1, 3, 0)])
 def test_by_default_each_core_has_a_worker_and_none_is_without_a_client(monkeypatch, cores, clients, workers):
-    monkeypatch.setattr("polyfed.simulation.engines.start.num_usable_cores", lambda: cores)
+    monkeypatch.setattr("polyfed.simulation.engines.factory.num_usable_cores", lambda: cores)
     engine = build_engine_for_settings(Settings(rounds=1), FedAvg(), small_clients(clients))
     try:
         assert isinstance(engine, PoolEngine if workers else InProcessEngine)

@@ -15,12 +15,12 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, Local
 from polyfed.core.errors import UserError
 from polyfed.models import ModelSpec
+from polyfed.simulation.engines.factory import build_engine, unpicklable_client_error
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.pool import PoolEngine
-from polyfed.simulation.engines.start import build_engine, unpicklable_client_error
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 
@@ -147,7 +147,7 @@ def test_a_reply_with_something_else_than_tensors(workers):
 
 
 def test_where_processes_cannot_be_forked_lambdas_run_in_this_process(monkeypatch):
-    monkeypatch.setattr("polyfed.simulation.engines.start.can_fork", lambda device: False)
+    monkeypatch.setattr("polyfed.simulation.engines.factory.can_fork", lambda device: False)
     clients = [pf.Client(c.id, lambda: SmallNet(), c.train, c.test) for c in small_clients()]
     with pytest.raises(UserError, match=r"cannot be sent to another process .*engine='inprocess'"):
         build_engine("pool", Local(), clients, torch.device("cpu"), 2)

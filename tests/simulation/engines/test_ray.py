@@ -22,12 +22,12 @@ from polyfed.algorithms import FLHAGHN, CAFedPNAS, FedAvg, FedHeNN, Local, PFedL
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.models import ModelSpec
+from polyfed.simulation.engines import object_store
 from polyfed.simulation.engines import ray as engine_module
-from polyfed.simulation.engines import store
 from polyfed.simulation.engines.ray import RayEngine
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.checkpoint import Checkpoint
+from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 
 QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -216,7 +216,7 @@ def test_an_abandoned_call_gives_no_stale_results_and_close_kills(shared):
 @pytest.mark.slow
 def test_a_node_that_is_killed_in_the_middle_of_a_round(tmp_path, monkeypatch):
     """Two nodes with a core each; one goes, and what it worked on is done by the other. Data are objects by themselves."""
-    monkeypatch.setattr(store, "_LARGE", 0)
+    monkeypatch.setattr(object_store, "_LARGE", 0)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     marker, parent = tmp_path / "begun", os.getpid()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -336,9 +336,9 @@ def test_missing_ray_is_one_sentence(monkeypatch, tmp_path):
     torch.randn(3).to(torch.bfloat16), torch.randn(1, 3, requires_grad=True), torch.arange(100)[7:9],
 ])  # fmt: skip
 def test_tensors_come_back_as_they_were(tensor):
-    kept = store.flatten_tensor(tensor)
+    kept = object_store.flatten_tensor(tensor)
     for copy in (True, False):
-        again = store.unflatten_tensor(kept, copy=copy)
+        again = object_store.unflatten_tensor(kept, copy=copy)
         assert torch.equal(again, tensor)
         assert again.dtype == tensor.dtype
         if tensor.is_contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.t().is_contiguous():

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from polyfed.core.errors import UserError
-from polyfed.simulation.runs import checkpoint as checkpoints
-from polyfed.simulation.runs.checkpoint import Checkpoint
-from polyfed.simulation.runs.directory import RunDirectory, read_metrics, to_plain_values
-from polyfed.simulation.runs.paths import safe_file_name
+from polyfed.simulation.storage import checkpoint as checkpoints
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.directory import RunDirectory, read_metrics, to_plain_values
+from polyfed.simulation.storage.paths import safe_file_name
 
 FILE = f"client-{safe_file_name('a/b')}.safetensors"
 
@@ -196,7 +196,9 @@ def test_a_run_directory_has_one_writer(tmp_path):
 
     directory = RunDirectory.create(tmp_path / "run")
     directory.write_config({})
-    code = f"from polyfed.simulation.runs.directory import RunDirectory; RunDirectory.open({str(tmp_path / 'run')!r})"
+    code = (
+        f"from polyfed.simulation.storage.directory import RunDirectory; RunDirectory.open({str(tmp_path / 'run')!r})"
+    )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "another process is writing to the run directory" in other.stderr
     directory.close()

@@ -14,10 +14,10 @@ import pytest
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx, Local
 from polyfed.core.errors import UserError
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.runs.directory import RunDirectory, read_config
-from polyfed.simulation.runs.paths import safe_file_name
-from polyfed.simulation.runs.progress import LineProgress
+from polyfed.simulation.monitoring.progress import LineProgress
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.storage.directory import RunDirectory, read_config
+from polyfed.simulation.storage.paths import safe_file_name
 from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 

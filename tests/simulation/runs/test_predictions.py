@@ -16,7 +16,7 @@ from polyfed.core.evaluation.evaluate import compute_metrics
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import torch_generator
-from polyfed.simulation.runs import predictions
+from polyfed.simulation.storage import predictions
 from polyfed.testing import small_clients
 from tests.stopped import Stop
 

@@ -22,7 +22,7 @@ from polyfed.core.errors import RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import import_path_of
 from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
-from polyfed.simulation.checks import check_networks_run
+from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import (
     Experiment,
     build_experiment,
@@ -30,10 +30,10 @@ from polyfed.simulation.experiment import (
     describe_participants,
     load_participants,
 )
-from polyfed.simulation.runs.configuration import build_method, describe_method_and_settings, find_method_class
-from polyfed.simulation.runs.directory import read_config
+from polyfed.simulation.monitoring.trackers import validate_logger_names
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.tracking import validate_logger_names
+from polyfed.simulation.storage.configuration import build_method, describe_method_and_settings, find_method_class
+from polyfed.simulation.storage.directory import read_config
 
 _WORDS = {"true": True, "false": False, "null": None}
 _DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger")  # what may be asked of a directory

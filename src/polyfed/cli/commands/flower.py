@@ -20,7 +20,7 @@ from polyfed.core.io.atomic_files import expand_user_path, read_text_file
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy import trial as trials
 from polyfed.deploy.project import Project, create_project, parse_site_names
-from polyfed.simulation.runs.directory import read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
 
 _OPTIONS = {
     "init": {"sites"}, "up": {"sites", "port", "node-config", "loss"}, "run": {"out", "resume", "connection"},

@@ -23,13 +23,13 @@ from polyfed.models import build
 from polyfed.nas import OPERATION_NAMES, SupernetPlan, count_edge_parameters, operations, plan_cell_stacks
 from polyfed.report import aggregation
 from polyfed.report.generation import generate_untrained_weights
-from polyfed.simulation import federation
-from polyfed.simulation.conflicts import measure_gradient_conflicts
+from polyfed.simulation import simulate
 from polyfed.simulation.experiment import Experiment, build_experiment, load_participants
-from polyfed.simulation.runs.directory import BASELINES, read_config, read_metrics
-from polyfed.simulation.runs.progress import SilentProgress
-from polyfed.simulation.transfer import score_after_adaptation, transfer_network
-from polyfed.simulation.unseen import compare_with_scratch, compute_warm_start, load_trained_server
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.results.architecture_transfer import score_after_adaptation, transfer_network
+from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
+from polyfed.simulation.results.unseen_clients import compare_with_scratch, compute_warm_start, load_trained_server
+from polyfed.simulation.storage.directory import BASELINES, read_config, read_metrics
 
 MEASURED_FILE = "measured.json"  # in the folder of a run and its baselines: what took training to find out
 _FEW = 200  # images of a task that no client has seen (FedPNAS, section 4)
@@ -170,7 +170,7 @@ def _accuracy_after_adaptation(cell: PaperCell, run: RecipeRun) -> float | None:
 
     def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
         experiment_data = load_participants(experiment)
-        resumed_run = federation.resume(
+        resumed_run = simulate.resume(
             folder, clients=experiment_data.clients, public=experiment_data.public, progress=SilentProgress()
         )
         return {
@@ -187,7 +187,7 @@ def _step_weights(cell: PaperCell, run: RecipeRun) -> float | None:
 
     def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
         experiment_data = load_participants(experiment)
-        resumed_run = federation.resume(
+        resumed_run = simulate.resume(
             folder, clients=experiment_data.clients, public=experiment_data.public, progress=SilentProgress()
         )
         ids, weights = measure_gradient_conflicts(resumed_run, draws=_DRAWS)
@@ -226,7 +226,7 @@ def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]
 
     def compute(folder: Path, experiment: Experiment, degrees: float) -> dict[str, float | None]:
         experiment_data = load_participants(experiment)
-        run = federation.resume(
+        run = simulate.resume(
             folder, clients=experiment_data.clients, public=experiment_data.public, progress=SilentProgress()
         )
         rotated = load_participants(replace(experiment, shifts=(Shift(rotation=degrees),))).clients

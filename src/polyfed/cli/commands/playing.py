@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from polyfed.simulation.runs.directory import read_config, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_metrics
 
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment, Participants
@@ -118,7 +118,7 @@ def _tasks(
 
 def _run_one_method(part: _MethodRun, experiment: "Experiment", experiment_data: "Participants", quiet: bool) -> None:
     from polyfed.cli.commands import running
-    from polyfed.simulation.runs.progress import build_terminal_progress
+    from polyfed.simulation.monitoring.progress import build_terminal_progress
 
     if not quiet:
         print(part, file=sys.stderr, flush=True)

@@ -55,8 +55,8 @@ def predict_file(
     from polyfed.core.io.atomic_files import open_atomic_file
     from polyfed.core.io.terminal_text import escape_spreadsheet_formula
     from polyfed.report.export.folder import ExportedModel, is_exported_folder
-    from polyfed.simulation.kept import SavedModel, load_saved_model
-    from polyfed.simulation.runs.directory import read_config
+    from polyfed.simulation.results.saved_model import SavedModel, load_saved_model
+    from polyfed.simulation.storage.directory import read_config
 
     model: ExportedModel | SavedModel
     if is_exported_folder(folder):

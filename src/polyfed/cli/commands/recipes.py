@@ -14,7 +14,7 @@ import yaml
 from polyfed.cli.commands.words import pop_option
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.simulation.runs.directory import read_config
+from polyfed.simulation.storage.directory import read_config
 
 RECIPE_FOLDER = Path(__file__).parent.parent / "recipes"
 SCALES = ("paper", "cpu", "smoke")

@@ -24,8 +24,8 @@ from polyfed.report.records import RunRecord
 from polyfed.report.sections import PageExtras
 from polyfed.report.words import count_with_noun
 from polyfed.simulation.experiment import Participants, build_experiment, load_participants
-from polyfed.simulation.runs.directory import read_manifest
-from polyfed.simulation.runs.paths import safe_file_name
+from polyfed.simulation.storage.directory import read_manifest
+from polyfed.simulation.storage.paths import safe_file_name
 
 PICTURE_FOLDER = "report"  # of the run directory, for the pictures
 PAGE = "report.html"
@@ -262,7 +262,7 @@ def _gradient_agreement_view(folder: Path, experiment_data: Participants | None,
 
     if experiment_data is None:
         raise UserError(
-            "the clients' training examples are not at hand; polyfed.simulation.conflicts takes a run in Python"
+            "the clients' training examples are not at hand; polyfed.simulation.results.gradient_conflicts takes a run in Python"
         )
     return conflicts.html_gradient_agreement(folder, experiment_data.clients, experiment_data.public, key)
 
@@ -271,8 +271,8 @@ def _coverage_view(folder: Path, experiment_data: Participants | None, key: str,
     from polyfed.algorithms import FLHAGHN
     from polyfed.graphs.contraction import NO_CONTRACTION
     from polyfed.report import views
-    from polyfed.simulation.runs.configuration import build_method, read_section
-    from polyfed.simulation.runs.directory import read_config
+    from polyfed.simulation.storage.configuration import build_method, read_section
+    from polyfed.simulation.storage.directory import read_config
 
     if experiment_data is None:
         raise UserError("the clients' networks are not at hand; `polyfed graph MODEL --input SHAPE` shows one of them")

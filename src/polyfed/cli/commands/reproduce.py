@@ -17,7 +17,7 @@ from polyfed.cli.commands.recipes import SCALES, Recipe, read_recipe
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, did_you_mean
 from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, write_file_atomically
-from polyfed.simulation.runs.directory import read_config, to_plain_values
+from polyfed.simulation.storage.directory import read_config, to_plain_values
 
 if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment
@@ -244,7 +244,7 @@ def _run_folder(out: Path, recipe: str, variant: str | None, seed: int) -> Path:
 def _check_same_settings(folder: Path, experiment: "Experiment") -> None:
     """Refuses a folder whose runs have other settings than those that are asked for."""
     from polyfed.cli.commands.running import run_folders_by_method
-    from polyfed.simulation.runs.configuration import describe_method_and_settings
+    from polyfed.simulation.storage.configuration import describe_method_and_settings
 
     for name, run_folder in run_folders_by_method(experiment, folder).items():
         if not (run_folder / "config.yaml").exists():

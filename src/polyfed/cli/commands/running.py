@@ -19,8 +19,8 @@ from polyfed.core.io.atomic_files import create_private_folder
 from polyfed.data import draw_class_counts
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
-from polyfed.simulation import federation
-from polyfed.simulation.checks import check_networks_run, check_requirements
+from polyfed.simulation import simulate
+from polyfed.simulation.checks.requirements import check_networks_run, check_requirements
 from polyfed.simulation.experiment import (
     Experiment,
     Participants,
@@ -29,11 +29,11 @@ from polyfed.simulation.experiment import (
     describe_participants,
     load_participants,
 )
-from polyfed.simulation.runs.directory import BASELINES, check_not_taken, read_config
-from polyfed.simulation.runs.progress import Progress, build_terminal_progress
-from polyfed.simulation.runs.results import Run
-from polyfed.simulation.secure import supports_secure_sum
-from polyfed.simulation.tracking import build_tracker, list_loggers_of_run, validate_logger_names
+from polyfed.simulation.monitoring.progress import Progress, build_terminal_progress
+from polyfed.simulation.monitoring.trackers import build_tracker, list_loggers_of_run, validate_logger_names
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
+from polyfed.simulation.storage.directory import BASELINES, check_not_taken, read_config
 
 
 def run_experiment(
@@ -118,13 +118,13 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
         raise UserError(f"{out} is not a run directory: it has no config.yaml")
     config = read_config(out)
     if "data" not in config:
-        federation.resume(out)  # explains that its clients are needed
+        simulate.resume(out)  # explains that its clients are needed
     experiment = build_experiment(config)
     check_ray_cluster_trusted(experiment.settings)
     experiment_data = load_participants(experiment)
     clients, public = experiment_data.clients, experiment_data.public
     logger = validate_logger_names(list_loggers_of_run(out))
-    main = federation.resume(out, clients=clients, public=public, progress=_new_progress(out, quiet, logger))
+    main = simulate.resume(out, clients=clients, public=public, progress=_new_progress(out, quiet, logger))
     runs = {registry_name(experiment.algorithm): main}
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
@@ -132,7 +132,7 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
         progress = _new_progress(folder, quiet, logger)
         try:
             if (folder / "config.yaml").exists():
-                runs[name] = federation.resume(folder, clients=clients, public=public, progress=progress)
+                runs[name] = simulate.resume(folder, clients=clients, public=public, progress=progress)
             else:
                 runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
         except (ClientError, RoundError) as error:
@@ -163,7 +163,7 @@ def run_or_resume_method(
             progress,
         )
     settings = experiment.settings
-    return federation.resume(
+    return simulate.resume(
         folder,
         clients=experiment_data.clients,
         public=experiment_data.public,
@@ -202,7 +202,7 @@ def _run_method(
     settings = experiment.settings
     is_main_method = method is experiment.algorithm
     run_config = {k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"}
-    return federation.federate(
+    return simulate.federate(
         experiment_data.clients, method, rounds=settings.rounds, seed=settings.seed,
         clients_per_round=settings.clients_per_round, public=experiment_data.public, engine=settings.engine,
         workers=settings.workers, ray_address=settings.ray_address, gpus_per_worker=settings.gpus_per_worker,

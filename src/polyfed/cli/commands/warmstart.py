@@ -24,11 +24,9 @@ from polyfed.core.seeds import derive_seed
 from polyfed.data import IID, SOURCES, PadCropFlip, Split, make_clients
 from polyfed.data.plot import resolve_picture_path, save_figure
 from polyfed.models import ModelSpec
-from polyfed.simulation.checks import check_networks_run
+from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import Participants, build_experiment, load_participants, model_spec_for_data
-from polyfed.simulation.runs.directory import read_config, read_manifest
-from polyfed.simulation.runs.paths import safe_file_name
-from polyfed.simulation.unseen import (
+from polyfed.simulation.results.unseen_clients import (
     TrainedServer,
     TrainingCurves,
     WarmStart,
@@ -36,6 +34,8 @@ from polyfed.simulation.unseen import (
     compute_warm_start,
     load_trained_server,
 )
+from polyfed.simulation.storage.directory import read_config, read_manifest
+from polyfed.simulation.storage.paths import safe_file_name
 
 UNSEEN_FOLDER = "unseen"  # folder of the run directory, the weights of its unseen clients
 _UNSEEN_ID = "unseen"  # id of one that brings its own data
@@ -149,7 +149,7 @@ def _unseen_clients(
     if "data" not in config:
         raise UserError(
             f"the clients of {folder} were made in Python; give the unseen client's data and network here, --data NAME "
-            "--model NAME, or use Run.warmstart or polyfed.simulation.unseen there"
+            "--model NAME, or use Run.warmstart or polyfed.simulation.results.unseen_clients there"
         )
     experiment_data = load_participants(build_experiment(config))
     _check_same_data(folder, experiment_data)

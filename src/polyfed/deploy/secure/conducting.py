@@ -29,9 +29,9 @@ from polyfed.deploy.secure.opening import unmask_sum
 from polyfed.deploy.secure.shamir import PRIME
 from polyfed.deploy.server import MAX_EXAMPLES, DeploymentServer
 from polyfed.deploy.wire import Envelope, PackedEnvelope, parse_head
-from polyfed.simulation.engines.work import ClientTask, TaskResult
-from polyfed.simulation.rounds import Federation
-from polyfed.simulation.secure import sum_part_error
+from polyfed.simulation.engines.base import ClientTask, TaskResult
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.secure_aggregation import sum_part_error
 
 _NO_WORDS: FixedPointWords = np.zeros(1, dtype=np.uint64)
 _LOG = logging.getLogger("polyfed.server")

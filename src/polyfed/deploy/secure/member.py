@@ -205,7 +205,7 @@ class SumParticipation:
         return self.state.shared.threshold
 
     def mask_part(self, part: Message) -> Message:
-        """A part, as `polyfed.simulation.secure.encode_sum_part` makes it, with its words masked."""
+        """A part, as `polyfed.simulation.rounds.secure_aggregation.encode_sum_part` makes it, with its words masked."""
         words, layout = parse_sum_message(part)
         return build_sum_message(mask_words(self.state, words), layout)
 

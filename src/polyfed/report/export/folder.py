@@ -35,12 +35,12 @@ from polyfed.report.export.trained import (
     read_trained_model,
     trained_model_of_run,
 )
-from polyfed.simulation.kept import SavedModel, prediction_columns
-from polyfed.simulation.runs.configuration import build_method, describe_method_and_settings
-from polyfed.simulation.runs.directory import encode_json, package_versions
-from polyfed.simulation.runs.results import Run
-from polyfed.simulation.runs.signature import BuiltInNetwork, ModelInput
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.results.saved_model import SavedModel, prediction_columns
 from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import build_method, describe_method_and_settings
+from polyfed.simulation.storage.directory import encode_json, package_versions
+from polyfed.simulation.storage.model_signature import BuiltInNetwork, ModelInput
 
 SIGNATURE, PREPROCESSING, WEIGHTS, CARD, INPUTS_SCRIPT = (
     "signature.json", "preprocessing.json", "weights.safetensors", "README.md", "inputs.py"
@@ -93,7 +93,7 @@ def export_model(
             is code that nobody allowed; nothing has been written.
 
     >>> import tempfile
-    >>> from polyfed.simulation.federation import federate
+    >>> from polyfed.simulation.simulate import federate
     >>> from polyfed.testing import small_clients
     >>> run = federate(small_clients(), "fedavg", rounds=1, workers=0)
     >>> folder = export_model(run, "client-0", tempfile.mkdtemp() + "/north")
@@ -238,7 +238,7 @@ class ExportedModel:
         self._network = build_network(network_spec, weights, folder, None, method, description)
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """As `polyfed.simulation.kept.SavedModel.predict`."""
+        """As `polyfed.simulation.results.saved_model.SavedModel.predict`."""
         if self._network is not None:
             return SavedModel(self._network, self._prepared, self._client).predict(table)
         stored = encode_table(table, self._prepared.columns)

@@ -18,11 +18,16 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json
 from polyfed.report.export.folder import PREPROCESSING, SIGNATURE, export_model
-from polyfed.simulation.runs.directory import read_metrics
-from polyfed.simulation.runs.paths import safe_file_name
-from polyfed.simulation.runs.progress import SilentProgress
-from polyfed.simulation.runs.signature import SIGNATURE_SUFFIX, read_signature
-from polyfed.simulation.tracking import MLFLOW_LINK_FILE, build_tracker, ensure_mlflow_experiment, read_mlflow_run_id
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.monitoring.trackers import (
+    MLFLOW_LINK_FILE,
+    build_tracker,
+    ensure_mlflow_experiment,
+    read_mlflow_run_id,
+)
+from polyfed.simulation.storage.directory import read_metrics
+from polyfed.simulation.storage.model_signature import SIGNATURE_SUFFIX, read_signature
+from polyfed.simulation.storage.paths import safe_file_name
 
 MODELS_TAG = "polyfed.models"  # tag of MLflow's run: how many networks it has
 _PARENT = "mlflow.parentRunId"

@@ -24,13 +24,12 @@ from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.core.wrapping import WrapsNetwork
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
-from polyfed.simulation.runs import predictions as kept_predictions
-from polyfed.simulation.runs.configuration import build_method, build_settings, read_section, restore_metrics
-from polyfed.simulation.runs.directory import read_config, read_manifest, read_metrics
-from polyfed.simulation.runs.paths import safe_file_name
-from polyfed.simulation.runs.predictions import Predictions
-from polyfed.simulation.runs.results import Run
-from polyfed.simulation.runs.signature import (
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.secure_aggregation import effective_disclosures
+from polyfed.simulation.storage import predictions as kept_predictions
+from polyfed.simulation.storage.configuration import build_method, build_settings, read_section, restore_metrics
+from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.model_signature import (
     PREPROCESSING_SUFFIX,
     SIGNATURE_SUFFIX,
     BuiltInNetwork,
@@ -39,7 +38,8 @@ from polyfed.simulation.runs.signature import (
     read_signature,
     spec_from_signature,
 )
-from polyfed.simulation.secure import effective_disclosures
+from polyfed.simulation.storage.paths import safe_file_name
+from polyfed.simulation.storage.predictions import Predictions
 
 TABLE_OPTIONS = (
     "missing",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.report.export.trained import TrainedModel
-from polyfed.simulation.runs.signature import ModelInput, Signature
+from polyfed.simulation.storage.model_signature import ModelInput, Signature
 
 CHECKED_BATCH_SIZES = (1, 3, 5)  # of the examples on which a written network is compared; it is traced on two
 

@@ -32,8 +32,8 @@ from polyfed.core.vectorized.deferred_calls import (
     deferring_calls,
 )
 from polyfed.core.vectorized.stacked_module import CannotStackError
+from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.work import ClientTask, Engine, TaskResult
 
 
 @final

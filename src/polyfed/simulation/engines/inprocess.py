@@ -32,7 +32,7 @@ from polyfed.core.nn.module_cache import reset_for_eval
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.state_dict import PyTree, check_serializable
 from polyfed.core.training.client_loss import client_training_loss
-from polyfed.simulation.engines.work import ClientTask, Engine, TaskResult, move_clients_to_device
+from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, move_clients_to_device
 
 
 @final

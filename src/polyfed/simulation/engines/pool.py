@@ -29,10 +29,10 @@ from polyfed.core.io.trusted_code import inherit_trust, trusted_names
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.state_dict import deserialize_state, iter_tensors, serialize_state
 from polyfed.core.training.cohort import MAX_COHORT_SIZE
+from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.parcel import pack_result, unpack_result
-from polyfed.simulation.engines.work import ClientTask, Engine, TaskResult, sort_longest_first
+from polyfed.simulation.engines.result_codec import pack_result, unpack_result
 
 _ATTEMPTS = 2
 _AHEAD_BYTES = 32 * 1024  # half of a Linux pipe

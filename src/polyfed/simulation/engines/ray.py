@@ -36,10 +36,16 @@ from polyfed.core.io.trusted_code import inherit_trust, trusted_names
 from polyfed.core.machine.threads import num_usable_cores
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.parcel import pack_result, unpack_result
-from polyfed.simulation.engines.store import FlatTensor, SharedTensors, StoredClient, store_clients, unflatten_tensor
-from polyfed.simulation.engines.work import ClientTask, Engine, TaskResult, sort_longest_first
+from polyfed.simulation.engines.object_store import (
+    FlatTensor,
+    SharedTensors,
+    StoredClient,
+    store_clients,
+    unflatten_tensor,
+)
+from polyfed.simulation.engines.result_codec import pack_result, unpack_result
 
 _ATTEMPTS = 2
 _STARTS = 3  # workers that may die in a row before they can work, each

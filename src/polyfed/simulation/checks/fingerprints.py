@@ -1,0 +1,98 @@
+"""Short hashes of what a run is about: clients, their examples and networks. A run may only be resumed with the same."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.algorithm import Client
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.nn.module_cache import build_module, cached_module, hash_tensors, legacy_architecture_hash
+from polyfed.core.nn.tied_weights import first_name_by_alias
+from polyfed.simulation.checks.requirements import architecture_keys_by_client, example_sets, stable_repr
+
+
+def initial_weights_fingerprint(clients: Sequence[Client]) -> str:
+    """A short hash of the weights with which the clients' networks begin at seed 0: the fingerprint knows their forms alone,
+    and networks that come with weights of their own have the same. Networks that begin otherwise at each call, because they
+    draw from more than torch's generator, do not count."""
+    total, digest_by_model = hashlib.sha256(), dict[int, bytes]()
+    for client in sorted(clients, key=lambda c: c.id):
+        if client.model is not None and id(client.model) not in digest_by_model:
+            first_digest, second_digest = (_hash_state_dict(build_module(client.model, seed=0)) for _ in range(2))
+            digest_by_model[id(client.model)] = first_digest if first_digest == second_digest else b"varies"
+        total.update(digest_by_model.get(id(client.model), b"none"))
+    return total.hexdigest()[:16]
+
+
+def _hash_state_dict(module: nn.Module) -> bytes:
+    content = hashlib.blake2b()
+    for name, tensor in module.state_dict().items():
+        content.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return content.digest()
+
+
+def _describe_loss(client: Client) -> str:
+    """A client's own loss, in a few words; empty for the task's."""
+    if isinstance(client.loss, nn.Module):
+        return repr(client.loss) + hash_tensors(client.loss.state_dict())
+    return "" if client.loss is None else stable_repr(client.loss)
+
+
+def former_version_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str:
+    """Why a run with the fingerprint `run_fingerprint` cannot go on, if a former version made it of these clients;
+    else empty."""
+    modules = {c.id: cached_module(c.model).module for c in clients if c.model is not None}
+    further_names_of = next(filter(None, map(first_name_by_alias, modules.values())), None)
+    if not further_names_of:
+        return ""
+    architecture_by_client = {client: legacy_architecture_hash(module) for client, module in modules.items()}
+    if run_fingerprint != data_fingerprint(clients, public, architecture_by_client):
+        return ""
+    second, first = next(iter(further_names_of.items()))
+    return (
+        f"its networks have weights under several names ({second!r} is {first!r}), and it was begun by a version of polyfed "
+        "that kept such weights once for each name; this version keeps them once, and cannot go on from that. Finish the "
+        "run with the version that began it, or begin another in another folder. What it has written can be read as ever"
+    )
+
+
+def data_fingerprint(
+    clients: Sequence[Client], public: Examples | None = None, architecture_by_client: Mapping[str, str] | None = None
+) -> str:
+    """A short hash of every example of every client, of ids, tasks and architectures, and of the public examples: a run
+    may only be resumed with the same. `architecture_by_client` are names of architectures in place of those of this
+    version."""
+    digest_by_storage: dict[Any, str] = {}
+
+    def digest(tensor: Tensor | None) -> str:
+        if tensor is None:
+            return "none"
+        # Not by id: clients may hold different views of one store, which is read once.
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in digest_by_storage:
+            raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            digest_by_storage[key] = f"{tuple(tensor.shape)}{tensor.dtype}{hashlib.blake2b(raw.data).hexdigest()}"
+        return digest_by_storage[key]
+
+    def digests(x: Any) -> Any:
+        return digest(x) if isinstance(x, Tensor) else [(part, digest(tensor)) for part, tensor in named_leaves(x)]
+
+    total = hashlib.sha256()
+    architecture_by_client = (
+        architecture_keys_by_client(clients) if architecture_by_client is None else architecture_by_client
+    )
+    for client in sorted(clients, key=lambda c: c.id):
+        total.update(repr((client.id, client.task, architecture_by_client.get(client.id))).encode())
+        total.update(_describe_loss(client).encode())
+        for name, data in example_sets(client).items():
+            total.update(
+                repr((name, digests(data.x), digest(data.y), digest(data.index), stable_repr(data.transform))).encode()
+            )
+    if public is not None:
+        total.update(repr((digests(public.x), digest(public.index))).encode())
+    return total.hexdigest()[:16]

@@ -1,0 +1,111 @@
+"""Whether the clients' networks are such as a method can train, as far as it can be told before the first round."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core.algorithm import Algorithm, Architecture, Client
+from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples, split_into_batches
+from polyfed.core.examples.pytree import input_spec_of
+from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
+from polyfed.core.nn.module_cache import CachedModule, build_module, cached_module
+from polyfed.core.vectorized.stacked_module import has_batch_statistics
+from polyfed.simulation.checks.trial_forward import check_trains_on_one_example
+
+_SENT = frozenset({"weights", "hypernetwork"})
+"""Words of `Algorithm.discloses` of methods whose clients send tensors of their networks."""
+
+
+def cached_module_of(client: Client) -> CachedModule:
+    """The scratch module of a client's network; raises a `UserError` if a part of its state cannot be sent."""
+    assert client.model is not None
+    try:
+        return cached_module(client.model)
+    except AttributeError as error:  # tensors are copied, which an extra state of another type cannot be
+        state = build_module(client.model, seed=0).state_dict()
+        non_tensors = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        if not non_tensors:
+            raise
+        raise UserError(
+            f"client {client.id!r}: {non_tensors[0]!r} in its network's state_dict is a "
+            f"{type(state[non_tensors[0]]).__name__}, and only tensors can be sent and saved; keep it as a tensor in a "
+            "buffer (register_buffer), not in get_extra_state"
+        ) from error
+
+
+def check_network_internals(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
+    """Raises a `UserError` if a network has tensors that cannot be sent, or not what the method looks for in it."""
+    checked_keys: set[tuple[str, str]] = set()
+    for client in clients:
+        cached = cached_module_of(client)
+        if (key := (cached.architecture, str(input_spec_of(client.train.x)))) in checked_keys:
+            continue
+        checked_keys.add(key)
+        complex_names = [
+            n for n, tensor in cached.module.state_dict().items() if tensor.is_complex() and n not in cached.frozen
+        ]
+        if complex_names and algorithm.discloses & _SENT:
+            raise UserError(
+                f"client {client.id!r}: {complex_names[0]!r} in its network is complex, and only real numbers can be "
+                "sent; keep real and imaginary part as two parameters, or in one with torch.view_as_complex in the "
+                "forward pass"
+            )
+        norms = [p for p in cached.module.modules() if "Norm" in getattr(p, "original_name", "")]  # of torch.jit
+        if norms and cached.buffers and getattr(algorithm, "buffers", "average") != "average":
+            raise UserError(
+                f"client {client.id!r}: its network is compiled by torch.jit, so that its norm layers and their running "
+                f"statistics cannot be told, which buffers={getattr(algorithm, 'buffers', '')!r} needs; give the module "
+                "that was compiled, or buffers='average'"
+            )
+        if isinstance(algorithm, ValidatesNetworks):
+            try:
+                algorithm.validate_network(client)
+            except UserError as error:
+                error_text = str(error)
+                raise UserError(
+                    error_text if repr(client.id) in error_text else f"client {client.id!r}: {error_text}"
+                ) from error
+
+
+def check_single_example_batches(
+    clients: Sequence[Client],
+    algorithm: Algorithm[Any, Any],
+    examples_by_field: Mapping[str, Examples | None],
+    factory: Architecture | None = None,
+) -> None:
+    """Raises a `UserError` if a network gets one example alone in training, and cannot take it.
+
+    Args:
+        clients: whose networks are tried.
+        algorithm: what trains them.
+        factory: the network that the method brings, in place of the clients' own.
+        examples_by_field: the fields with the size of a minibatch, with the examples that these are of; None are the
+            client's own.
+    """
+    checked_keys: set[Any] = set()
+    for client in clients:
+        model = client.model if factory is None else factory
+        if model is None:
+            continue
+        networks = [
+            model,
+            *((algorithm.auxiliary_network(client),) if isinstance(algorithm, TrainsAuxiliaryNetwork) else ()),
+        ]
+        for field, public in examples_by_field.items():
+            size, number = getattr(algorithm, field, None), len(client.train if public is None else public)
+            for cached in map(cached_module, networks):
+                key = (cached.architecture, str(input_spec_of(client.train.x)), field, number)
+                if size is None or key in checked_keys:
+                    continue
+                checked_keys.add(key)
+                rows = split_into_batches(
+                    torch.arange(number), size or number, at_least_two=has_batch_statistics(cached.module)
+                )
+                if any(len(batch) == 1 for batch in rows):
+                    why = f"has a minibatch of one example ({field}={size}, {number} examples)"
+                    check_trains_on_one_example(
+                        cached.module, client.train, f"client {client.id!r}", why, f"choose another {field}"
+                    )

@@ -1,0 +1,372 @@
+"""What is checked before the first round: that the federation suits the method, and models suit their data."""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms import REGISTRY, registry_name
+from polyfed.algorithms.submodels.widths import widest_shapes
+from polyfed.alignment.representations import compute_representations
+from polyfed.core.algorithm import (
+    MODEL_REQUIREMENTS,
+    Algorithm,
+    Architecture,
+    BringsNetwork,
+    Client,
+    DataSpec,
+    check_declared_words,
+)
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.examples.examples import Examples, PartwiseTransform
+from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
+from polyfed.core.examples.pytree import named_leaves
+from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks, network_with_largest_ranks
+from polyfed.core.nn.module_cache import (
+    build_module,
+    cached_module,
+    differ_only_in_frozen,
+    frozen_parameters,
+    hash_tensors,
+)
+from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.losses import sampling_weights
+from polyfed.simulation.checks.client_init import check_client_init
+from polyfed.simulation.checks.client_list import list_clients
+from polyfed.simulation.checks.data_leakage import warn_of_test_leakage
+from polyfed.simulation.checks.networks import cached_module_of, check_network_internals, check_single_example_batches
+from polyfed.simulation.checks.table_schemas import check_public_table, check_table_schemas
+from polyfed.simulation.checks.trial_forward import check_trains_on_one_example, output_shape
+
+
+def check_clients(clients: Sequence[Client]) -> None:
+    """Raises a `UserError` for an empty federation, something that is no client, or an id that occurs twice; warns of test
+    examples that are trained on (see `polyfed.simulation.checks.data_leakage`)."""
+    clients = list_clients(clients)
+    twice = [i for i, count in Counter(client.id for client in clients).items() if count > 1]
+    if twice:
+        raise UserError(f"two clients have the id {twice[0]!r}; ids must differ")
+    tasks = sorted({client.task for client in clients})
+    if len(tasks) > 1:
+        raise UserError(f"clients of one federation must have one task, got {' and '.join(tasks)}")
+    warn_of_test_leakage(clients)
+
+
+def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
+    """Raises a `UserError` if the federation lacks what `algorithm.requires`; it names clients and other methods."""
+    if "public_data" in algorithm.requires and public is None:
+        raise UserError(
+            f"{registry_name(algorithm)} needs public examples that are no client's data; give public=... (federate) "
+            "or --data.public_fraction"
+        )
+    if "public_data" in algorithm.requires and public is not None:
+        _check_public(clients, public)
+    check_clients_suit_method(clients, algorithm)
+    check_client_init(clients, algorithm)
+    if public is not None:
+        fields = ("digest_batch_size", *(("server_batch_size",) if "architectures" in algorithm.requires else ()))
+        check_single_example_batches(clients, algorithm, dict.fromkeys(fields, public))
+
+
+def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
+    """The part of `check_requirements` that is about the clients alone, their networks and the form of their data."""
+    requirements, name = algorithm.requires, registry_name(algorithm)
+    check_declared_words(algorithm, type(algorithm).__name__)
+    check_table_schemas(clients, algorithm)
+    if "classification" in requirements and (unsuited := [c for c in clients if c.task != "classification"]):
+        raise UserError(
+            f"{name} needs classes, one an example, but the task of {unsuited[0].id!r} is {unsuited[0].task}"
+        )
+    if "one_input_spec" in requirements:
+        forms = {client.id: _describe_inputs(client.train) for client in clients}
+        if odd_client := next((i for i in forms if forms[i] != forms[clients[0].id]), None):
+            raise UserError(
+                f"{name} needs inputs of one form, but those of {odd_client!r} are {forms[odd_client]}, those of "
+                f"{clients[0].id!r} {forms[clients[0].id]}"
+            )
+    if "images" in requirements:
+        for client in clients:
+            form = form_of_inputs(_first_input(client))
+            if len(form.shape) != 3:
+                shape_text = form if form.container else f"of shape {form.shape}"
+                raise UserError(f"{name} needs images, inputs of shape (channels, height, width), but those of "
+                                f"{client.id!r} are {shape_text}")  # fmt: skip
+    if "one_data_spec" in requirements:
+        common_data_spec(clients, name)
+    if not requirements & MODEL_REQUIREMENTS:
+        if isinstance(algorithm, BringsNetwork):
+            method_network = algorithm.network_for(common_data_spec(clients, name))
+            check_single_example_batches(clients, algorithm, {"batch_size": None}, method_network)
+        return
+    ids_without_model = [client.id for client in clients if client.model is None]
+    if ids_without_model:
+        raise UserError(f"{name} trains each client's own network, but client {ids_without_model[0]!r} has model=None")
+    architecture_by_client = {
+        client.id: architecture_without_ranks(algorithm, cached_module_of(client)) for client in clients
+    }
+    check_network_internals(clients, algorithm)
+    check_single_example_batches(clients, algorithm, {"batch_size": None})
+    if "one_representation" in requirements:
+        widths = {client.id: representation_width(client) for client in clients}
+        if other_id := next((i for i in widths if widths[i] != widths[clients[0].id]), None):
+            raise UserError(
+                f"{name} needs representations of one width, but the last layer of {other_id!r} takes {widths[other_id]} "
+                f"numbers, that of {clients[0].id!r} {widths[clients[0].id]}; give the networks last layers of one width"
+            )
+    if "one_family" in requirements:
+        widest_shapes({client.id: client.model for client in clients if client.model is not None})
+        shapes = {c.id: output_shape(cached_module_of(c).module, c.train, f"client {c.id!r}") for c in clients}
+        if other_id := next((i for i in shapes if shapes[i] != shapes[clients[0].id]), None):
+            raise UserError(
+                f"{name} needs networks with the same number of outputs, but that of {other_id!r} has "
+                f"{_describe_outputs(shapes[other_id])}, that of {clients[0].id!r} "
+                f"{_describe_outputs(shapes[clients[0].id])}; give all networks one output for each class of the "
+                "federation"
+            )
+    if "one_architecture" in requirements and len(set(architecture_by_client.values())) > 1:
+        first, odd_client = (
+            clients[0].id,
+            next(
+                i for i in architecture_by_client if architecture_by_client[i] != architecture_by_client[clients[0].id]
+            ),
+        )
+        if differ_only_in_frozen(architecture_by_client[first], architecture_by_client[odd_client]):
+            raise UserError(
+                f"{name} needs one architecture, and the networks of {odd_client!r} and {first!r} differ in frozen "
+                "parameters (requires_grad=False); begin all clients' networks with the same pretrained weights"
+            )
+        mixed = sorted(
+            n for n, m in REGISTRY.items() if m.requires & MODEL_REQUIREMENTS and "one_architecture" not in m.requires
+        )
+        raise UserError(
+            f"{name} needs one architecture, but the {len(clients)} clients have "
+            f"{len(set(architecture_by_client.values()))}: {odd_client!r} differs from {first!r}. Methods for "
+            f"different architectures: {', '.join(mixed)}"
+        )
+    if (mode := adapter_mode(algorithm)) is not None:
+        network_with_largest_ranks({client.id: client.model for client in clients if client.model is not None}, mode)
+
+
+def representation_width(client: Client) -> int:
+    """How many numbers the last linear layer of a client's network takes."""
+    assert client.model is not None
+    network = cached_module(client.model).module
+    try:
+        return compute_representations(network, client.train.head()).shape[1]
+    except UserError as error:
+        raise UserError(f"client {client.id!r}: {error}") from error
+
+
+def client_data_spec(client: Client) -> DataSpec:
+    """What goes into this client's network, and the logits that its labels ask for.
+
+    Raises:
+        UserError: several tensors go into it, which such a description does not hold.
+    """
+    form = form_of_inputs(_first_input(client))
+    if form.container:
+        raise UserError(f"client {client.id!r}: its inputs have several parts ({form}), where inputs of one tensor are "
+                        "needed: use another method, or pack them into one tensor")  # fmt: skip
+    return DataSpec(form.shape, num_outputs_needed(client))
+
+
+def num_outputs_needed(client: Client) -> int:
+    """The number of logits that this client's labels ask for."""
+    if client.task == "classification":
+        return 1 + max(int(data.labels.max()) for data in example_sets(client).values())
+    return client.train.labels.shape[1]
+
+
+def _first_input(client: Client) -> Any:
+    """The inputs of one example, as the network gets them."""
+    return client.train.batch(torch.zeros(1, dtype=torch.int64, device=client.train.device))[0]
+
+
+def common_data_spec(clients: Sequence[Client], name: str = "the method") -> DataSpec:
+    """The form of all clients; classes are as many as the largest label asks for.
+
+    Raises:
+        UserError: inputs or numbers of outputs differ.
+    """
+    forms = {client.id: client_data_spec(client) for client in clients}
+    first = clients[0]
+    for i, form in forms.items():
+        if form.inputs != forms[first.id].inputs:
+            raise UserError(f"{name} needs inputs of one shape, but those of {i!r} are {form.inputs}, those of {first.id!r} "
+                            f"{forms[first.id].inputs}")  # fmt: skip
+        if first.task != "classification" and form.outputs != forms[first.id].outputs:
+            raise UserError(f"{name} needs labels of one form, but {i!r} has {form.outputs} a row, {first.id!r} "
+                            f"{forms[first.id].outputs}")  # fmt: skip
+    return DataSpec(forms[first.id].inputs, max(form.outputs for form in forms.values()))
+
+
+def _describe_inputs(examples: Examples) -> str:
+    return str(form_of_inputs(examples.x))
+
+
+def _check_public(clients: Sequence[Client], public: Examples) -> None:
+    """Public examples reach networks as the client's own inputs do."""
+    compared: list[tuple[Any, Any]] = []
+    if not len(public):
+        raise UserError("public holds no examples; give some (public=..., or --data.public_fraction)")
+    for client in clients:
+        if _describe_inputs(public) != _describe_inputs(client.train):
+            raise UserError(
+                f"the public examples (public=...) are {_describe_inputs(public)}, but the inputs of client "
+                f"{client.id!r} are {_describe_inputs(client.train)}; give public examples of the same form"
+            )
+        check_public_table(client, public)
+        public_transform, client_transform = public.transform, client.train.transform
+        if (public_transform, client_transform) in compared:
+            continue
+        few = torch.arange(min(2, len(public)), device=public.device)
+        if not _are_equal_inputs(public.batch(few)[0], replace(public, transform=client_transform).batch(few)[0]):
+            raise UserError(
+                f"the public examples (public=...) are prepared by {stable_repr(public_transform)}, the inputs of client "
+                f"{client.id!r} by {stable_repr(client_transform)}, which gives something else; prepare both alike"
+            )
+        compared.append((public_transform, client_transform))
+
+
+def _are_equal_inputs(a: Any, b: Any) -> bool:
+    parts = zip(named_leaves(a), named_leaves(b), strict=False)
+    return form_of_inputs(a) == form_of_inputs(b) and all(
+        torch.equal(part_a, part_b) for (_, part_a), (_, part_b) in parts
+    )
+
+
+def architecture_keys_by_client(clients: Sequence[Client]) -> dict[str, str]:
+    """Client id -> short name of its architecture, for clients that have one."""
+    return {client.id: cached_module_of(client).architecture for client in clients if client.model is not None}
+
+
+def check_networks_run(
+    clients: Sequence[Client], num_outputs: int | None = None, factory: Architecture | None = None
+) -> None:
+    """Runs two examples through a copy of the network, for each distinct pair of network and input form.
+
+    Args:
+        clients: whose networks are tried.
+        num_outputs: the outputs that each network must have, where the data say how many classes there are.
+        factory: the network that the method brings, which is tried in place of the clients' own.
+
+    Raises:
+        UserError: a network has nothing to train, or other frozen parameters each time it is built, or fails on its data,
+            or its output does not suit the labels; or a client has one example to train on and BatchNorm needs two.
+    """
+    outputs: dict[Any, tuple[int, ...]] = {}
+    single: set[Any] = set()
+    built: set[int] = set()
+    for client in clients:
+        if client.model is None and factory is None:
+            continue
+        cached = cached_module_of(client) if factory is None else cached_module(factory)
+        if client.model is not None and factory is None and id(client.model) not in built:
+            built.add(id(client.model))
+            rebuilt = build_module(client.model, seed=0)
+            if shared_name := _common_tensor(cached.module, rebuilt):
+                raise UserError(
+                    f"client {client.id!r}: its model factory puts the same {shared_name!r} into each network that it "
+                    "builds, so that all clients would train one network; build a new one at each call, model=lambda: "
+                    "MyNet(), or a copy, model=lambda: copy.deepcopy(network)"
+                )
+            if cached.architecture.partition("-")[2] != hash_tensors(frozen_parameters(rebuilt)):
+                raise UserError(
+                    f"client {client.id!r}: its network has other frozen parameters (requires_grad=False) each time it is "
+                    "built; load them from a file, or draw them by torch's own generator"
+                )
+        if not any(parameter.requires_grad for parameter in cached.module.parameters()):
+            raise UserError(f"client {client.id!r}: its network has no parameters that can be trained "
+                            "(requires_grad); there is nothing to federate")  # fmt: skip
+        for name, data in example_sets(client).items():
+            key = (cached.architecture, form_of_inputs(data.x), repr(data.transform))
+            if key not in outputs:
+                outputs[key] = output_shape(cached.module, data, f"client {client.id!r}")
+            if name == "train" and len(data) == 1 and key not in single:
+                why, cure = "has one training example", "give the client more examples, leave it out"
+                check_trains_on_one_example(cached.module, data, f"client {client.id!r}", why, cure)
+                single.add(key)
+            if num_outputs is not None and outputs[key] != (num_outputs,):
+                raise UserError(
+                    f"client {client.id!r}: its network has {_describe_outputs(outputs[key])}, but the data have "
+                    f"{num_outputs} classes; the network's output must have one logit per class"
+                )
+            _check_output(outputs[key], data.labels, f"client {client.id!r}: {name}", client.task)
+
+
+def _common_tensor(first: nn.Module, second: nn.Module) -> str | None:
+    """The name of a tensor that two networks hold in common; frozen parameters, which nothing changes, may be."""
+    first_ids = {id(tensor) for tensor in (*first.parameters(), *first.buffers())}
+    second_tensors = (*((n, p) for n, p in second.named_parameters() if p.requires_grad), *second.named_buffers())
+    return next((name for name, tensor in second_tensors if id(tensor) in first_ids), None)
+
+
+def check_training_options(clients: Sequence[Client], options: LocalTraining) -> None:
+    """Raises a `UserError` if local training asks of a client what it does not have: validation examples to stop by, classes
+    to weigh, a column of weights; or if no network has a parameter of a name for which a rate is given."""
+    for client in clients:
+        if options.patience is not None and client.val is None:
+            raise UserError(
+                f"patience={options.patience} needs validation examples, and client {client.id!r} has none: give clients "
+                "val=..., or --data.val-fraction"
+            )
+        try:
+            options.criterion(client)
+            sampling_weights(client.train, client.task, options.sampler)
+        except UserError as error:
+            raise UserError(f"client {client.id!r}: {error}") from error
+    if not options.lr_by_name or not getattr(options, "requires", MODEL_REQUIREMENTS) & MODEL_REQUIREMENTS:
+        return
+    nets = {id(client.model): cached_module_of(client) for client in clients if client.model is not None}
+    named = (pair for net in nets.values() for pair in net.module.named_parameters(remove_duplicate=False))
+    names = sorted({name for name, parameter in named if parameter.requires_grad})
+    for pattern in options.lr_by_name:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                f"lr_by_name: no trained parameter of any client's network is named like {pattern!r}; "
+                f"{did_you_mean(pattern, names)}"
+            )
+
+
+def _describe_outputs(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]} outputs" if len(shape) == 1 else f"outputs of shape {shape}"
+
+
+def example_sets(client: Client) -> dict[str, Examples]:
+    """The sets of examples that the client has, by name."""
+    sets = {"train": client.train, "test": client.test, "val": client.val, "global_test": client.global_test}
+    return {name: data for name, data in sets.items() if data is not None}
+
+
+def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str) -> None:
+    if task == "classification":
+        if len(output) != 1:
+            raise UserError(f"{name}: the network must give logits of shape (batch, classes), got {('batch', *output)}")
+        if int(labels.max()) >= output[0]:
+            raise UserError(
+                f"{name} has label {int(labels.max())}, but the network has {output[0]} outputs (classes 0 to "
+                f"{output[0] - 1}); change the network's output size or the labels"
+            )
+    elif output != tuple(labels.shape[1:]):
+        raise UserError(f"{name}: the network's output is {('batch', *output)}, the labels are "
+                        f"{tuple(labels.shape)}; they must have the same form")  # fmt: skip
+
+
+# Class names as data fingerprints have them, which are in manifest.json: a renaming does not change a fingerprint.
+_FINGERPRINT_NAMES = {"TablePreprocessor(": "Prepared(", "LazyImageDecoder(": "Decoded("}
+
+
+def stable_repr(transform: Any) -> str:
+    """Describe a transform by a text that is the same in another process: a plain function's `repr` has its address."""
+    if isinstance(transform, PartwiseTransform):
+        return str({name: stable_repr(part_transform) for name, part_transform in transform.transforms.items()})
+    if not is_dataclass(transform):
+        return str(getattr(transform, "__qualname__", type(transform).__name__))
+    text = repr(transform)
+    for name, fingerprint_name in _FINGERPRINT_NAMES.items():
+        text = text.replace(name, fingerprint_name)
+    return text

@@ -1,0 +1,118 @@
+"""Starts the engine that a run asks for: this process, a pool of processes, or a Ray cluster."""
+
+import pickle
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metrics import unpicklable_metric_error as unsendable_metric
+from polyfed.core.machine.threads import num_usable_cores
+from polyfed.core.messages.compressors import Compressor, parse_compressor
+from polyfed.simulation.engines.base import Engine
+from polyfed.simulation.engines.benchmark import EngineChoice
+from polyfed.simulation.engines.cohort import CohortEngine
+from polyfed.simulation.engines.devices import check_engine_installed, client_device
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.engines.pool import PoolEngine, can_fork
+from polyfed.simulation.settings import Settings
+
+
+def build_engine(
+    name: str,
+    algorithm: Algorithm[Any, Any],
+    clients: Sequence[Client],
+    device: torch.device,
+    workers: int | str,
+    ray_address: str = "local",
+    gpus_per_worker: float = 0.0,
+    metrics: Sequence[Metric] = (),
+    reply_compression: Compressor | None = None,
+    choice: EngineChoice | None = None,
+) -> Engine:
+    """An engine with these clients.
+
+    Args:
+        name: "inprocess"; "pool"; "cohort", many clients at once, in this process or in each worker of a pool; "ray"; or
+            "auto": the pool on a CPU for two or more workers, else this process.
+        workers: number of processes; "auto" is one per core that this process may use, at most one per client; 0 means
+            this process. (`Settings` checks both.)
+        ray_address, gpus_per_worker: see `Settings`; for "ray", which goes by the latter instead of `device`.
+        metrics: what is computed at evaluation; none is the task's own.
+        reply_compression: how replies are; None leaves them as they are.
+        choice: how "auto" was settled; None is one by one.
+    """
+    if name == "ray":
+        check_engine_installed(name)
+        from polyfed.simulation.engines.ray import RayEngine  # imported late: Ray is an extra, and takes a second
+
+        return RayEngine(algorithm, clients, workers, ray_address, gpus_per_worker, metrics, reply_compression)
+    count = min(num_usable_cores(), len(clients)) if workers == "auto" else int(workers)
+    in_this_process = count == 0 or (workers == "auto" and (count == 1 or device.type != "cpu"))
+    uses_cohorts = name == "cohort" or (name == "auto" and choice is not None and choice.uses_cohorts)
+    sequential = choice.apart if choice is not None and name == "auto" else ()
+    if name == "inprocess" or (name != "pool" and in_this_process):
+        return _build_local_engine(algorithm, clients, device, metrics, reply_compression, uses_cohorts, sequential)
+    pickle_error = None if can_fork(device) else unpicklable_client_error(clients) or unsendable_metric(metrics)
+    if pickle_error and name == "pool":
+        raise UserError(f"{pickle_error}; define it at the top level of a module, or use engine='inprocess'")
+    if pickle_error:
+        warnings.warn(f"{pickle_error}, so all clients run in this process", RuntimeWarning, stacklevel=2)
+        return _build_local_engine(algorithm, clients, device, metrics, reply_compression, uses_cohorts, sequential)
+    return PoolEngine(
+        algorithm,
+        clients,
+        device,
+        count,
+        metrics=metrics,
+        compression=reply_compression,
+        uses_cohorts=uses_cohorts,
+        sequential=sequential,
+    )
+
+
+def _build_local_engine(
+    algorithm: Algorithm[Any, Any],
+    clients: Sequence[Client],
+    device: torch.device,
+    metrics: Sequence[Metric],
+    reply_compression: Compressor | None,
+    uses_cohorts: bool,
+    sequential: Sequence[str],
+) -> Engine:
+    """The engine in this process."""
+    if uses_cohorts:
+        return CohortEngine(algorithm, clients, device, metrics, reply_compression, sequential=sequential)
+    return InProcessEngine(algorithm, clients, device, metrics, reply_compression)
+
+
+def build_engine_for_settings(
+    settings: Settings,
+    algorithm: Algorithm[Any, Any],
+    clients: Sequence[Client],
+    metrics: Sequence[Metric] = (),
+    choice: EngineChoice | None = None,
+) -> Engine:
+    """The engine that a run's settings ask for, `choice` saying how "auto" was settled."""
+    device = client_device(settings)
+    ray_options = settings.ray_address, settings.gpus_per_worker
+    reply_compression = parse_compressor(settings.compress)
+    return build_engine(
+        settings.engine, algorithm, clients, device, settings.workers, *ray_options, metrics, reply_compression, choice
+    )
+
+
+def unpicklable_client_error(clients: Sequence[Client]) -> str | None:
+    """Why a client cannot be given to a process that was not forked: a sentence about the first model factory or loss that
+    cannot be pickled, or None."""
+    owned = [("model factory", client.model) for client in clients] + [("loss", client.loss) for client in clients]
+    for kind, thing in {id(thing): (kind, thing) for kind, thing in owned}.values():
+        try:
+            pickle.dumps(thing)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return f"the {kind} {getattr(thing, '__qualname__', thing)} cannot be sent to another process ({error})"
+    return None

@@ -1,0 +1,1 @@
+"""Progress, trackers, norms of updates and validation losses of a run."""

@@ -1,0 +1,1 @@
+"""What a run gives: tables, models, unseen clients, transfers."""

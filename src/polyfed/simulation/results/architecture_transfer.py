@@ -1,0 +1,146 @@
+"""Transfer of an architecture to a new task: a client's network of a FedPNAS run, adapted with few examples of it while the
+samplers stay as they are (FedPNAS, section 4, Table 2)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+
+from polyfed.algorithms.nas.supernet_method import SupernetMethod, adapt_personal_stack, supernet_of
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation.evaluate import MetricValues, evaluate_client
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.deep_copy import deep_copy
+from polyfed.core.seeds import derive_seed
+from polyfed.core.training.client_loss import client_training_loss
+from polyfed.simulation.checks.requirements import client_data_spec
+from polyfed.simulation.results.run import Run
+
+Parts = Literal["personal", "all"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TransferResult:
+    """What became of a new task.
+
+    Attributes:
+        before: score and loss on the new test examples of the client's network as it is.
+        after: the same after the steps on the new training examples.
+        model: the adapted network, a module of its own in evaluation mode on the CPU.
+    """
+
+    before: MetricValues
+    after: MetricValues
+    model: nn.Module
+
+
+@single_torch_thread()
+def transfer_network(
+    run: Run,
+    client_id: str,
+    task: Client,
+    *,
+    steps: int = 100,
+    lr: float | None = None,
+    parts: Parts = "all",
+    seed: int = 0,
+) -> TransferResult:
+    """Retrains the network of one client on a new task, the samplers frozen.
+
+    Args:
+        run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
+        client_id: id of the client whose network it is.
+        task: the new task: few training examples (the paper has 200) and test examples, of the form of the run's.
+        steps: minibatches (100, paper).
+        lr: learning rate; None takes the method's.
+        parts: "all" retrains the weights of both stacks ("the weights of each local model", section 4), "personal" those
+            of the personal stack (authors' code).
+        seed: of minibatches and samples.
+
+    Raises:
+        UserError: a run of another method, no such client, examples of another form, or labels that the run did not have.
+    """
+    method = _require_search_method(run, client_id)
+    if steps < 1:
+        raise UserError(f"steps must be at least 1, got {steps}")
+    client, before = run.federation.clients[client_id], run.model(client_id)
+    _check_task_fits(client, task, before)
+    loss = client_training_loss(task, method)
+    metrics_before = evaluate_client(before, task, loss=loss)
+    export_task = run.federation.build_single_task("export", client_id, run.kept_checkpoint)
+    client_state: Mapping[str, Any] = (
+        method.client_init(client, export_task.run_seed)
+        if export_task.client_state is None
+        else export_task.client_state
+    )
+    client_network = method.load_supernet(export_task.message, dict(client_state), client)
+    supernet = supernet_of(client_network)
+    lr = method.lr if lr is None else lr
+    if method.finetune_epochs:
+        tuning = replace(method, local_epochs=method.finetune_epochs, local_steps=None)
+        adapt_personal_stack(supernet, client, tuning, lr=export_task.message.scalars["lr"], seed=export_task.seed)
+    transfer_method = replace(method, local_steps=steps)
+    adapt_personal_stack(
+        supernet, task, transfer_method, lr=lr, seed=derive_seed(seed, "transfer"), samplers=False, base=parts == "all"
+    )
+    adapted_network = method.derive_network(client_network, {}, task, export_task.seed)
+    return TransferResult(
+        metrics_before, evaluate_client(adapted_network, task, loss=loss), deep_copy(adapted_network).to("cpu").eval()
+    )
+
+
+@single_torch_thread()
+def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> MetricValues:
+    """Scores of a client's own network after a number of epochs of adaptation of its personal stack, whatever the run's
+    `finetune_epochs` are: what FedDSNAS, which has no such phase, would score with that of FedPNAS. The run is not
+    changed, and need not be made again: nothing that the clients sent depends on the adaptation.
+
+    Args:
+        run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
+        client_id: id of the client.
+        epochs: 0 is no adaptation.
+
+    Raises:
+        UserError: a run of another method, no such client, or a negative number.
+    """
+    method = _require_search_method(run, client_id)
+    export_task = run.federation.build_single_task("export", client_id, run.kept_checkpoint)
+    client = run.federation.clients[client_id]
+    client_state = (
+        method.client_init(client, export_task.run_seed)
+        if export_task.client_state is None
+        else export_task.client_state
+    )
+    tuning_method = replace(method, finetune_epochs=epochs)
+    model = tuning_method.personal_model(export_task.message, dict(client_state), client, export_task.seed)
+    return evaluate_client(model, client, loss=client_training_loss(client, method))
+
+
+def _require_search_method(run: Run, client_id: str) -> SupernetMethod:
+    """The run's method, where it is a search and the run has such a client."""
+    method = run.federation.algorithm
+    if not isinstance(method, SupernetMethod):
+        raise UserError(
+            f"only an architecture search can be transferred, this run is of {type(method).__name__}; run fedpnas, "
+            "ca_fedpnas, feddsnas or ca_feddsnas"
+        )
+    if client_id not in run.federation.clients:
+        raise UserError(f"no client {client_id!r} in this run; {did_you_mean(client_id, run.federation.clients)}")
+    return method
+
+
+def _check_task_fits(client: Client, task: Client, model: nn.Module) -> None:
+    run_spec, new_spec = client_data_spec(client), client_data_spec(task)
+    if run_spec.inputs != new_spec.inputs or client.task != task.task:
+        raise UserError(
+            f"the new task has inputs {new_spec.inputs} ({task.task}), but the run's network takes {run_spec.inputs} "
+            f"({client.task})"
+        )
+    with torch.no_grad():
+        outputs = model(torch.zeros(1, *run_spec.inputs)).shape[1]
+    if new_spec.outputs > outputs:
+        raise UserError(f"the new task has label {new_spec.outputs - 1}, but the run's network has {outputs} outputs")

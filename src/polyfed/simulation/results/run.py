@@ -1,0 +1,226 @@
+"""What a run gives back: metrics, a table, and each client's personal model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from torch import Tensor, nn
+
+from polyfed.core.algorithm import MODEL_REQUIREMENTS, Architecture, BringsNetwork
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation.evaluate import split_metric_column
+from polyfed.core.examples.examples import convert_inputs_like
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.deep_copy import deep_copy
+from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval
+from polyfed.core.wrapping import wrap_network
+from polyfed.data.tabular.columns import sorted_unique_texts
+from polyfed.data.tabular.preprocessing import TablePreprocessor
+from polyfed.simulation.engines.base import ClientTask
+from polyfed.simulation.engines.devices import choose_device
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.predictions import Predictions, PredictionStore
+
+if TYPE_CHECKING:
+    from polyfed.simulation.results.unseen_clients import WarmStart
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A federation that has run.
+
+    Attributes: `history`, the objects of `metrics.jsonl`; `out`, the run directory or None; `last`, the state after the
+    last round; `best`, unless `keep="last"` the state after the round that is kept.
+    """
+
+    federation: Federation
+    history: Sequence[Mapping[str, Any]]
+    last: Checkpoint
+    out: Path | None = None
+    best: Checkpoint | None = None
+    prediction_store: PredictionStore | None = None
+
+    @property
+    def kept_checkpoint(self) -> Checkpoint:
+        """The state that models, `predict` and by default `predictions` are of: that after the round of `keep`."""
+        return self.best or self.last
+
+    @property
+    def best_round(self) -> int | None:
+        """The round with the best mean validation score, or with `keep="loss"` the lowest loss; None if no client has
+        validation examples."""
+        return self.federation.best_round(self.history)
+
+    def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
+        """One row per client, by name (names that are numbers as numbers), then one of means: `client`, the metrics (the
+        first decides), `loss`, `num_examples` (for training), where there are such sets `val_...` and `global_...`, and what
+        the method evaluates beside the personal network (`trained_...` of pFedLA, `server_...` of pFedMe).
+
+        Args:
+            at: the last round, or the round with the best validation score (never the best on test).
+
+        Raises:
+            UserError: "best", but no client has validation examples.
+        """
+        if at not in ("last", "best"):
+            raise UserError(f"table(at=) must be 'last' or 'best', got {at!r}")
+        number = self.last.round if at == "last" else self.best_round
+        if number is None:
+            raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val-fraction")
+        record = self.history[number - 1]
+        roster = self.federation.client_registry
+        num_examples, scores = roster.num_examples, self.federation.metrics
+        metrics = {i: record["clients"].get(i, {}) for i in sorted_unique_texts(roster.ids)}
+        metric_names = {name for values in metrics.values() for name in values}
+        other_networks = sorted(
+            prefix_and_name[0] for name in metric_names if (prefix_and_name := split_metric_column(name, scores))
+        )
+        names = [
+            f"{part}{name}"
+            for part in dict.fromkeys(["", "val_", "global_", *other_networks])
+            for name in (*(score.name for score in scores), "loss")
+            if f"{part}{name}" in metric_names or not part
+        ]
+        rows: list[dict[str, Any]] = []
+        for i, values in metrics.items():
+            rows.append({"client": i, **{n: values.get(n) for n in names}, "num_examples": num_examples.get(i)})
+        means = {n: record["summary"].get(n, {}).get("mean") for n in names}
+        total = sum(num_examples.values()) / len(rows) if len(num_examples) == len(rows) else None
+        rows.append({"client": "mean", **means, "num_examples": total})
+        return rows
+
+    def model(self, client: str) -> nn.Module:
+        """The personal network of a client after the last round (or the one of `keep`), a module of its own in evaluation
+        mode on the CPU: the one that was evaluated.
+
+        Raises:
+            UserError: no client has this id.
+        """
+        engine, task = self._engine_and_task(client)
+        owner = self.federation.clients[client]
+        with single_torch_thread():
+            result = next(engine.run([task]))
+            if result.failure is not None:
+                raise result.failure
+            assert result.weights is not None  # of a task of the phase "export", in this process
+            factory = owner.model
+            if factory is not None and self.federation.algorithm.requires & MODEL_REQUIREMENTS:
+                network = wrap_network(self.federation.algorithm, build_module(factory, seed=0), result.weights)
+                return fill_module(network, result.weights).eval()
+            if isinstance(self.federation.algorithm, BringsNetwork):
+                return fill_module(self.federation.algorithm.build(result.description or {}), result.weights).eval()
+            client_state = (
+                self.federation.algorithm.client_init(owner, task.run_seed)
+                if task.client_state is None
+                else task.client_state
+            )
+            model = reset_for_eval(
+                self.federation.algorithm.personal_model(task.message, client_state, owner, task.seed)
+            )
+            return deep_copy(model).eval()
+
+    def predict(self, client: str, x: Any) -> Tensor:
+        """What the client's personal network gives for new inputs, computed as at evaluation, in batches.
+
+        Args:
+            client: its id.
+            x: inputs as in `Client`: a tensor or array, shape (n, ...) of the client's inputs. Images of uint8 are
+                normalised as the client's are, by `client.train.transform`. For data of a table, raw rows: a pandas frame, a
+                mapping of columns, a list of {name: value}, or a CSV or Parquet file by its path; they are prepared as the
+                client's training rows were, missing values and all.
+
+        Returns:
+            Outputs (logits; numbers for regression, of a table in the unit of its target), float32 on the CPU, shape
+            (n, ...).
+
+        Raises:
+            UserError: no client has this id, or the inputs are not like the client's: of another shape or type, NaN.
+            ClientError: the network fails.
+
+        >>> import torch
+        >>> from polyfed.algorithms import FedAvg
+        >>> from polyfed.simulation.simulate import federate
+        >>> from polyfed.testing import small_clients
+        >>> federate(small_clients(), FedAvg(), rounds=1, workers=0).predict("client-0", torch.zeros(5, 6)).shape
+        torch.Size([5, 3])
+        """
+        engine, task = self._engine_and_task(client)
+        examples = convert_inputs_like(self.federation.clients[client].train, x, f"the inputs for client {client!r}")
+        with single_torch_thread():
+            outputs = engine.predict(task, examples)
+        return (
+            examples.transform.unscale_outputs(outputs)
+            if isinstance(examples.transform, TablePreprocessor)
+            else outputs
+        )
+
+    def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
+        """What the client's personal network gave for its own test or validation examples when a round was evaluated.
+
+        Args:
+            client: its id.
+            split: "test" or "val".
+            round: None is the last, or the one of `keep`. Which others are kept is in
+                `polyfed.simulation.storage.predictions`.
+
+        Raises:
+            UserError: they were not kept, or the file of the run directory is missing or damaged.
+        """
+        self._check_client(client, "predictions")
+        if self.prediction_store is None:
+            raise UserError("no predictions of this run were kept")
+        return self.prediction_store.get(client, split, self.kept_checkpoint.round if round is None else round)
+
+    def _check_client(self, client: str, folder: str) -> None:
+        clients = self.federation.clients
+        if client not in clients:
+            if client in self.federation.client_registry.ids:
+                raise UserError(f"the {folder} of {client!r} are at its site, in the folder {folder} of its state-dir")
+            raise UserError(f"no client {client!r} in this run; {did_you_mean(client, clients)}")
+
+    def _engine_and_task(self, client: str) -> tuple[InProcessEngine, ClientTask]:
+        """An engine for one client, and the task to make its network of the state that is kept."""
+        self._check_client(client, "models")
+        federation = self.federation
+        device = choose_device(federation.settings.device)
+        engine = InProcessEngine(federation.algorithm, [federation.clients[client]], device, federation.metrics)
+        with single_torch_thread():
+            return engine, federation.build_single_task("export", client, self.kept_checkpoint)
+
+    def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "unseen") -> "WarmStart":
+        """Weights at once for a network that took no part, from the hypernetwork of a run of `flha_ghn`: its score before
+        and after one epoch on the head, and what could not be generated (see `polyfed.simulation.results.unseen_clients`).
+
+        Args:
+            model: builds the unseen client's network, as `Client.model`; its layers may be connected as they like.
+            data: the unseen client's examples, as `Client.train`; they are not sent anywhere.
+            test: examples for the score; None holds out a fifth of `data`.
+            id: the unseen client's name. With the id of a client, the draws are that client's.
+
+        Raises:
+            UserError: a run of another method, or a network that does not suit the data.
+
+        >>> from polyfed.algorithms import FLHAGHN
+        >>> from polyfed.simulation.simulate import federate
+        >>> from polyfed.testing import small_clients
+        >>> run = federate(small_clients(), FLHAGHN(head="factored"), rounds=1, workers=0)
+        >>> data = run.federation.clients["client-0"].train
+        >>> start = run.warmstart(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), data)
+        >>> start.coverage, start.held_out, start.model
+        (1.0, 4, Sequential(
+          (0): Linear(in_features=6, out_features=8, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=8, out_features=3, bias=True)
+        ))
+        """
+        from polyfed.simulation.results.unseen_clients import TrainedServer, build_unseen_client, compute_warm_start
+
+        federation = self.federation
+        server = TrainedServer(federation.algorithm, self.last.state, federation.settings, self.last.round)  # type: ignore[arg-type]
+        task = next(iter(federation.clients.values())).task
+        client, held_out = build_unseen_client(model, data, test=test, id=id, task=task, seed=federation.settings.seed)
+        return compute_warm_start(server, client, held_out=held_out)

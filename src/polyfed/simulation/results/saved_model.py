@@ -1,0 +1,158 @@
+"""A model of a run directory with the preprocessing that belongs to it: all that predictions for new rows need. The data of
+the run are not read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.algorithm import MODEL_REQUIREMENTS, Algorithm, BringsNetwork
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation.metrics import probabilities
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.validation import parse_json
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.nn.module_cache import build_module, fill_module
+from polyfed.core.state_dict import StateDict
+from polyfed.core.wrapping import wrap_network
+from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json
+from polyfed.models import ModelSpec
+from polyfed.simulation.storage.configuration import build_method, read_section
+from polyfed.simulation.storage.directory import read_config
+from polyfed.simulation.storage.model_signature import PREPROCESSING_SUFFIX as _ENDING
+from polyfed.simulation.storage.model_signature import SIGNATURE_SUFFIX as SIGNATURE
+from polyfed.simulation.storage.model_signature import read_signature, spec_from_signature
+from polyfed.simulation.storage.paths import safe_file_name
+
+_BATCH = 4096
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SavedModel:
+    """A client's personal network with what makes its inputs.
+
+    Attributes: `network`, in evaluation mode; `prepared`, which reads rows and knows the names of classes; `client`, whose
+    it is, for warnings.
+    """
+
+    network: nn.Module
+    prepared: TablePreprocessor
+    client: str
+
+    def predict(self, table: Any) -> dict[str, list[Any]]:
+        """What the network says of the rows of a `pyarrow.Table`, as columns: for classes `predicted` and a probability
+        each; for labels a probability each; for regression the targets in their unit.
+
+        Raises:
+            UserError: a column is missing, or holds something else than in the run.
+        """
+        stored = encode_table(table, self.prepared.columns)
+        self.prepared.warn_of_changed_constants(stored, f"the rows for client {self.client!r}")
+        with single_torch_thread(), torch.inference_mode():
+            outputs = torch.cat([self.network(self.prepared(part)).float() for part in torch.split(stored, _BATCH)])
+        return prediction_columns(self.prepared.unscale_outputs(outputs), self.prepared)
+
+
+def prediction_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str, list[Any]]:
+    """Outputs as columns: for classes `predicted` and a probability each; for labels a probability each; for regression the
+    targets, which are in their unit already."""
+    names = prepared.classes
+    if prepared.task == "regression":
+        return {name: outputs[:, i].tolist() for i, name in enumerate(names)}
+    shares = probabilities(outputs, prepared.task)
+    columns: dict[str, list[Any]] = {}
+    if prepared.task == "classification":
+        columns["predicted"] = [names[i] for i in shares.argmax(axis=1)]
+    return columns | {f"probability of {name}": shares[:, i].tolist() for i, name in enumerate(names)}
+
+
+def load_saved_model(folder: str | Path, client: str | None = None) -> SavedModel:
+    """The model of a client of a run whose data were a table.
+
+    Args:
+        folder: the run directory.
+        client: its id; None for the only one.
+
+    Raises:
+        UserError: there is none of this client, its files are damaged, or its network is code that nobody allowed.
+    """
+    folder = expand_user_path(folder, "the run directory")
+    config, models = read_config(folder), folder / "models"
+    model_names = sorted(path.name.removesuffix(_ENDING) for path in models.glob(f"*{_ENDING}"))
+    if not model_names:
+        raise UserError(
+            f"{folder} has no model with preprocessing: polyfed predict is for runs of --data table that have ended"
+        )
+    name = (model_names[0] if len(model_names) == 1 else "") if client is None else safe_file_name(client)
+    if not name:
+        raise UserError(f"{folder} has models of several clients; give --client with one of {', '.join(model_names)}")
+    if name not in model_names:
+        raise UserError(f"{folder} has no model of client {client!r}; {did_you_mean(str(client), model_names)}")
+    try:
+        prepared = preprocessor_from_json(parse_json(read_file(models / f"{name}{_ENDING}")))
+        weights = read_safetensors(models / f"{name}.safetensors")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the model of {name!r} in {models} cannot be read ({error}); run again, or put back a copy"
+        ) from error
+    method, owner = build_method(read_section(config, "algorithm")), client or name
+    if isinstance(method, BringsNetwork) and not method.requires & MODEL_REQUIREMENTS:
+        described = parse_json(read_file(models / f"{name}.json"))
+        return SavedModel(fill_module(method.build(described), weights).eval(), prepared, owner)
+    signature_path = models / f"{name}{SIGNATURE}"
+    spec = read_signature(signature_path)["network"] if signature_path.is_file() else None
+    if spec is not None:
+        return SavedModel(
+            _fill_for_evaluation(
+                wrap_network(method, build_module(spec_from_signature(spec), seed=0), weights), weights, folder
+            ),
+            prepared,
+            owner,
+        )
+    return SavedModel(_build_from_config(config, owner, prepared, weights, folder, method), prepared, owner)
+
+
+def _fill_for_evaluation(network: nn.Module, weights: StateDict, folder: str | Path) -> nn.Module:
+    try:
+        return fill_module(network, weights).eval()
+    except ValueError as error:
+        raise UserError(f"a network of {folder} is not the one that was trained: {error}") from error
+
+
+def _build_from_config(
+    config: Mapping[str, Any],
+    client: str,
+    prepared: TablePreprocessor,
+    weights: StateDict,
+    folder: str | Path,
+    method: Algorithm[Any, Any],
+) -> nn.Module:
+    model = config.get("model")
+    if model is None:
+        raise UserError(
+            f"the networks of {folder} were made in Python; predict there: polyfed.resume(...).predict(...)"
+        )
+    by_site = isinstance(model, Mapping) and not isinstance(model.get("name"), str)
+    model_sections = [model[client]] if by_site and client in model else model if isinstance(model, list) else [model]
+    fitting: list[tuple[ModelSpec, nn.Module]] = []
+    for model_section in model_sections:
+        arguments = {key: value for key, value in model_section.items() if key != "name"}
+        spec = ModelSpec(model_section["name"], arguments, (len(prepared.feature_names),), len(prepared.classes))
+        network = wrap_network(method, build_module(spec, seed=0), weights)
+        if _tensor_shapes(network.state_dict()) == _tensor_shapes(weights) and spec not in [
+            candidate for candidate, _ in fitting
+        ]:
+            fitting.append((spec, network))
+    if len(fitting) != 1:
+        raise UserError(f"{len(fitting)} of the networks of {folder} have the form of the weights of client {client!r}, "
+                        "where one must; use polyfed.resume(...).predict(...) in Python")  # fmt: skip
+    return fill_module(fitting[0][1], weights).eval()
+
+
+def _tensor_shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}

@@ -1,0 +1,360 @@
+"""Unseen clients: a trained graph hypernetwork gives weights at once to a network that it has never seen (FLHA-GHN,
+section 5.4).
+
+The server's state of a `flha_ghn` run, from a `Run` or a run directory, is all that is needed. `compute_warm_start`
+makes the weights and scores them, before and after the method's epoch on the head; `training_curve` trains on from any
+weights.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms import FLHAGHN, registry_name
+from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Task
+from polyfed.core.errors import ClientError, UserError
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC, MetricValues, evaluate_client, predict
+from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.contiguous import contiguous_message
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state
+from polyfed.core.nn.precision import check_precision
+from polyfed.core.seeds import derive_seed, temporary_rng_seed
+from polyfed.core.state_dict import StateDict
+from polyfed.core.training.client_loss import client_training_loss
+from polyfed.core.training.loop import LocalTraining, fit
+from polyfed.data.partitioning.allocation import draw_stratified_rows
+from polyfed.simulation.checks.requirements import check_networks_run
+from polyfed.simulation.engines.base import move_clients_to_device
+from polyfed.simulation.engines.devices import choose_device
+from polyfed.simulation.rounds.federation import build_message_compressor
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage import checkpoint as checkpoints
+from polyfed.simulation.storage import integrity
+from polyfed.simulation.storage.configuration import restore_settings_and_method
+from polyfed.simulation.storage.directory import read_config, read_manifest
+
+_HELD_OUT = 0.2  # of an unseen client's data without a test set
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TrainedServer:
+    """What an unseen client needs of a run: the method, the server's state after `round`, and the settings (seed, device).
+
+    Raises:
+        UserError: a method that cannot generate weights.
+    """
+
+    algorithm: FLHAGHN
+    state: Any
+    settings: Settings
+    round: int
+
+    def __post_init__(self) -> None:
+        _require_flha_ghn(self.algorithm, "the run")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WarmStart:
+    """An unseen client's network with the weights that a trained hypernetwork gives it.
+
+    Attributes:
+        model: after the method's epoch on the linear head; a module of its own in evaluation mode on the CPU.
+        generated: the state dict before that epoch, on the CPU: generated weights; what is not generated, from the run's
+            common draw for this architecture; BatchNorm's statistics, estimated on the unseen client's training examples.
+        coverage: share of the parameters that is generated, from 0 to 1.
+        local: name -> reason, of each parameter that is not.
+        before: the task's score (`accuracy`, `auc` or `r2`) and `loss` on the test examples, of `generated`.
+        after: the same of `model`.
+        client: the unseen client, with the examples that it was trained and tested on.
+        held_out: how many of the data given were held out as the test examples; 0 if a test set was given.
+    """
+
+    model: nn.Module
+    generated: StateDict
+    coverage: float
+    local: Mapping[str, str]
+    before: MetricValues
+    after: MetricValues
+    client: Client
+    held_out: int
+
+
+@final
+@dataclass(frozen=True)
+class TrainingCurves:
+    """The score on an unseen client's test examples after 0..E epochs of training its whole network, from the warm start and
+    from scratch. A score that is not defined, of a training that diverged, is None.
+
+    >>> curves = TrainingCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
+    >>> curves.epochs, curves.epochs_to_match_scratch
+    (2, 1)
+    """
+
+    score: str
+    warm: tuple[float | None, ...]
+    scratch: tuple[float | None, ...]
+
+    @property
+    def epochs(self) -> int:
+        """E."""
+        return len(self.warm) - 1
+
+    @property
+    def epochs_to_match_scratch(self) -> int | None:
+        """The first epoch after which the warm start has at least what training from scratch has after E; None if it never
+        has."""
+        goal = self.scratch[-1]
+        if goal is None:
+            return None
+        return next((epoch for epoch, score in enumerate(self.warm) if score is not None and score >= goal), None)
+
+
+@grad_enabled()  # its state is trained on
+def load_trained_server(out: str | Path) -> TrainedServer:
+    """The server of a run of `flha_ghn` after its last saved round, from the run directory alone: neither the clients nor
+    their data are needed, and nothing in the directory is changed.
+
+    Raises:
+        UserError: not a run directory, the run of another method, or no whole checkpoint.
+    """
+    folder = expand_user_path(out, "the run directory")
+    if not (folder / "config.yaml").exists():
+        raise UserError(f"{folder} is not a run directory: it has no config.yaml")
+    config, manifest = read_config(folder), read_manifest(folder)
+    settings, algorithm = restore_settings_and_method(config, None)
+    algorithm = _require_flha_ghn(algorithm, str(folder))
+    integrity.check_config_unchanged(folder, config, manifest)
+    binding = integrity.run_binding(config, manifest)
+    checkpoint, notes = checkpoints.load_newest_checkpoint(folder / "checkpoint", expected=lambda number: binding)
+    if checkpoint is None:
+        if notes:
+            raise UserError(
+                f"no checkpoint of the run in {folder} is whole: {'; '.join(notes)}; put a copy of what was lost back, or "
+                "run again"
+            )
+        raise UserError(f"the run in {folder} has no checkpoint yet; go on with it, `polyfed resume {folder}`")
+    for note in notes:
+        warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=2)
+    return TrainedServer(algorithm, checkpoint.state, settings, checkpoint.round)
+
+
+def _require_flha_ghn(algorithm: Algorithm[Any, Any], where: str) -> FLHAGHN:
+    if not isinstance(algorithm, FLHAGHN):
+        raise UserError(
+            f"{where}: {registry_name(algorithm)} cannot give weights to a network that took no part; use a run of flha_ghn "
+            "(polyfed run --algorithm flha_ghn, or polyfed.algorithms.FLHAGHN), which generates them from its layers"
+        )
+    return algorithm
+
+
+def build_unseen_client(
+    model: Architecture,
+    data: Any,
+    *,
+    test: Any = None,
+    id: str = "unseen",
+    task: Task = "classification",
+    seed: int = 0,
+) -> tuple[Client, int]:
+    """An unseen client, and how many of `data` were held out to test it.
+
+    Args:
+        model: builds its network, as `Client.model`.
+        data: examples to train on, as `Client.train` takes them.
+        test: examples to score on; None holds out a fifth of `data` by a draw from `seed`, with the classes' shares.
+        id, task: as of a `Client`.
+        seed: of that draw.
+
+    Raises:
+        UserError: what `Client` refuses, or too few examples to hold one out.
+
+    >>> x, y = torch.zeros(10, 2), torch.tensor([0, 1]).repeat(5)
+    >>> client, held_out = build_unseen_client(lambda: nn.Linear(2, 2), (x, y))
+    >>> len(client.train), len(client.test), client.test.labels.tolist(), held_out
+    (8, 2, [0, 1], 2)
+    """
+    if test is not None:
+        return Client(id, model, data, test, task=task), 0
+    train, test, held_out = _hold_out_test(as_examples(data, f"client {id!r}: data"), seed, id)
+    return Client(id, model, train, test, task=task), held_out
+
+
+def _hold_out_test(data: Examples, seed: int, name: str) -> tuple[Examples, Examples, int]:
+    if len(data) < 2:
+        raise UserError(
+            f"client {name!r} has {len(data)} example, too few to hold one out for the score; give test=..."
+        )
+    size = max(1, round(_HELD_OUT * len(data)))
+    test_rows = torch.from_numpy(
+        draw_stratified_rows(
+            data.labels.cpu().numpy(), size, derive_seed(seed, "newcomer", "test"), leave_one_per_class=True
+        )
+    )
+    is_training_row = torch.ones(len(data), dtype=torch.bool)
+    is_training_row[test_rows] = False
+    device = data.device
+    return (
+        data.select(is_training_row.nonzero()[:, 0].to(device)),
+        dataclasses.replace(data.select(test_rows.to(device)), augment=None),
+        size,
+    )
+
+
+def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int = 0) -> WarmStart:
+    """Weights for a network that took no part, from the graph of its layers, with their scores; nobody is trained but the
+    unseen client's linear head, for one epoch ("Inference and local refinement").
+
+    It is the method that generates and refines, as for its own clients, who would get what they have: the unseen
+    client with a client's id, network and data has that client's generated weights.
+
+    Args:
+        server: of a run of `flha_ghn`: `load_trained_server`, or by `Run.warmstart`.
+        client: the unseen client, e.g. of `build_unseen_client`.
+        held_out: what `build_unseen_client` held out, for the report.
+
+    Raises:
+        UserError: another method, a network that does not suit its data or gives NaN, or whose layers cannot be followed;
+            nothing has been trained.
+        ClientError: the network failed later, with the exception as its cause.
+    """
+    algorithm, settings, device = server.algorithm, server.settings, choose_device(server.settings.device)
+    check_precision(algorithm.precision, device)
+    _check_unseen_client(client)
+    # As of a client that asks for its personal network after the last round.
+    client_info = ClientInfo(client.id, server.round + 1, settings.rounds, None, "personal")
+    seed = derive_seed(settings.seed, server.round, client.id, "personal")
+    (placed_client,) = move_clients_to_device([client], device)
+    with single_torch_thread():
+        try:
+            with temporary_rng_seed(seed, device):
+                _, message = build_message_compressor(settings, server.round)(
+                    contiguous_message(algorithm.dispatch(server.state, client_info))
+                )
+                graph = algorithm.client_graph(message, placed_client)
+                client_state = algorithm.client_init(placed_client, settings.seed)
+                ((_, network),) = algorithm.other_models(message, client_state, placed_client, seed)
+                loss = client_training_loss(placed_client, algorithm)
+                before, generated = evaluate_client(network, placed_client, loss=loss), _copy_state_dict(network)
+                network = algorithm.personal_model(message, client_state, placed_client, seed)
+                after, refined = evaluate_client(network, placed_client, loss=loss), _copy_state_dict(network)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the unseen client's network raises
+            raise ClientError(server.round, client.id, "warm start", f"{type(error).__name__}: {error}") from error
+        assert client.model is not None
+        model = fill_module(build_module(client.model, seed=0), refined).eval()
+    return WarmStart(model, generated, graph.coverage, dict(graph.local_reasons), before, after, client, held_out)
+
+
+def _check_unseen_client(client: Client) -> None:
+    """What can be found wrong before work starts."""
+    if client.model is None:
+        raise UserError(f"client {client.id!r} has no network (model=None); a warm start gives weights to one")
+    check_networks_run([client])
+    row = torch.zeros(1, dtype=torch.int64, device=client.train.device)
+    with temporary_rng_seed(0):
+        outputs = predict(build_module(client.model, seed=0), client.train.select(row))
+    if not bool(torch.isfinite(outputs).all()):
+        raise UserError(
+            f"client {client.id!r}: its network gives NaN or infinite outputs for its first training example, with freshly "
+            "drawn weights; look for NaN in the inputs, or a division by zero in the network"
+        )
+
+
+def _copy_state_dict(network: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in network.state_dict().items()}
+
+
+def initial_weights(server: TrainedServer, client: Client) -> StateDict:
+    """The weights from which this client would start without a hypernetwork: the run's common draw for its architecture,
+    from which every method of the run starts, `local` among them."""
+    assert client.model is not None
+    return initial_state(client.model, server.settings.seed)
+
+
+def training_curve(
+    client: Client,
+    start: StateDict,
+    options: LocalTraining,
+    epochs: int,
+    *,
+    lr: float | None = None,
+    seed: int = 0,
+    device: str = "auto",
+) -> list[MetricValues]:
+    """The scores on the client's test examples after 0, 1, ..., `epochs` epochs of training its whole network.
+
+    Every epoch is a call of `training.fit` at one constant rate, so that momentum starts at zero in each, as it does in
+    each round of a run; BatchNorm's statistics move along, as in training.
+
+    Args:
+        client: whose network, training and test examples.
+        start: a state dict of its network, with or without frozen parameters: `WarmStart.generated`, `initial_weights`.
+        options: batch size, optimiser and so on, e.g. the run's method; its epochs, steps and schedule do not count.
+        epochs: E.
+        lr: learning rate; None takes `options.lr`.
+        seed: of the order of examples, augmentation and dropout; curves of one seed see the same batches.
+        device: where to train.
+
+    Returns:
+        E + 1 entries, each with the task's score and `loss`.
+
+    Raises:
+        UserError: a negative number of epochs, or a rate that is not positive.
+    """
+    if epochs < 0:
+        raise UserError(f"epochs must be at least 0, got {epochs}")
+    lr = options.lr if lr is None else lr
+    options = dataclasses.replace(options, local_epochs=1, local_steps=None, patience=None, lr=lr)
+    assert client.model is not None
+    torch_device = choose_device(device)
+    (placed_client,) = move_clients_to_device([client], torch_device)
+    scores = []
+    with single_torch_thread():
+        net = cached_module(client.model, torch_device)
+        network = fill_module(net.module, {name: tensor for name, tensor in start.items() if name not in net.frozen})
+        for epoch in range(epochs + 1):
+            if epoch:
+                epoch_seed = derive_seed(seed, client.id, "curve", epoch)
+                fit(network, placed_client, options, lr=lr, seed=epoch_seed)
+            scores.append(evaluate_client(network, placed_client, loss=client_training_loss(placed_client, options)))
+    return scores
+
+
+def compare_with_scratch(
+    server: TrainedServer, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
+) -> TrainingCurves:
+    """The training curves of an unseen client, from its generated weights and from scratch, in the same batches with
+    the options of the run (FLHA-GHN, Figs. 3 and 7).
+
+    Args:
+        server: of the run.
+        start: the unseen client with its generated weights.
+        epochs: of both.
+        lr: their learning rate; None takes the run's.
+        scratch_lr: that of training from scratch, where it is another; None takes `lr`.
+
+    Raises:
+        UserError: as of `training_curve`.
+    """
+    settings, client = server.settings, start.client
+    score = DEFAULT_METRIC[client.task]
+    warm, cold = (
+        training_curve(client, weights, server.algorithm, epochs, lr=rate, seed=settings.seed, device=settings.device)
+        for weights, rate in (
+            (start.generated, lr),
+            (initial_weights(server, client), lr if scratch_lr is None else scratch_lr),
+        )
+    )
+    return TrainingCurves(score, *(tuple(metrics[score] for metrics in curve) for curve in (warm, cold)))

@@ -1,0 +1,1 @@
+"""One round: sampling, messages, replies, aggregation, resumption."""

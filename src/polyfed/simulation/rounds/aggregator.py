@@ -1,0 +1,152 @@
+"""Replies on their way to the server half of a method: summed as they come, or held; and which of them to leave out."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from polyfed.algorithms.base.averaging import RunningAggregate
+from polyfed.core.algorithm import Algorithm, Message, ServerContext
+from polyfed.core.errors import RoundError
+from polyfed.core.state_dict import iter_tensors, state_dict_spec
+from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default_mean
+
+
+@final
+class ReplyAggregator:
+    """The valid replies of a round. Where the server half is a mean, each is summed and let go, in the order of ids: one
+    that comes early waits. Otherwise all are held, and a reply that breaks the server's state can be found and left out.
+
+    Args:
+        algorithm, state: the method, and the server's state before the round.
+        client_ids: the clients whose replies count.
+        num_examples: of those whose number is known.
+        secure: whether the replies are parts of a secure sum.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm[Any, Any],
+        state: Any,
+        client_ids: Sequence[str],
+        num_examples: Mapping[str, int],
+        secure: bool = False,
+    ) -> None:
+        self._algorithm, self._state = algorithm, state
+        self._remaining_ids, self._replies = deque(sorted(client_ids)), dict[str, Message]()
+        self._missing_ids: set[str] = set()
+        self._cohort_ids = frozenset(client_ids)
+        self._running_sum: RunningAggregate | SecureSum | None = None
+        self.seconds = 0.0  # that summing took
+        if secure and uses_default_mean(algorithm):
+            self._running_sum = SecureSum(algorithm)
+        elif uses_default_mean(algorithm) and algorithm.reply_spec_is_known(state):
+            has_all_counts = not algorithm.weighted or all(
+                i in num_examples for i in client_ids
+            )  # without weights ids are enough
+            self._running_sum = algorithm.running_aggregate(
+                {i: num_examples.get(i, 1) for i in self._remaining_ids} if has_all_counts else None
+            )
+
+    def add(self, client: str, reply: Message) -> None:
+        """Takes in the reply of a client; one that is not of this round's clients (`everyone_trains`) is let go."""
+        if client in self._cohort_ids:
+            self._replies[client] = reply
+            self._sum_waiting_replies()
+
+    def mark_missing(self, client: str) -> None:
+        """No reply of this client will come."""
+        self._missing_ids.add(client)
+        self._sum_waiting_replies()
+
+    def _sum_waiting_replies(self) -> None:
+        started = time.perf_counter()
+        while (
+            self._running_sum is not None
+            and self._remaining_ids
+            and (self._remaining_ids[0] in self._replies or self._remaining_ids[0] in self._missing_ids)
+        ):
+            client = self._remaining_ids.popleft()
+            if client in self._replies:
+                self._running_sum.add(client, self._replies.pop(client))
+        self.seconds += time.perf_counter() - started
+
+    def aggregate(self, server: ServerContext, *, drop: bool) -> tuple[Any, dict[str, str]]:
+        """The server's next state.
+
+        Args:
+            server: what the server knows.
+            drop: whether a reply that breaks the state is left out; otherwise it ends the run.
+
+        Returns:
+            The state, and the clients that were left out, each with the reason.
+
+        Raises:
+            RoundError: the state is not finite, and no single reply is to blame, or none may be left out.
+        """
+        if self._running_sum is not None:
+            next_state = self._running_sum.finalize(self._state)
+            if broken := _nonfinite_error(next_state, self._state):
+                raise RoundError(
+                    f"{type(self._algorithm).__name__}: {broken} after the mean; lower lr or set clip_norm"
+                )
+            return next_state, {}
+        dropped = _find_incompatible_replies(self._replies) if drop and uses_default_mean(self._algorithm) else {}
+        replies = {i: reply for i, reply in self._replies.items() if i not in dropped}
+        next_state, flaw, error = self._try_aggregate(replies, server)
+        if flaw is None:
+            return next_state, dropped
+        if error is not None and not drop:
+            raise error
+        bad_replies = self._find_bad_replies(replies, server)
+        if not drop or not bad_replies or len(bad_replies) == len(replies):
+            whose = f" for the replies of {', '.join(map(repr, bad_replies))}" if bad_replies else ""
+            raise error or RoundError(f"{type(self._algorithm).__name__}: {flaw} after aggregation{whose}; lower lr or set "
+                                      "clip_norm")  # fmt: skip
+        good_replies = {i: reply for i, reply in replies.items() if i not in bad_replies}
+        next_state, flaw, error = self._try_aggregate(good_replies, server)
+        if flaw is not None:
+            raise error or RoundError(f"{type(self._algorithm).__name__}: {flaw} after aggregation")
+        return next_state, dropped | bad_replies
+
+    def _try_aggregate(
+        self, replies: Mapping[str, Message], server: ServerContext
+    ) -> tuple[Any, str | None, Exception | None]:
+        try:
+            next_state = self._algorithm.aggregate(self._state, replies, server)
+        except Exception as error:  # whatever a method raises for numbers that it cannot work with
+            return None, f"{type(error).__name__}: {error}", error
+        return next_state, _nonfinite_error(next_state, self._state), None
+
+    def _find_bad_replies(self, replies: Mapping[str, Message], server: ServerContext) -> dict[str, str]:
+        """Replies that break the state by themselves; if there is none, the one without which it stays whole."""
+        bad_alone = {i: flaw for i in sorted(replies) if (flaw := self._try_aggregate({i: replies[i]}, server)[1])}
+        if bad_alone or len(replies) == 1:
+            return bad_alone
+        for i in sorted(replies):
+            if self._try_aggregate({j: reply for j, reply in replies.items() if j != i}, server)[1] is None:
+                return {i: "with this reply the server's state is not finite, without it it is"}
+        return {}
+
+
+def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]:
+    """Replies whose tensors have another form than those of most clients; they would leave no mean."""
+    ids_by_spec: dict[str, list[str]] = {}
+    for i in sorted(replies):
+        ids_by_spec.setdefault(
+            repr({group: state_dict_spec(tree) for group, tree in sorted(replies[i].tensors.items())}), []
+        ).append(i)
+    majority = max(ids_by_spec.values(), key=len)
+    reason = f"its tensors have another form than those of {len(majority)} of {len(replies)} clients"
+    return {i: reason for i in sorted(replies) if i not in majority}
+
+
+def _nonfinite_error(after: Any, before: Any) -> str | None:
+    """What is wrong with the numbers of a state, those that a round has not changed aside."""
+    unchanged_ids = {id(tensor) for tensor in iter_tensors(before)}
+    for tensor in iter_tensors(after):
+        if id(tensor) not in unchanged_ids and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return "the server's state is not finite"
+    return None

@@ -1,0 +1,45 @@
+"""How `engine="auto"` is settled in a run: once, and kept in its manifest."""
+
+from collections.abc import Sequence
+
+from polyfed.simulation.engines.base import ClientTask
+from polyfed.simulation.engines.benchmark import EngineChoice, benchmark_engines
+from polyfed.simulation.engines.devices import client_device
+from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.directory import RunDirectory
+
+
+def resolve_auto_engine(
+    federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
+) -> EngineChoice:
+    """How "auto" is settled: as before in a run that goes on, otherwise by a measurement, which the manifest then holds.
+
+    Args:
+        federation: whose clients may be trained together.
+        checkpoint: the state from which the run goes on.
+        directory: of the run, if it has one.
+        progress: is told what was measured.
+    """
+    settings = federation.settings
+    if settings.engine != "auto" or checkpoint.round == settings.rounds:
+        return EngineChoice()
+    manifest = {} if directory is None else directory.read_manifest()
+    if "auto" in manifest:
+        return EngineChoice.from_manifest(manifest["auto"])
+
+    def tasks(ids: Sequence[str]) -> list[ClientTask]:
+        return [
+            task
+            for block in federation.build_task_blocks("local", ids, checkpoint.round + 1, checkpoint)
+            for task in block
+        ]
+
+    clients, device = list(federation.clients.values()), client_device(settings)
+    choice = benchmark_engines(settings, federation.algorithm, clients, device, tasks)
+    if choice.gains:
+        progress.say(str(choice))
+    if directory is not None:
+        directory.add_to_manifest({"auto": choice.to_manifest()})
+    return choice

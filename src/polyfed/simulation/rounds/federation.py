@@ -1,0 +1,337 @@
+"""The parts of a round that are the same for every method: cohort, tasks, validation of replies, the record."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+from polyfed.algorithms import registry_name
+from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.examples.examples import Examples
+from polyfed.core.messages import lora
+from polyfed.core.messages.compressors import Compressor, parse_compressor
+from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
+from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
+from polyfed.core.seeds import derive_seed, numpy_generator
+from polyfed.core.state_dict import (
+    check_scalars,
+    check_serializable,
+    first_exceeding,
+    first_nonfinite,
+    iter_tensors,
+    spec_mismatch,
+)
+from polyfed.simulation.engines.base import ClientTask, Engine, Phase
+from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
+from polyfed.simulation.rounds.client_registry import ClientRegistry
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
+
+_MOST_EXAMPLES = 10**12
+
+
+@final
+@dataclass(frozen=True)
+class Federation:
+    """Who takes part, by which method and settings: what stays the same from round to round.
+
+    Attributes: `clients`, whom a simulation plays; in a deployment they are elsewhere, and the server has only the
+    `remote_clients` roster of them; `metrics`, what is computed at evaluation, of which the first decides: if none are
+    given, those that the settings name, or the task's own.
+    """
+
+    clients: Mapping[str, Client]
+    algorithm: Algorithm[Any, Any]
+    settings: Settings
+    public: Examples | None = None
+    remote_clients: ClientRegistry | None = None
+    metrics: tuple[Metric, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.metrics and (self.remote_clients or self.clients):
+            task = self.remote_clients.task if self.remote_clients else next(iter(self.clients.values())).task
+            object.__setattr__(self, "metrics", resolve_metrics(self.settings.metrics, task))
+
+    @cached_property
+    def client_registry(self) -> ClientRegistry:
+        """What the server knows of the clients."""
+        return self.remote_clients or ClientRegistry.from_clients(list(self.clients.values()), self.algorithm.requires)
+
+    def client_info(self, client: str, round_number: int, phase: Phase = "local") -> ClientInfo:
+        """What the server knows of a client: its architecture only where the method requires it. The network of a round is
+        made from the message that the client would receive in the next. (That download is not counted: a client that takes
+        part gets it anyway.)"""
+        sees_architecture = "architectures" in self.algorithm.requires
+        architecture = self.client_registry.architectures.get(client) if sees_architecture else None
+        if phase == "local":
+            return ClientInfo(client, round_number, self.settings.rounds, architecture)
+        return ClientInfo(client, round_number + 1, self.settings.rounds, architecture, "personal")
+
+    def best_round(self, history: Sequence[Mapping[str, Any]]) -> int | None:
+        """The round that `keep` calls the best, the first of equals: by the mean validation score, or with "loss" by the
+        loss on all validation examples; None without any."""
+        if self.settings.keep == "loss":
+            return round_of_lowest_pooled_loss(
+                history, {i: len(c.val) for i, c in self.clients.items() if c.val is not None}
+            )
+        return round_of_best_score(history, self.metrics[0])
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients of a round."""
+        return self.settings.cohort_size(len(self.client_registry.ids))
+
+    def initial_checkpoint(self) -> Checkpoint:
+        """The state before round 1.
+
+        Raises:
+            TypeError: the server's state holds what a checkpoint does not bring back as it was.
+            UserError: the method refuses this federation.
+        """
+        context = self.server_context()
+        state = lora.init_server_adapters(self.algorithm, self.algorithm.server_init(context), context.model)
+        check_serializable(state, f"{registry_name(self.algorithm)}: the server's state")
+        return Checkpoint(0, as_contiguous(state), {})
+
+    def server_context(self) -> ServerContext:
+        """What the server knows before the first round: no more than the method requires."""
+        return self._server_context
+
+    @cached_property
+    def _server_context(self) -> ServerContext:
+        requirements, roster = self.algorithm.requires, self.client_registry
+        return ServerContext(
+            seed=self.settings.seed,
+            rounds=self.settings.rounds,
+            clients=tuple(self.client_info(client, 1) for client in roster.ids),
+            model=self._common_model() if "one_architecture" in requirements else None,
+            architectures=roster.models if "architectures" in requirements else None,
+            layer_catalogue=roster.layer_catalogue,
+            public=self.public if "public_data" in requirements else None,
+            data_spec=roster.data_spec if "one_data_spec" in requirements else None,
+        )
+
+    def _common_model(self) -> Architecture:
+        """The federation's network; where ranks of adapters differ, the one with the largest."""
+        models, mode = self.client_registry.models, lora.adapter_mode(self.algorithm)
+        return next(iter(models.values())) if mode is None else lora.network_with_largest_ranks(models, mode)
+
+    def sample_cohort(self, round_number: int) -> list[str]:
+        """The clients of a round, in the order of their ids; drawn from a stream of its own, so that the cohorts are the
+        same for every method."""
+        ids = list(self.client_registry.ids)
+        size = self.settings.cohort_size(len(ids))
+        if size == len(ids):
+            return ids
+        generator = numpy_generator(derive_seed(self.settings.seed, round_number, "cohort"))
+        return sorted(ids[i] for i in generator.choice(len(ids), size, replace=False))
+
+    @cached_property
+    def reply_compression(self) -> Compressor | None:
+        """Of replies."""
+        return parse_compressor(self.settings.compress)
+
+    def message_compressor(self, checkpoint: Checkpoint) -> BroadcastCompressor:
+        """What compresses the messages from the state `checkpoint`: for evaluation they are those of the next round,
+        bit for bit."""
+        return build_message_compressor(self.settings, checkpoint.round)
+
+    def build_task(
+        self,
+        phase: Phase,
+        client: str,
+        round_number: int,
+        message: Message,
+        checkpoint: Checkpoint,
+        compressor: BroadcastCompressor | None = None,
+    ) -> ClientTask:
+        """One client's task, with the seed of its (run seed, round, client, purpose).
+
+        Args:
+            phase, client, round_number, checkpoint: of the task.
+            message: what the method sends.
+            compressor: compresses it; where several tasks share one, they share what it makes.
+
+        Raises:
+            TypeError: the message holds what cannot travel.
+        """
+        check_scalars(message.scalars, f"{registry_name(self.algorithm)}: the message to {client!r}")
+        purpose = "local" if phase == "local" else "personal"
+        seed = derive_seed(self.settings.seed, round_number, client, purpose)
+        message = contiguous_message(message)
+        sent_message, arrived = (compressor or self.message_compressor(checkpoint))(message)
+        client_state = checkpoint.client_states.get(client)
+        return ClientTask(
+            phase,
+            round_number,
+            client,
+            arrived,
+            client_state,
+            seed,
+            self.settings.seed,
+            None if sent_message is message else sent_message,
+        )
+
+    def build_task_blocks(
+        self,
+        phase: Phase,
+        clients: Sequence[str],
+        round_number: int,
+        checkpoint: Checkpoint,
+        max_bytes: int = Engine.max_block_bytes,
+    ) -> Iterator[list[ClientTask]]:
+        """The tasks of these clients from the state `checkpoint`, in blocks whose messages take at most `max_bytes`
+        bytes. (Messages
+        that share their tensors, as those of one global model do, are one block whatever their number.)"""
+        order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
+        client_infos = [self.client_info(client, round_number, phase) for client in order]
+        compressor = self.message_compressor(checkpoint)
+        block: list[ClientTask] = []
+        tensor_ids: set[int] = set()
+        size = 0
+        for client_info, message in zip(
+            client_infos, self.algorithm.dispatch_all(checkpoint.state, client_infos), strict=True
+        ):
+            parts = {id(tensor): tensor.nbytes for tensor in iter_tensors(message.tensors)}
+            added_bytes = sum(nbytes for key, nbytes in parts.items() if key not in tensor_ids)
+            if block and size + added_bytes > max_bytes:
+                yield block
+                block, tensor_ids, size, added_bytes = [], set(), 0, sum(parts.values())
+                compressor.clear()
+            block.append(self.build_task(phase, client_info.id, round_number, message, checkpoint, compressor))
+            tensor_ids.update(parts)
+            size += added_bytes
+        if block:
+            yield block
+
+    def build_single_task(self, phase: Phase, client: str, checkpoint: Checkpoint) -> ClientTask:
+        """The same for a single client, bit for bit: a method that makes all clients' messages at once does so here too."""
+        if type(self.algorithm).dispatch_all is Algorithm.dispatch_all:
+            client_message = self.algorithm.dispatch(
+                checkpoint.state, self.client_info(client, checkpoint.round, phase)
+            )
+        else:
+            client_infos = [
+                self.client_info(other_id, checkpoint.round, phase) for other_id in self.client_registry.ids
+            ]
+            messages = zip(client_infos, self.algorithm.dispatch_all(checkpoint.state, client_infos), strict=False)
+            client_message = next(message for client_info, message in messages if client_info.id == client)
+        return self.build_task(phase, client, checkpoint.round, client_message, checkpoint)
+
+    def decode_reply(self, reply: Any, message: Message) -> Any:
+        """The reply to `message` as the server half takes it, of one as it travelled; what is no message is left for
+        `reply_error`.
+
+        Raises:
+            ValueError: it is not compressed as agreed; half a sentence.
+        """
+        return (
+            reply
+            if message_error(reply)
+            else lora.unpack_adapters(self.algorithm, self.decompress_reply(reply, message), message)
+        )
+
+    def decompress_reply(self, reply: Message, message: Message) -> Message:
+        """The reply to `message` as the client half made it.
+
+        Raises:
+            ValueError: it is not compressed as agreed; half a sentence.
+        """
+        return reply if self.reply_compression is None else decompress_message(reply, message, self.reply_compression)
+
+    def reply_error(
+        self, reply: Message | None, server_state: Any, message: Message, client: str | None = None
+    ) -> str | None:
+        """Why a reply to `message`, sent from the server's `server_state`, cannot be accepted; None if it can.
+
+        Args:
+            reply, server_state, message: as above.
+            client: who replied, where that is to be checked too.
+        """
+        if form_error := message_error(reply):
+            return form_error
+        assert reply is not None  # None is strange
+        for name, value in reply.scalars.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+                return f"scalar {name!r} is {value!r}; the local training diverged: lower lr or set clip_norm"
+        if not reply.scalars.get("num_examples", 1) >= 1:
+            return f"num_examples is {reply.scalars['num_examples']!r}; a client has at least one"
+        max_examples = self.client_registry.num_examples.get(client or "", _MOST_EXAMPLES)
+        if reply.scalars.get("num_examples", 1) > max_examples:
+            return (
+                f"num_examples is {reply.scalars['num_examples']!r}, more than the {max_examples} that the client has"
+            )
+        if missing_scalars := sorted(self.algorithm.scalars_needed - reply.scalars.keys()):
+            return f"{missing_scalars[0]} is missing, a number that the method needs; a site must not hold it back"
+        try:
+            specs = lora.unpacked_reply_spec(self.algorithm, self.algorithm.reply_spec(server_state, message, reply))
+        except ValueError as flaw:
+            return str(flaw)
+        except Exception as error:  # whatever a method stumbles over in a reply that is nothing like its own
+            return f"the reply cannot be read: {type(error).__name__}: {error}"
+        if reply.tensors.keys() != specs.keys():
+            return f"the reply holds the groups {sorted(reply.tensors)}, expected {sorted(specs)}"
+        for group, expected in specs.items():
+            if difference := spec_mismatch(reply.tensors[group], expected):
+                return f"group {group!r}: {difference}"
+        for group, tree in reply.tensors.items():
+            if tensor_name := first_exceeding(tree, largest := self.algorithm._largest):
+                problem = (
+                    "NaN or infinite values"
+                    if first_nonfinite({tensor_name: tree[tensor_name]})
+                    else f"values beyond {largest:g}"
+                )
+                return (
+                    f"group {group!r}: tensor {tensor_name!r} has {problem}; the local training diverged: lower lr or set "
+                    "clip_norm"
+                )
+        return None
+
+
+def build_message_compressor(settings: Settings, round_number: int) -> BroadcastCompressor:
+    """What compresses messages from the server's state after a round."""
+    return BroadcastCompressor(
+        parse_compressor(settings.compress_down), derive_seed(settings.seed, round_number, "compress down")
+    )
+
+
+def mean_train_loss(scalars_of: Mapping[str, Mapping[str, float]]) -> float | None:
+    """Mean of the clients' training losses, weighted by examples; None if no reply tells its loss."""
+    reported = [scalars for _, scalars in sorted(scalars_of.items()) if "train_loss" in scalars]
+    if not reported:
+        return None
+    weights = [scalars.get("num_examples", 1.0) for scalars in reported]
+    return sum(w * s["train_loss"] for w, s in zip(weights, reported, strict=True)) / sum(weights)
+
+
+def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | None = None) -> int | None:
+    """The round with the best mean score on the clients' validation examples (the first of equals); None without any.
+
+    Args:
+        history: records of rounds.
+        metric: the score that decides; None is the task's own.
+
+    >>> from polyfed.core.evaluation.metrics import METRICS
+    >>> records = [{"round": n, "summary": {"val_brier": {"mean": value}}} for n, value in enumerate((0.3, 0.2, 0.2), 1)]
+    >>> round_of_best_score(records, METRICS["brier"])
+    2
+    """
+    names = {f"val_{name}" for name in ([metric.name] if metric else DEFAULT_METRIC.values())}
+    sign = 1 if metric is None or metric.higher_is_better else -1
+    scores = {
+        record["round"]: sign * statistics["mean"]
+        for record in history
+        for name, statistics in record.get("summary", {}).items()
+        if name in names
+    }
+    return max(scores, key=lambda r: (scores[r], -r)) if scores else None
+
+
+def describe_deciding_metric(federation: Federation) -> dict[str, Any]:
+    """What `manifest.json` tells of the metric that decides."""
+    score = federation.metrics[0]
+    return {
+        "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,
+    }  # fmt: skip

@@ -1,0 +1,78 @@
+"""Where a run goes on: the newest checkpoint that belongs to it and can be used."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from polyfed.core.errors import UserError
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.state_validation import StateValidator, describe_state_error
+from polyfed.simulation.storage import checkpoint as checkpoints
+from polyfed.simulation.storage import integrity
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.directory import RunDirectory, read_config, read_metrics, read_metrics_text
+
+
+def rewind_to_checkpoint(
+    directory: RunDirectory, federation: Federation
+) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
+    """The newest checkpoint of a run that can be used and the records up to it; what is newer is removed from its
+    directory. If another round than the last is kept, its checkpoint must be whole too. No checkpoint: the run begins anew.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+    metrics = directory.path / "metrics.jsonl"
+    records, config = read_metrics(metrics), read_config(directory.path)
+    integrity.check_config_unchanged(directory.path, config, directory.read_manifest())
+    expected = integrity.expected_binding_by_round(config, directory.read_manifest(), read_metrics_text(metrics))
+
+    validators: list[StateValidator] = []  # made once, if there is a checkpoint
+
+    def check(checkpoint: Checkpoint) -> None:
+        validators.extend([StateValidator(federation)] if not validators else [])
+        kept_checkpoint = None
+        if federation.settings.keep != "last":
+            kept_checkpoint = load_kept_checkpoint(
+                directory, federation, records[: checkpoint.round], checkpoint, expected
+            )
+        for state in (
+            [checkpoint] if kept_checkpoint is None or kept_checkpoint is checkpoint else [checkpoint, kept_checkpoint]
+        ):
+            unevaluated = [] if state.unevaluated_record is None else [state.unevaluated_record]
+            if wrong := validators[0].find_error(state, [*records[: state.last_recorded_round], *unevaluated]):
+                raise UserError(describe_state_error(wrong, directory.checkpoint_folder, federation, state.round))
+
+    start, notes = checkpoints.load_newest_checkpoint(
+        directory.checkpoint_folder, directory.last_complete_round(), check, expected
+    )
+    if start is None and notes:
+        raise UserError(
+            f"no checkpoint of the run in {directory.path} is whole and of a round that metrics.jsonl reaches: "
+            f"{'; '.join(notes)}. Put a copy of what was lost back, or delete the folder "
+            f"{directory.checkpoint_folder}: then the run starts again from round 1"
+        )
+    history = directory.truncate_after(0 if start is None else start.last_recorded_round)
+    checkpoints.remove_newer_checkpoints(directory.checkpoint_folder, 0 if start is None else start.round)
+    for note in notes:
+        warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=3)
+    return start, history
+
+
+def load_kept_checkpoint(
+    directory: RunDirectory,
+    federation: Federation,
+    history: Sequence[Mapping[str, Any]],
+    latest: Checkpoint,
+    expected: Callable[[int], integrity.Binding] | None = None,
+) -> Checkpoint | None:
+    """The state after the round that is kept, of these; None if there is none yet.
+
+    Raises:
+        UserError: its checkpoint is damaged.
+    """
+    keep = federation.settings.keep
+    kept_round = keep if isinstance(keep, int) else federation.best_round(history)
+    if kept_round is None or kept_round >= latest.round:
+        return latest if kept_round == latest.round else None
+    return checkpoints.load_round_checkpoint(directory.checkpoint_folder, kept_round, expected)

@@ -1,0 +1,258 @@
+"""Whether what a checkpoint holds has the form that its method gives it.
+
+Checksums find accidents. A checkpoint that somebody has put together, with checksums that fit, may have tensors of other
+names, shapes or types, numbers that are none, or lack a client: training would fail with a traceback rounds later, or go on
+wrongly. So it is compared with what `server_init` and `client_init` make, before a run goes on from it.
+
+What a method keeps may grow with the rounds (FedFomo's models, momentum, buffers), and one of your own may change it as it
+likes. So only methods of the registry are compared in full, by these rules: what is there from the beginning keeps its
+names, shapes and types; what comes later and has names of the network, or of something that was there, has their form too.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from polyfed.algorithms import REGISTRY, registry_name
+from polyfed.core.algorithm import Client
+from polyfed.core.examples.nan_checks import nonfinite_state_error
+from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.module_cache import cached_module, trainable_state
+from polyfed.core.seeds import temporary_rng_seed
+from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict_spec
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.storage.checkpoint import Checkpoint
+
+_SHRINKING = "private"  # flha_ghn: a parameter that turned out to be generated is no longer kept
+_PARTS = "heads"  # fedpac: parts of the network, which of it only the clients know
+_ALIEN = frozenset({"teacher", "common"})  # fedavg_kd, fedkd: networks of another form, with names like the client's
+
+
+@final
+class StateValidator:
+    """The forms that a federation's method gives to what the server and the clients keep."""
+
+    def __init__(self, federation: Federation) -> None:
+        self._federation = federation
+        self._is_registered = type(federation.algorithm) in REGISTRY.values()
+        self._initial_client_states: dict[str, PyTree] = {}  # of the first client of each architecture
+        self._initial_server_state: PyTree = None
+        if self._is_registered:
+            with warnings.catch_warnings(action="ignore"):  # they were told when the run began
+                self._initial_server_state = federation.initial_checkpoint().state
+
+    def find_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str:
+        """How a checkpoint differs from what the method keeps, as half a sentence; empty if it does not.
+
+        Args:
+            checkpoint: the checkpoint.
+            records: of the rounds up to it, as `metrics.jsonl` has them.
+        """
+        ids = set(self._federation.client_registry.ids)
+        if unknown_ids := sorted(checkpoint.client_states.keys() - ids):
+            return f"it has a private state of {unknown_ids[0]!r}, who is not in the federation"
+        trained = {i for record in records for i, row in record.get("clients", {}).items() if "seconds" in row}
+        if missing_ids := sorted((trained & ids) - checkpoint.client_states.keys()):
+            return f"the private state of {missing_ids[0]!r} is missing, who has trained"
+        if not self._federation.clients:  # those of sites are at the sites
+            return next(
+                filter(
+                    None,
+                    (
+                        _remote_state_error(i, client_state, checkpoint)
+                        for i, client_state in checkpoint.client_states.items()
+                    ),
+                ),
+                "",
+            )
+        if not self._is_registered:
+            return ""
+        if error_text := _state_difference(
+            self._initial_server_state, checkpoint.state, [*_trees(self._initial_server_state)], ids
+        ) or nonfinite_state_error(checkpoint.state):
+            return f"the server's state: {error_text}"
+        wrongs = (
+            (i, self._client_state_error(self._federation.clients[i], client_state))
+            for i, client_state in checkpoint.client_states.items()
+        )
+        return next((f"the private state of {i!r}: {error_text}" for i, error_text in wrongs if error_text), "")
+
+    def _client_state_error(self, client: Client, client_state: PyTree) -> str:
+        known_trees = [_network_state(client), *_parameters_and_buffers(client)] if client.model is not None else []
+        key = "" if client.model is None else cached_module(client.model).architecture
+        ids = set(self._federation.client_registry.ids)
+        if key not in self._initial_client_states:
+            self._initial_client_states[key] = self._init_client_state(client)
+        initial_state = self._initial_client_states[key]
+        if _state_difference(
+            initial_state, client_state, [*known_trees, *_trees(initial_state)], ids
+        ):  # a form may follow from the client's data
+            initial_state = self._init_client_state(client)
+        return _state_difference(
+            initial_state, client_state, [*known_trees, *_trees(initial_state)], ids
+        ) or nonfinite_state_error(client_state)
+
+    def _init_client_state(self, client: Client) -> PyTree:
+        seed = self._federation.settings.seed
+        with grad_enabled(), temporary_rng_seed(seed):
+            return self._federation.algorithm.client_init(client, seed)
+
+
+def describe_state_error(wrong: str, folder: object, federation: Federation, round_number: int) -> str:
+    """The sentence about a checkpoint that is not of the form of its method."""
+    return (
+        f"the checkpoint of round {round_number} in {folder} is not what {registry_name(federation.algorithm)} wrote "
+        f"for these clients: {wrong}"
+    )
+
+
+def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoint) -> str:
+    number = client_state.get("round") if isinstance(client_state, dict) and client_state.keys() == {"round"} else None
+    if type(number) is int and 1 <= number <= checkpoint.round:
+        return ""
+    return f"the round of the private state that {client!r} keeps is {str(client_state)[:60]}"
+
+
+def _state_difference(
+    initial: PyTree, state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str = ""
+) -> str:
+    """How a state differs from the one of the beginning; empty if it may have become that."""
+    label = place or "it"
+    if isinstance(initial, Tensor):
+        if not isinstance(state, Tensor):
+            return f"tensor {label!r} is a {type(state).__name__}"
+        return spec_mismatch({label: state}, state_dict_spec({label: initial})) or ""
+    if isinstance(initial, Mapping):
+        if not isinstance(state, Mapping):
+            return f"{label!r} is a {type(state).__name__}, not a mapping"
+        return (
+            _mapping_difference(initial, state, known_trees, ids, place)
+            if initial
+            else _later_state_error(state, known_trees, ids, place)
+        )
+    if isinstance(initial, list):
+        if not isinstance(state, list):
+            return f"{label!r} is a {type(state).__name__}, not a list"
+        if len(initial) != len(state):
+            return f"list {label!r} has {len(state)} parts, expected {len(initial)}" if any(_trees(initial)) else ""
+        pairs = zip(initial, state, strict=True)
+        return _first_error(
+            _state_difference(a, b, known_trees, ids, _join_path(place, k)) for k, (a, b) in enumerate(pairs)
+        )
+    if initial is None:
+        return _later_state_error(state, known_trees, ids, place)
+    return "" if type(initial) is type(state) else f"{label!r} is {str(state)[:60]}, not a {type(initial).__name__}"
+
+
+def _mapping_difference(
+    initial: Mapping[str, Any], state: Mapping[str, Any], known_trees: Sequence[StateDict], ids: set[str], place: str
+) -> str:
+    if _is_tree(initial):
+        if wrong := _non_tensor_error(state, place):
+            return wrong
+        specs = {_join_path(place, name): form for name, form in state_dict_spec(initial).items()}
+        if place.rpartition("/")[2] == _SHRINKING:
+            specs = {name: form for name, form in specs.items() if name.removeprefix(f"{place}/") in state}
+        return spec_mismatch({_join_path(place, name): tensor for name, tensor in state.items()}, specs) or ""
+    new = {name: value for name, value in state.items() if name not in initial}
+    for name in initial.keys() - state.keys() - {_SHRINKING}:
+        # FedRep's draw gives way to the body, a part of it: which part, only the clients know. It may be no tensor at all.
+        related_names = [
+            n for n, value in new.items() if _is_tree(initial[name]) and _shares_names(value, initial[name])
+        ]
+        empty = [n for n, value in new.items() if _is_tree(initial[name]) and _is_empty(value)]
+        heir = next(iter(related_names + empty), None)
+        if heir is None:
+            return f"{_join_path(place, name)!r} is missing"
+        part = {n: tensor for n, tensor in initial[name].items() if n in new[heir]}
+        if wrong := _state_difference(part, new.pop(heir), known_trees, ids, _join_path(place, heir)):
+            return wrong
+    difference = _first_error(
+        _state_difference(initial[name], state[name], known_trees, ids, _join_path(place, name))
+        for name in initial
+        if name in state
+    )
+    if not difference and new and place:
+        return f"{_join_path(place, next(iter(new)))!r} is unexpected"
+    return difference or _first_error(
+        _later_state_error(value, known_trees, ids, _join_path(place, name)) for name, value in new.items()
+    )
+
+
+def _later_state_error(state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str) -> str:
+    """What is wrong with something that was not there at the beginning."""
+    if isinstance(state, list):
+        return _first_error(
+            _later_state_error(value, known_trees, ids, _join_path(place, k)) for k, value in enumerate(state)
+        )
+    if not isinstance(state, Mapping) or place.rpartition("/")[2] in _ALIEN:
+        return ""
+    related_trees = [tree for tree in known_trees if _shares_names(state, tree)]
+    if not related_trees or state.keys() <= ids:
+        return _first_error(
+            _later_state_error(value, known_trees, ids, _join_path(place, name)) for name, value in state.items()
+        )
+    if wrong := _non_tensor_error(state, place):
+        return wrong
+    if place.startswith(f"{_PARTS}/"):
+        related_trees = [{name: tree[name] for name in tree if name in state} for tree in related_trees]
+    tensor_by_path = {_join_path(place, name): tensor for name, tensor in state.items()}
+    reasons = [
+        spec_mismatch(tensor_by_path, {_join_path(place, name): form for name, form in state_dict_spec(tree).items()})
+        for tree in related_trees
+    ]
+    if None in reasons:
+        return ""
+    closest = max(
+        range(len(related_trees)),
+        key=lambda k: len(related_trees[k].keys() & state.keys()) - len(related_trees[k].keys() ^ state.keys()),
+    )
+    return reasons[closest] or ""
+
+
+def _non_tensor_error(state: Mapping[str, Any], place: str) -> str:
+    names = (name for name, value in state.items() if not isinstance(value, Tensor))
+    return _first_error(f"tensor {_join_path(place, name)!r} is a {type(state[name]).__name__}" for name in names)
+
+
+def _network_state(client: Client) -> StateDict:
+    assert client.model is not None
+    return trainable_state(cached_module(client.model).module)
+
+
+def _parameters_and_buffers(client: Client) -> list[StateDict]:
+    """Of a network its trained parameters, and its buffers."""
+    assert client.model is not None
+    net = cached_module(client.model)
+    return [{n: p for n, p in net.module.named_parameters() if n not in net.frozen}, net.buffers]
+
+
+def _trees(nested: PyTree) -> Iterator[StateDict]:
+    """The mappings of names to tensors in a state."""
+    if _is_tree(nested):
+        yield nested
+    elif isinstance(nested, Mapping | list):
+        for value in nested.values() if isinstance(nested, Mapping) else nested:
+            yield from _trees(value)
+
+
+def _is_tree(value: PyTree) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(item, Tensor) for item in value.values())
+
+
+def _is_empty(value: PyTree) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _shares_names(value: PyTree, tree: StateDict) -> bool:
+    return isinstance(value, Mapping) and bool(value.keys() & tree.keys())
+
+
+def _join_path(place: str, name: object) -> str:
+    return f"{place}/{name}" if place else str(name)
+
+
+def _first_error(errors: Iterator[str]) -> str:
+    return next(filter(None, errors), "")

@@ -1,0 +1,325 @@
+"""A round: in each phase tasks go to the engine, and each result is accepted or recorded as a failure.
+
+A simulation evaluates a round before the next begins. Between sites each exchange of messages takes long, so that the
+evaluation goes with the training of the next round (`Engine.rides`): from the same state, with the same seeds and under the
+number of its own round, so that records are the same. Until then the record of a round is unfinished.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from torch import Tensor
+
+from polyfed.algorithms import registry_name
+from polyfed.core.algorithm import Message
+from polyfed.core.errors import ClientError, RoundError
+from polyfed.core.evaluation.evaluate import summarise_clients
+from polyfed.core.messages.contiguous import as_contiguous
+from polyfed.core.messages.lora import adapter_mode
+from polyfed.core.state_dict import check_serializable
+from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
+from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.monitoring.update_norms import NORM, describe_round_warnings, update_norm
+from polyfed.simulation.rounds.aggregator import ReplyAggregator
+from polyfed.simulation.rounds.federation import Federation, mean_train_loss
+from polyfed.simulation.rounds.secure_aggregation import encode_sum_part, sum_part_error
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.directory import RunDirectory
+from polyfed.simulation.storage.model_signature import write_model
+from polyfed.simulation.storage.predictions import OutputsByClient
+
+
+@final
+@dataclass
+class PhaseResults:
+    """What became of the tasks of one phase: results that can be accepted, and by client bytes that went down and came up,
+    scalars, and norms of what replies change; a record of each failure; seconds in which the server made messages and in
+    which clients worked, and all of them, where the phase has had the engine to itself."""
+
+    results: dict[str, TaskResult] = field(default_factory=dict)
+    bytes_down: dict[str, int] = field(default_factory=dict)
+    bytes_up: dict[str, int] = field(default_factory=dict)
+    scalars: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    seconds_dispatch: float = 0.0
+    seconds_clients: float = 0.0
+    seconds: float = 0.0
+
+
+def failure_sort_key(failure: Mapping[str, Any]) -> tuple[str, ...]:
+    """By what failures are sorted."""
+    return failure["client"], failure["phase"], failure["reason"]
+
+
+def run_phase(
+    federation: Federation,
+    engine: Engine,
+    phase: Phase,
+    clients: Sequence[str],
+    round_number: int,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    aggregator: ReplyAggregator | None = None,
+    evaluation_results: PhaseResults | None = None,
+) -> PhaseResults:
+    """Carries out one phase for these clients, from the state `checkpoint`. Raises at the first failure if so
+    configured. Replies
+    go to `aggregator` as they come, and are not kept elsewhere. `evaluation_results` takes in the evaluation of all
+    clients after the round of `checkpoint`, whose tasks go to the engine together with the others."""
+    phase_results, done_by_phase, clock = PhaseResults(), {"local": 0, "evaluate": 0, "export": 0}, time.perf_counter
+    phase_start = clock()
+    blocks = federation.build_task_blocks(phase, clients, round_number, checkpoint, engine.max_block_bytes)
+    all_ids, evaluation_blocks = list(federation.client_registry.ids), iter(list[list[ClientTask]]())
+    if evaluation_results is not None:
+        evaluation_blocks = federation.build_task_blocks(
+            "evaluate", all_ids, checkpoint.round, checkpoint, engine.max_block_bytes
+        )
+    while True:
+        dispatch_start = clock()
+        tasks, evaluation_tasks = next(blocks, []), next(evaluation_blocks, [])
+        phase_results.seconds_dispatch += clock() - dispatch_start
+        if not (tasks or evaluation_tasks):
+            break
+        if phase == "local":
+            phase_results.bytes_down |= {task.client: task.transmitted_message.nbytes for task in tasks}
+        clients_start = clock()
+        for result in engine.run([*tasks, *evaluation_tasks]):
+            result_phase = result.task.phase
+            destination = phase_results if evaluation_results is None or result_phase == phase else evaluation_results
+            _record_result(
+                federation,
+                result,
+                checkpoint,
+                destination,
+                progress,
+                aggregator if destination is phase_results else None,
+            )
+            done_by_phase[result_phase] += 1
+            progress.update_clients(
+                result_phase, done_by_phase[result_phase], len(clients if destination is phase_results else all_ids)
+            )
+        phase_results.seconds_clients += clock() - clients_start
+    for part in (phase_results, evaluation_results) if evaluation_results is not None else (phase_results,):
+        part.failures.sort(key=failure_sort_key)
+    phase_results.seconds = clock() - phase_start
+    return phase_results
+
+
+def _validate_reply(
+    federation: Federation, result: TaskResult, checkpoint: Checkpoint
+) -> tuple[Any, Any, float | None]:
+    """The reply as the server half takes it, as it travelled, and the norm of what it changes. Of a secure sum both are
+    words, and no single norm is known.
+
+    Raises:
+        ValueError: why it cannot be accepted; half a sentence.
+    """
+    task, reply = result.task, result.reply
+    if result.masked:
+        if reply is not None and (flaw := sum_part_error(reply, federation.algorithm, checkpoint.state, task.message)):
+            raise ValueError(flaw)
+        return reply, reply, None  # no reply of a site that is in no sum of this round
+    decoded = federation.decode_reply(reply, task.message)
+    if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
+        raise ValueError(flaw)
+    if not federation.settings.secure:
+        assert isinstance(reply, Message)  # what is none has a flaw
+        uncompressed = (
+            decoded if adapter_mode(federation.algorithm) is None else federation.decompress_reply(reply, task.message)
+        )
+        return decoded, reply, update_norm(uncompressed, task.message, federation.algorithm._differences)
+    part = encode_sum_part(decoded, federation.algorithm, federation.cohort_size)  # as a site does before it masks
+    return part, part, None
+
+
+def _record_result(
+    federation: Federation,
+    result: TaskResult,
+    checkpoint: Checkpoint,
+    phase_results: PhaseResults,
+    progress: Progress,
+    aggregator: ReplyAggregator | None,
+) -> None:
+    """Puts one result where it belongs: among the accepted, or among the failures."""
+    task, failure, reply, transmitted, norm = result.task, result.failure, result.reply, result.reply, None
+    if failure is None and task.phase == "local":
+        try:
+            reply, transmitted, norm = _validate_reply(federation, result, checkpoint)
+        except ValueError as flaw:
+            failure = ClientError(task.round, task.client, "reply", str(flaw))
+    for incident_text in result.incidents:
+        warnings.warn(f"round {task.round}, client {task.client!r}: {incident_text}", RuntimeWarning, stacklevel=6)
+        reason = {"client": task.client, "phase": task.phase, "reason": incident_text}
+        phase_results.failures.append({**reason, "retried": failure is None})
+    if failure is None:
+        if transmitted is not None and reply is not None and aggregator is not None:
+            phase_results.bytes_up[task.client], phase_results.scalars[task.client] = transmitted.nbytes, reply.scalars
+            phase_results.norms |= {} if norm is None else {task.client: norm}
+            aggregator.add(task.client, reply)
+            result = replace(result, reply=None)
+        # Without the message: with it, those of all blocks would stay until the end of the phase.
+        phase_results.results[task.client] = replace(
+            result, task=replace(task, message=Message(), client_state=None, compressed_message=None)
+        )
+    elif federation.settings.on_error == "raise":
+        raise failure
+    else:
+        if aggregator is not None:
+            aggregator.mark_missing(task.client)
+        progress.say(f"{failure}; the run goes on without this client")
+        reason = {"client": failure.client, "phase": failure.phase, "reason": failure.reason}
+        phase_results.failures.append({**reason, "retried": False})
+
+
+def is_evaluation_round(settings: Settings, number: int) -> bool:
+    """Whether all clients are evaluated after a round."""
+    return number % settings.evaluate_every == 0 or number == settings.rounds
+
+
+def evaluate_clients(
+    federation: Federation, checkpoint: Checkpoint, engine: Engine, progress: Progress
+) -> PhaseResults:
+    """The evaluation of all clients after a round, by itself."""
+    return run_phase(
+        federation, engine, "evaluate", list(federation.client_registry.ids), checkpoint.round, checkpoint, progress
+    )
+
+
+def run_round(
+    federation: Federation,
+    previous: Checkpoint,
+    history: Sequence[Mapping[str, Any]],
+    engine: Engine,
+    progress: Progress,
+    on_evaluated: Callable[[Checkpoint, PhaseResults], object],
+) -> Checkpoint:
+    """One round up to its evaluation: the state after it, with its record as far as it is known by then. If the round before
+    is still to be evaluated, that is done beside, and `on_evaluated` gets what came of it before the replies are
+    aggregated."""
+    settings, algorithm, number, clock = (
+        federation.settings,
+        federation.algorithm,
+        previous.round + 1,
+        time.perf_counter,
+    )
+    started = clock()
+    cohort = federation.sample_cohort(number)
+    trained = list(federation.client_registry.ids) if "everyone_trains" in algorithm.traits else cohort
+    aggregator = ReplyAggregator(
+        algorithm, previous.state, cohort, federation.client_registry.num_examples, settings.secure
+    )
+    evaluation_results = None if previous.unevaluated_record is None else PhaseResults()
+    training_results = run_phase(
+        federation, engine, "local", trained, number, previous, progress, aggregator, evaluation_results
+    )
+    if evaluation_results is not None:
+        on_evaluated(previous, evaluation_results)
+    reply_ids = [i for i in cohort if i in training_results.results]
+    if len(reply_ids) < settings.min_replies:
+        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in training_results.failures[:3])
+        raise RoundError(f"round {number} has {len(reply_ids)} valid replies of {len(cohort)}, min_replies is "
+                         f"{settings.min_replies} ({reasons})")  # fmt: skip
+    aggregating = clock()
+    state, dropped = aggregator.aggregate(federation.server_context(), drop=settings.on_error == "skip")
+    for i, reason in dropped.items():
+        training_results.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
+        progress.say(f"client {i!r}: {reason}; its reply is left out")
+    reply_ids = [i for i in reply_ids if i not in dropped]
+    if len(reply_ids) < settings.min_replies:
+        raise RoundError(f"round {number} has {len(reply_ids)} replies that can be aggregated, min_replies is "
+                         f"{settings.min_replies} ({next(iter(dropped.values()), '')})")  # fmt: skip
+    check_serializable(state, f"{registry_name(algorithm)}: the server's state")
+    state = as_contiguous(state)
+    seconds_server = training_results.seconds_dispatch + aggregator.seconds + clock() - aggregating
+
+    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in training_results.bytes_down.items()}
+    for i, result in training_results.results.items():
+        scalars = training_results.scalars.get(i, {})
+        loss_fields = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
+        norm = {NORM: training_results.norms[i]} if i in training_results.norms else {}
+        rows[i] |= {"seconds": round(result.seconds, 4), **loss_fields, **norm}
+    for i in reply_ids:
+        rows[i]["bytes_up"] = training_results.bytes_up[i]
+    bytes_down, bytes_up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
+    record = {
+        "round": number,
+        "seconds": round(clock() - started, 4),
+        "seconds_clients": round(training_results.seconds_clients - aggregator.seconds, 4),
+        "seconds_server": round(seconds_server, 4),
+        "train_loss": mean_train_loss({i: training_results.scalars[i] for i in reply_ids}),
+        "bytes_down": bytes_down,
+        "bytes_up": bytes_up,
+        "bytes_down_total": bytes_down + (history[-1]["bytes_down_total"] if history else 0),
+        "bytes_up_total": bytes_up + (history[-1]["bytes_up_total"] if history else 0),
+        "clients": {i: rows[i] for i in sorted(rows)},
+        "summary": {},
+        "failures": training_results.failures,
+        "replied": sorted(reply_ids),
+        "score": federation.metrics[0].name,
+    }
+    states = {**previous.client_states, **{i: result.client_state for i, result in training_results.results.items()}}
+    return Checkpoint(number, state, states, record)
+
+
+def complete_record(
+    federation: Federation,
+    record: Mapping[str, Any],
+    evaluation_results: PhaseResults | None,
+    history: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], OutputsByClient]:
+    """The record of a round for `metrics.jsonl`, and what the evaluated networks gave.
+
+    Args:
+        federation: who took part.
+        record: as `run_round` leaves it.
+        evaluation_results: what came of the evaluation; None for a round that has none.
+        history: the records of the rounds before.
+    """
+    full_record, outputs = dict(record), dict[str, Mapping[str, Tensor]]()
+    if evaluation_results is not None:
+        rows = dict(record["clients"])
+        metrics = {i: result.metrics for i, result in sorted(evaluation_results.results.items())}
+        for i, values in metrics.items():
+            rows[i] = {**rows.get(i, {}), **values}
+        outputs = {
+            i: result.predictions for i, result in sorted(evaluation_results.results.items()) if result.predictions
+        }
+        full_record |= {
+            "seconds": round(record["seconds"] + evaluation_results.seconds, 4),
+            "clients": {i: rows[i] for i in sorted(rows)},
+            "summary": summarise_clients(metrics, federation.client_registry.num_examples),
+            "failures": sorted([*record["failures"], *evaluation_results.failures], key=failure_sort_key),
+        }
+    earlier_records: Sequence[Mapping[str, Any]] = history
+    if federation.settings.keep == "loss" and history:  # all but the best were worse
+        earlier_records = [history[history[-1]["best_round"] - 1]] if history[-1]["best_round"] else []
+    best = federation.best_round([*earlier_records, full_record])
+    return {**full_record, "warnings": describe_round_warnings(full_record), "best_round": best}, outputs
+
+
+def write_personal_models(
+    federation: Federation, checkpoint: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
+) -> None:
+    """The personal models after a round, `models/ID.safetensors`. With `on_error="skip"` a client whose model cannot
+    be made costs no other client's; the records of the rounds are complete by now, so it is told as a warning."""
+    blocks = federation.build_task_blocks(
+        "export", list(federation.client_registry.ids), checkpoint.round, checkpoint, engine.max_block_bytes
+    )
+    for result in (result for tasks in blocks for result in engine.run(tasks)):
+        client, failure = result.task.client, result.failure
+        for incident in result.incidents:
+            warnings.warn(f"export of client {client!r}: {incident}", RuntimeWarning, stacklevel=4)
+        if failure is not None:
+            if federation.settings.on_error == "raise":
+                raise failure
+            progress.say(f"{failure}; its model is not written")
+            warnings.warn(f"{failure}; its model is not written", RuntimeWarning, stacklevel=4)
+            continue
+        if result.weights is not None:  # at a site they stay there
+            owner = federation.clients.get(client)
+            write_model(directory.model_path(client), result.weights, result.description, owner)

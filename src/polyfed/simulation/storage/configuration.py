@@ -1,0 +1,130 @@
+"""The method and the settings of a run as `config.yaml` describes them, and back."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from polyfed.algorithms import get, registry_name
+from polyfed.core.algorithm import Algorithm
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metrics import Metric, is_built_in_metric, resolve_metrics
+from polyfed.core.evaluation.metrics import metric_path_or_name as written_metric
+from polyfed.core.io.trusted_code import import_dataclass, import_path_of
+from polyfed.core.io.validation import build_dataclass, validation_error
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.directory import to_plain_values
+
+_ABSENT = "(absent)"  # no value of a field
+
+
+def describe_method_and_settings(algorithm: Algorithm[Any, Any], settings: Settings) -> dict[str, Any]:
+    """The part of `config.yaml` that every run has: the method with all its fields, and the settings."""
+    return {"algorithm": _describe_method(algorithm), **to_plain_values(dataclasses.asdict(settings), "settings")}
+
+
+def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
+    fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}  # type: ignore[arg-type]
+    return {
+        "name": import_path_of(type(algorithm)) or registry_name(algorithm),
+        **to_plain_values(fields, registry_name(algorithm)),
+    }
+
+
+def restore_settings_and_method(
+    config: Mapping[str, Any], algorithm: Algorithm[Any, Any] | None
+) -> tuple[Settings, Algorithm[Any, Any]]:
+    """Settings and method of a run from its `config.yaml`; `algorithm` is the method that the caller brings, or None.
+
+    Raises:
+        UserError: `algorithm` is not the method of the run.
+    """
+    settings = build_settings(config)
+    saved = read_section(config, "algorithm")
+    if not isinstance(algorithm, Algorithm):  # None, or something that `_checked` refuses
+        return settings, build_method(saved) if algorithm is None else algorithm
+    current = _describe_method(algorithm)
+    declared_fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
+    # A field that came after the run was begun had its default there.
+    default_by_field = {
+        f.name: f.default for f in declared_fields if f.name not in saved and f.default is not dataclasses.MISSING
+    }
+    saved = {**to_plain_values(default_by_field, registry_name(algorithm)), **saved}
+    if changed_names := sorted(
+        f for f in current.keys() | saved.keys() if current.get(f, _ABSENT) != saved.get(f, _ABSENT)
+    ):
+        changes = ", ".join(
+            f"{f} was {saved.get(f, _ABSENT)!r} and is now {current.get(f, _ABSENT)!r}" for f in changed_names
+        )
+        raise UserError(f"algorithm is not that of the run: {changes}; resume with the same, or start another run")
+    return settings, algorithm
+
+
+def build_settings(config: Mapping[str, Any]) -> Settings:
+    """The settings of a configuration.
+
+    Raises:
+        UserError: one is of another type or outside its range.
+    """
+    names = [f.name for f in dataclasses.fields(Settings)]
+    return build_dataclass(Settings, {name: config[name] for name in names if name in config}, "the configuration")
+
+
+def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of a configuration: a choice by its `name`, with its fields.
+
+    Raises:
+        UserError: it is missing, or no such mapping.
+    """
+    if name not in config:
+        raise UserError(f"the configuration lacks {name!r}; `polyfed run --print-config` shows a complete one")
+    if wrong := validation_error(config[name], dict[str, Any], name):
+        raise UserError(f"the configuration is damaged: {wrong}; `polyfed run --print-config` shows a complete one")
+    return dict(config[name])
+
+
+def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
+    """A method from its name and fields, as a file holds them.
+
+    Raises:
+        UserError: there is no such method, or a field that it does not take.
+    """
+    arguments = dict(fields)
+    return build_dataclass(find_method_class(str(arguments.pop("name", ""))), arguments, "algorithm")
+
+
+def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
+    """The class of a method: by its name in the registry, or the user's by `module:Name`.
+
+    Raises:
+        UserError: there is none.
+
+    >>> find_method_class("fedavg").__name__
+    'FedAvg'
+    """
+    base: Any = Algorithm
+    method_class: type[Algorithm[Any, Any]] = import_dataclass(name, base, "method") if ":" in name else get(name)
+    return method_class
+
+
+def restore_metrics(settings: Settings, metrics: Any, task: str, out: Any) -> tuple[Metric, ...]:
+    """The metrics of a run from the names in its `config.yaml`; `metrics` is what the caller brings, or None.
+
+    Raises:
+        UserError: `metrics` are not those of the run, or one that is not built in is missing.
+    """
+    names = settings.metrics
+    if metrics is not None:
+        resolved = resolve_metrics(metrics, task)
+        current_names = tuple(map(written_metric, resolved))
+        if current_names != (names or tuple(metric.name for metric in resolve_metrics(None, task))):
+            raise UserError(
+                f"metrics are not those of the run: they were {', '.join(names) or 'not given'} and are now "
+                f"{', '.join(current_names)}; resume with the same, or start another run"
+            )
+        return resolved
+    if custom_names := [name for name in names if not is_built_in_metric(name) and ":" not in name]:
+        raise UserError(
+            f"the run in {out} has the metric {custom_names[0]!r}, which is not built in; give its metrics again: "
+            f"polyfed.resume({str(out)!r}, metrics=[...])"
+        )
+    return resolve_metrics(names, task)

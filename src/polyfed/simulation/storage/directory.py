@@ -1,0 +1,380 @@
+"""The run directory: configuration, manifest, metrics of each round, checkpoints and the models at the end."""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypedDict, final
+
+import yaml
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import (
+    MAX_ROUNDS_BYTES,
+    append_line,
+    create_private_folder,
+    expand_user_path,
+    open_lock_file,
+    read_file,
+    read_text_file,
+)
+from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
+from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
+from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
+from polyfed.simulation.storage.integrity import hash_config, read_newest_binding
+from polyfed.simulation.storage.paths import safe_file_name
+
+if TYPE_CHECKING:
+    from polyfed.core.state_dict import StateDict
+
+BASELINES = "baselines"  # folder of a run directory, with a run directory of each baseline
+_PACKAGES = ("polyfed", "torch", "numpy", "safetensors")
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class Manifest(TypedDict, total=False):
+    """What `manifest.json` holds."""
+
+    seed: int
+    config_sha256: str
+    data_fingerprint: str
+    partition_fingerprint: str
+    class_names: list[str]
+    decided: dict[str, str]
+    deployment: str
+    sites: list[str]
+    score: dict[str, str | bool]
+    evaluated: str
+    predictions: str
+    files: dict[str, str]
+    versions: dict[str, str]
+
+
+@final
+@dataclass(frozen=True)
+class RunDirectory:
+    """A folder that belongs to one run; the process that writes to it holds a lock."""
+
+    path: Path
+    _lock: IO[str]
+    _metrics_hash: "_RunningHash" = field(default_factory=lambda: _RunningHash())
+
+    @classmethod
+    def create(cls, path: str | Path) -> "RunDirectory":
+        """A new run directory. One that was stopped before it had a `config.yaml` counts as empty.
+
+        Raises:
+            UserError: it exists and is not empty, or cannot be written.
+        """
+        folder = expand_user_path(path, "out")
+        check_not_taken(folder)
+        try:
+            if not folder.exists():
+                create_private_folder(folder, parents=True)
+            return cls(folder, _lock_directory(folder))
+        except OSError as error:
+            raise _unwritable_error(folder, error) from error
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunDirectory":
+        """An existing run directory, to go on with.
+
+        Raises:
+            UserError: it is not a run directory, or another process is writing to it.
+        """
+        folder = expand_user_path(path, "the run directory")
+        if not (folder / "config.yaml").exists():
+            raise UserError(f"{folder} is not a run directory: it has no config.yaml")
+        try:
+            return cls(folder, _lock_directory(folder))
+        except OSError as error:
+            raise UserError(f"cannot write to the run directory {folder}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        self._lock.close()
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoint"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes `config.yaml`, which makes the folder a run directory: everything before the first round comes before."""
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        self.add_to_manifest({"config_sha256": hash_config(parse_yaml(text))})
+        write_file_atomically(self.path / "config.yaml", text.encode())
+
+    def write_manifest(self, facts: Mapping[str, Any]) -> None:
+        """Writes `manifest.json`: `facts`, and the versions and machine of this process."""
+        import platform
+
+        host = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
+        content = {**facts, "versions": package_versions(), "host": host}
+        write_file_atomically(self.path / "manifest.json", json.dumps(content, indent=1).encode())
+
+    def add_to_manifest(self, facts: Mapping[str, Any]) -> None:
+        """Adds what became known while the run went on."""
+        write_file_atomically(
+            self.path / "manifest.json", json.dumps({**self.read_manifest(), **facts}, indent=1).encode()
+        )
+
+    def read_manifest(self) -> dict[str, Any]:
+        """What `write_manifest` wrote; empty if it is missing or damaged."""
+        return read_manifest(self.path)
+
+    def append_record(self, record: Mapping[str, Any]) -> None:
+        """Adds one round to `metrics.jsonl`; it is on the disk before a checkpoint that follows it."""
+        line = json.dumps(record, allow_nan=False)
+        append_line(self.path / "metrics.jsonl", line)
+        self._metrics_hash.add(f"{line}\n")
+
+    @property
+    def metrics_sha256(self) -> str:
+        """The running hash of the lines of `metrics.jsonl`, which checkpoints are bound to."""
+        return self._metrics_hash.hexdigest()
+
+    def write_analysis(self, round_number: int, arrays: Mapping[str, Any]) -> None:
+        """Writes what a method keeps of a round for plots, `analysis/round-N.npz`: tensors, and lists of names."""
+        import numpy as np
+
+        folder = create_private_folder(self.path / "analysis")
+        content = io.BytesIO()
+        np.savez_compressed(content, allow_pickle=False, **{name: np.asarray(value) for name, value in arrays.items()})
+        write_file_atomically(folder / f"round-{round_number:06d}.npz", content.getvalue())
+
+    def last_complete_round(self) -> int:
+        """The last round up to which `metrics.jsonl` holds every round."""
+        numbers = [record["round"] for record in read_metrics(self.path / "metrics.jsonl")]
+        return next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
+
+    def truncate_after(self, last_round: int) -> list[dict[str, Any]]:
+        """Drops what `metrics.jsonl` holds after round `last_round` (rounds that no checkpoint covers, or half a line) and
+        returns the rest.
+
+        Raises:
+            UserError: a round up to `last_round` is missing or damaged.
+        """
+        path = self.path / "metrics.jsonl"
+        records = read_metrics(path)[:last_round]
+        if [r["round"] for r in records] != list(range(1, last_round + 1)):
+            raise UserError(
+                f"{path} does not hold rounds 1 to {last_round}, which the checkpoint follows; it was damaged"
+            )
+        text = "".join(
+            f"{line}\n" for line in read_metrics_text(path).split("\n")[:last_round]
+        )  # as they are, since they are bound
+        write_file_atomically(path, text.encode())
+        self._metrics_hash.restart(text)
+        for file in (self.path / "analysis").glob("round-*.npz"):
+            if (number := file.stem.removeprefix("round-")).isdecimal() and int(number) > last_round:
+                file.unlink()
+        return records
+
+    def model_path(self, client: str) -> Path:
+        """Where the personal model of a client is kept."""
+        return create_private_folder(self.path / "models") / f"{safe_file_name(client)}.safetensors"
+
+
+@final
+class _RunningHash:
+    """A hash of lines that come one by one."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def restart(self, text: str) -> None:
+        """Begins again, with these lines."""
+        self._hash = hashlib.sha256(text.encode())
+
+    def add(self, line: str) -> None:
+        """Takes in another line."""
+        self._hash.update(line.encode())
+
+    def hexdigest(self) -> str:
+        """Of all so far."""
+        return self._hash.hexdigest()
+
+
+def write_weights(path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None) -> None:
+    """Weights as a safetensors file and, where there is one, the description beside it."""
+    import safetensors.torch  # which imports torch, and reading a configuration should not
+
+    files = {path: safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}
+    if description is not None:
+        files[path.with_suffix(".json")] = json.dumps(description, indent=1).encode()
+    for file, content in files.items():
+        write_file_atomically(file, content)
+
+
+def encode_json(content: Any) -> bytes:
+    """Plain values as a JSON file holds them."""
+    return json.dumps(content, indent=1).encode()
+
+
+def to_plain_values(value: Any, name: str) -> Any:
+    """A value as YAML and JSON can write it: NumPy's scalars as Python's, tuples as lists.
+
+    Raises:
+        UserError: something that cannot be written, with its place.
+
+    >>> import numpy as np
+    >>> to_plain_values({"lr": np.float64(0.1), "milestones": (3, np.int64(6))}, "algorithm")
+    {'lr': 0.1, 'milestones': [3, 6]}
+    """
+    import numpy as np
+
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {k if type(k) in _PLAIN else str(k): to_plain_values(item, f"{name}.{k}") for k, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain_values(item, f"{name}[{position}]") for position, item in enumerate(value)]
+    if type(value) not in _PLAIN:
+        raise UserError(
+            f"{name} is a {type(value).__name__}, which config.yaml cannot hold: {value!r}; give numbers, strings, lists or "
+            "mappings, or run without out="
+        )
+    return value
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The content of a `config.yaml`, or of a folder's.
+
+    Raises:
+        UserError: it is missing, or no YAML mapping.
+    """
+    place = expand_user_path(path, "the run directory")
+    file = place / "config.yaml" if place.is_dir() else place
+    try:
+        data = read_file(file)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+    try:
+        content = parse_yaml(data)
+    except ValueError as error:
+        raise UserError(f"{file} is not valid YAML{', ' if str(error).startswith('line ') else ': '}{error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold a mapping of settings, found {type(content).__name__}")
+    if wrong := _plainness_error(content):
+        raise UserError(f"{file} is no configuration: {wrong}")
+    return content
+
+
+def _plainness_error(value: Any, place: str = "") -> str:
+    """What in a YAML file is neither text, a number, true, false, null, a list nor a mapping; empty if nothing is."""
+    if isinstance(value, dict):
+        if wrong := [key for key in value if type(key) not in _PLAIN]:
+            return f"a key of {place or 'it'} is a {type(wrong[0]).__name__}"
+        return next(
+            filter(None, (_plainness_error(item, f"{place}.{key}".lstrip(".")) for key, item in value.items())), ""
+        )
+    if isinstance(value, list):
+        return next(filter(None, (_plainness_error(item, f"{place}[{k}]") for k, item in enumerate(value))), "")
+    return "" if type(value) in _PLAIN else f"{place} is a {type(value).__name__}"
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """What `write_manifest` wrote in a run directory; empty if it is missing or damaged.
+
+    Raises:
+        UserError: there is something else than a file, or it cannot be read.
+    """
+    try:
+        data = read_file(Path(folder) / "manifest.json")
+    except OSError:
+        return {}
+    try:
+        content = parse_json(data)
+    except ValueError:
+        return {}
+    return {} if validation_error(content, Manifest) else dict(content)
+
+
+def list_changes(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
+    """What was changed in a run directory since it was written, a sentence for each file; see `chain`. Models and
+    predictions count if `include_outputs`.
+
+    Raises:
+        UserError: its configuration cannot be read.
+    """
+    newest = read_newest_binding(Path(folder) / "checkpoint")
+    return changes_of(Path(folder), read_config(folder), read_manifest(folder), newest, include_outputs)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rounds in a `metrics.jsonl`, up to the first damaged line."""
+    records: list[dict[str, Any]] = []
+    if path.exists() or path.is_symlink():
+        for line in read_metrics_text(path).rstrip("\n").split("\n"):
+            try:
+                record = parse_json(line)
+            except ValueError:
+                break
+            if not isinstance(record, dict) or not isinstance(record.get("round"), int):
+                break
+            records.append(record)
+    return records
+
+
+def read_metrics_text(path: Path) -> str:
+    """The text of a `metrics.jsonl`; empty if it is missing. What is no text is marked, so that its line is no JSON."""
+    try:
+        return read_text_file(path, MAX_ROUNDS_BYTES, errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide results."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    version_by_package = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            version_by_package[package] = version(package)
+        except PackageNotFoundError:
+            version_by_package[package] = "not installed"
+    return version_by_package
+
+
+def check_not_taken(folder: Path) -> None:
+    """Refuses what cannot become a new run directory; makes nothing.
+
+    Raises:
+        UserError: it exists and is not empty, or is a file, or cannot be read.
+    """
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"the run directory {folder} is a file; choose another --out")
+        if folder.exists() and not all(_is_left_by_a_start(entry.name) for entry in folder.iterdir()):
+            hint = f"continue it with `polyfed resume {folder}` or " if (folder / "config.yaml").exists() else ""
+            raise UserError(f"the run directory {folder} is not empty; {hint}choose another --out")
+    except OSError as error:
+        raise _unwritable_error(folder, error) from error
+
+
+def _unwritable_error(folder: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write to the run directory {folder}: {error.strerror}; choose another --out")
+
+
+def _is_left_by_a_start(name: str) -> bool:
+    return name in (".lock", "manifest.json", BASELINES) or name.startswith(".partial-")
+
+
+def _lock_directory(folder: Path) -> IO[str]:
+    file = open_lock_file(folder / ".lock")
+    try:
+        import fcntl
+    except ImportError:  # Windows has no advisory locks; two writers are then the user's to avoid
+        return file
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, and forked workers do not inherit it
+    except OSError as error:
+        file.close()
+        raise UserError(f"another process is writing to the run directory {folder}; wait for it or stop it") from error
+    return file

@@ -1,0 +1,202 @@
+"""What a kept network takes: `models/ID.signature.json`, with which it can be built, used and exported without the data of
+the run. It holds forms, counts and constants of the preprocessing, and no example."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+from polyfed.core.algorithm import Client, Task
+from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.data.formats.lazy_images import LazyImageDecoder
+from polyfed.data.tabular.preprocessing import TablePreprocessor
+from polyfed.models import ModelSpec
+from polyfed.simulation.storage.directory import encode_json, to_plain_values, write_file_atomically, write_weights
+
+SIGNATURE_SUFFIX = ".signature.json"
+PREPROCESSING_SUFFIX = ".preprocessing.json"
+_DescribedTransform = Normalise | LazyImageDecoder | TablePreprocessor  # transforms whose constants a signature holds
+
+
+class ModelInput(TypedDict):
+    """One tensor that goes in: its name, its shape without the batch, its type without "torch."; and what follows: for
+    images of uint8, (x / 255 − mean) / std per channel; for a part of several that holds rows of a table, `prepared`, which
+    is `Prepared.described`."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    normalise: dict[str, list[float]] | None
+    prepared: NotRequired[dict[str, Any]]
+
+
+class BuiltInNetwork(TypedDict):
+    """A network that a `ModelSpec` builds."""
+
+    name: str
+    arguments: dict[str, Any]
+    input_shape: list[int]
+    num_classes: int
+
+
+class Signature(TypedDict):
+    """What `ID.signature.json` holds.
+
+    `inputs` are the tensors, and `tree` says how they make up what the network is called with (`polyfed.core.examples.pytree`): a
+    position among them, or a list or mapping of such. `transform` names a function of the owner's, after which the inputs
+    are as described; where it is of a part, "part: function". `examples` counts by split. `network` is None
+    for a network that was made in Python by a function.
+    """
+
+    client: str
+    task: Task
+    inputs: list[ModelInput]
+    tree: Any
+    transform: str | None
+    network: BuiltInNetwork | None
+    examples: dict[str, int]
+
+
+def build_signature(client: Client) -> Signature:
+    """Of a client's network, from its examples and its factory.
+
+    >>> client = Client("north", None, (torch.zeros(3, 4), torch.tensor([0, 1, 1])), (torch.zeros(1, 4), torch.tensor([1])))
+    >>> build_signature(client)["inputs"], build_signature(client)["examples"]
+    ([{'name': 'x', 'shape': [4], 'dtype': 'float32', 'normalise': None}], {'train': 3, 'test': 1})
+    """
+    train, transform_name, name = client.train, None, "x"
+    transform: Any = train.transform
+    x: Any = train.x
+    described_transforms: dict[str, _DescribedTransform] = (
+        {"": transform} if isinstance(transform, _DescribedTransform) else {}
+    )
+    if isinstance(transform, TablePreprocessor):
+        x, name, described_transforms = torch.empty((1, len(transform.columns)), dtype=torch.float64), "rows", {}
+    elif isinstance(transform, PartwiseTransform):
+        described_transforms = {
+            part: how for part, how in transform.transforms.items() if isinstance(how, _DescribedTransform)
+        }
+        if custom_transforms := {
+            part: how for part, how in transform.transforms.items() if part not in described_transforms
+        }:
+            untransformed = replace(train, transform=PartwiseTransform(custom_transforms), augment=None)
+            x = untransformed.batch(torch.tensor([0], device=train.labels.device))[0]
+            transform_name = ", ".join(f"{part}: {_qualified_name(how)}" for part, how in custom_transforms.items())
+    elif transform is not None and not described_transforms:
+        x = train.batch(torch.tensor([0], device=train.labels.device))[0]
+        transform_name = _qualified_name(transform)
+    elif "" in described_transforms:
+        name = "images"
+    inputs: list[ModelInput] = []
+    tree = _describe_inputs(x, "", described_transforms, inputs)
+    if "" in (input_names := [entry["name"] for entry in inputs]):
+        inputs[input_names.index("")]["name"] = name
+    sets = {"train": train, "val": client.val, "test": client.test, "global_test": client.global_test}
+    counts = {name: len(part) for name, part in sets.items() if isinstance(part, Examples)}
+    return {
+        "client": client.id, "task": client.task, "inputs": inputs, "tree": tree, "transform": transform_name,
+        "network": _network(client.model), "examples": counts,
+    }  # fmt: skip
+
+
+def _qualified_name(function: Any) -> str:
+    """Where a function is from. The class of an object says nothing of what the object holds."""
+    kind = type(function)
+    return f"{kind.__module__}.{getattr(function, '__qualname__', kind.__qualname__)}"
+
+
+def _describe_inputs(
+    x: Any, name: str, described_transforms: "Mapping[str, _DescribedTransform]", inputs: list[ModelInput]
+) -> Any:
+    """The tree of positions of the tensors in a batch, which are added to `inputs`."""
+    if isinstance(x, Tensor):
+        transform = described_transforms.get(name)
+        if isinstance(transform, LazyImageDecoder):  # what is stored are numbers of images
+            x, transform = torch.empty((1, *transform.shape), dtype=torch.uint8), transform.normalise
+        if isinstance(transform, TablePreprocessor):  # as rows of a table alone are
+            x = x.double()
+        normalise = (
+            {"mean": list(transform.mean), "std": list(transform.std)} if isinstance(transform, Normalise) else None
+        )
+        dtype = str(x.dtype).removeprefix("torch.")
+        entry: ModelInput = {"name": name, "shape": list(x.shape[1:]), "dtype": dtype, "normalise": normalise}
+        inputs.append(
+            {**entry, "prepared": transform.to_json_dict()} if isinstance(transform, TablePreprocessor) else entry
+        )
+        return len(inputs) - 1
+    prefix = f"{name}/" if name else ""
+    if isinstance(x, Mapping):
+        return {
+            str(key): _describe_inputs(part, f"{prefix}{key}", described_transforms, inputs) for key, part in x.items()
+        }
+    return [
+        _describe_inputs(part, f"{prefix}{position}", described_transforms, inputs) for position, part in enumerate(x)
+    ]
+
+
+def _network(model: Any) -> BuiltInNetwork | None:
+    if not isinstance(model, ModelSpec):
+        return None
+    try:
+        arguments = to_plain_values(dict(model.arguments), "model")
+    except UserError:  # of objects that no file holds
+        return None
+    return {
+        "name": model.name, "arguments": arguments, "input_shape": list(model.input_shape),
+        "num_classes": model.num_classes,
+    }  # fmt: skip
+
+
+def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
+    """What builds the network."""
+    return ModelSpec(network["name"], network["arguments"], tuple(network["input_shape"]), network["num_classes"])
+
+
+def write_model(path: Path, weights: Mapping[str, Tensor], description: Any, client: Client | None) -> None:
+    """A personal network at `path` (`ID.safetensors`), with what is needed to use it beside it.
+
+    Args:
+        path: of the weights.
+        weights: of the network.
+        description: with which a method builds it that brings its own network; or None.
+        client: whose it is; None where its owner is elsewhere.
+    """
+    write_weights(path, weights, description)
+    if client is None:
+        return
+    write_file_atomically(path.with_name(f"{path.stem}{SIGNATURE_SUFFIX}"), encode_json(build_signature(client)))
+    if isinstance(client.train.transform, TablePreprocessor):
+        described = client.train.transform.to_json_dict()
+        write_file_atomically(path.with_name(f"{path.stem}{PREPROCESSING_SUFFIX}"), encode_json(described))
+
+
+def read_signature(path: Path) -> Signature:
+    """The signature in a file.
+
+    Raises:
+        UserError: it is damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        content: Signature = parse_json(read_file(path))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); run again, or put back a copy") from error
+    if wrong := validation_error(content, Signature):
+        raise UserError(f"{path} is damaged: {wrong}; run again, or put back a copy")
+    positions = sorted(_positions(content["tree"]))
+    if positions != list(range(len(content["inputs"]))):
+        raise UserError(f"{path} is damaged: tree does not name each of its inputs once; run again, or put back a copy")
+    return content
+
+
+def _positions(tree: Any) -> list[int]:
+    if isinstance(tree, int) and not isinstance(tree, bool):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [None]
+    return [position for part in parts for position in ([-1] if part is None else _positions(part))]

@@ -1,0 +1,296 @@
+"""Predictions: what the evaluated networks gave for the clients' own test and validation examples, round by round.
+
+While a run goes on, each evaluated round is one file in `predictions/.rounds`; at its end they become one Parquet file a
+client, `predictions/ID.parquet`. All evaluated rounds are kept as long as they take at most `LIMIT_BYTES` together; beyond
+that, only the round with the best validation score and the last one are. A round of more than `LARGEST_BYTES` is not kept.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import safetensors.torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import (
+    UNLIMITED_BYTES,
+    create_private_folder,
+    expand_user_path,
+    open_file,
+    sync_files,
+    write_file_atomically,
+)
+from polyfed.simulation.storage import predictions_parquet
+from polyfed.simulation.storage.directory import read_config, read_metrics
+from polyfed.simulation.storage.paths import safe_file_name
+
+LIMIT_BYTES = 64 * 2**20  # of all evaluated rounds together
+LARGEST_BYTES = 256 * 2**20  # of one round
+FOLDER = "predictions"
+_SPOOL, _OLD, _NEW = ".rounds", ".rounds-old", ".rounds-new"
+
+OutputsByClient = Mapping[str, Mapping[str, Tensor]]  # client -> "test" or "val" -> (n, ...)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Of one client's personal network after a round.
+
+    Attributes:
+        round: counted from 1.
+        outputs: as the network gives them (logits; numbers for regression), float32, shape (n, ...).
+        targets: of the same examples, shape (n,) of classes, (n, labels) or (n, outputs).
+        columns: what else is known of the same examples (`Examples.columns`), each of shape (n,).
+    """
+
+    round: int
+    outputs: Tensor
+    targets: Tensor
+    columns: Mapping[str, NDArray[Any]]
+
+
+def read_predictions(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
+    """The predictions that a run directory holds.
+
+    Args:
+        folder: of a run that has ended.
+        client: its id.
+        split: "test" or "val".
+        round: None is the one that the run keeps (`keep`).
+
+    Raises:
+        UserError: there are none of this client, split or round, or the file is damaged.
+    """
+    file = _predictions_file(folder, client)
+    available = predictions_parquet.list_rounds(file, split)
+    chosen_round = _default_round(Path(folder), available) if round is None else round
+    if chosen_round not in available:
+        raise UserError(missing_predictions_message(client, split, chosen_round, available))
+    outputs, targets, columns = predictions_parquet.read_outputs_and_targets(file, split, chosen_round)
+    return Predictions(chosen_round, outputs, targets, columns)
+
+
+def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
+    """The rounds of which a run directory holds a client's predictions, in their order.
+
+    Raises:
+        UserError: there are none of this client, or the file is damaged.
+    """
+    return predictions_parquet.list_rounds(_predictions_file(folder, client), split)
+
+
+def missing_predictions_message(client: str, split: str, round: int | None, available: Sequence[int]) -> str:
+    """A sentence for an error."""
+    if not available:
+        return f"no predictions of client {client!r} on its {split} examples were kept"
+    return f"no predictions of client {client!r} after round {round} were kept; give one of {', '.join(map(str, available))}"
+
+
+def _default_round(folder: Path, available: Sequence[int]) -> int | None:
+    keep = read_config(folder).get("keep") if (folder / "config.yaml").exists() else None
+    if isinstance(keep, int):
+        return keep
+    if keep in ("best", "loss"):
+        records = read_metrics(folder / "metrics.jsonl")
+        best = records[-1].get("best_round") if records else None
+        if best is not None:
+            return int(best)
+    return available[-1] if available else None
+
+
+def _predictions_file(folder: str | Path, client: str) -> Path:
+    file = expand_user_path(folder, "the run directory") / FOLDER / f"{safe_file_name(client)}.parquet"
+    if not file.is_file():
+        raise UserError(
+            f"{file} is missing: predictions are written when a run ends, for clients that could be evaluated; see "
+            f"{Path(folder) / 'metrics.jsonl'}"
+        )
+    return file
+
+
+@final
+class PredictionStore:
+    """The rounds whose predictions a run keeps: in its directory, or in memory if it has none.
+
+    Args:
+        clients: whose predictions come; of a deployment, whose sites keep theirs, none.
+        folder: the run directory, or None.
+    """
+
+    def __init__(self, clients: Mapping[str, Client], folder: Path | None = None) -> None:
+        self._clients = dict(clients)
+        self._memory: dict[int, OutputsByClient] = {}
+        self._folder = None if folder is None else folder / FOLDER
+        self._sizes: dict[int, int] = {}
+        self._keeps_all = True  # evaluated rounds are kept
+        self._has_warned = False
+
+    def resume_after(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Takes up what the run directory holds of the rounds in `history`, and removes what is newer."""
+        if self._folder is None:
+            return
+        last_round = history[-1]["round"] if history else 0
+        for name in (_OLD, _NEW):
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+        spool = self._folder / _SPOOL
+        if not spool.is_dir() and history and self._folder.is_dir():
+            self._restore_rounds(last_round)
+        for file in sorted(spool.glob("round-*.safetensors")):
+            number = file.stem.removeprefix("round-")
+            if not number.isdecimal() or int(number) > last_round:
+                file.unlink()
+            else:
+                self._sizes[int(number)] = _num_bytes(file)
+        evaluated = {r["round"] for r in history if any("loss" in row for row in r["clients"].values())}
+        self._keeps_all = evaluated <= self._sizes.keys() and sum(self._sizes.values()) <= LIMIT_BYTES
+
+    def add(self, number: int, outputs_by_client: OutputsByClient, best: int | None) -> str | None:
+        """Keeps a round that has been evaluated, and drops others if there is no room.
+
+        Args:
+            number: of the round.
+            outputs_by_client: of each client that could be evaluated.
+            best: the round with the best validation score so far.
+
+        Returns:
+            A sentence if the round is too large to keep, the first time.
+        """
+        size = sum(t.nbytes for outputs in outputs_by_client.values() for t in outputs.values())
+        if not size:
+            return None
+        rows = max(len(t) for outputs in outputs_by_client.values() for t in outputs.values())
+        if (
+            too_large := size > LARGEST_BYTES or rows > predictions_parquet.MOST_ROWS // 2
+        ):  # as the last and the best are kept
+            self._keeps_all = False
+        else:
+            self._write(number, outputs_by_client)
+            self._sizes[number] = size
+            self._keeps_all = self._keeps_all and sum(self._sizes.values()) <= LIMIT_BYTES
+        if not self._keeps_all:
+            for dropped_round in [n for n in self._sizes if n not in (number, best)]:
+                self._drop(dropped_round)
+        if not too_large or self._has_warned:
+            return None
+        self._has_warned = True
+        return (
+            f"the predictions of a round take {size / 2**20:.0f} MiB, with up to {rows} examples of one client, and at most "
+            f"{LARGEST_BYTES >> 20} MiB or {predictions_parquet.MOST_ROWS // 2} examples are kept, so that there are none of this run"
+        )
+
+    def write_client_files(self) -> None:
+        """Writes the clients' files, and removes what they are made of."""
+        if self._folder is None or not (self._folder / _SPOOL).is_dir():
+            return  # nothing was kept, or all is written
+        outputs_by_round = {number: self._read(number) for number in sorted(self._sizes)}
+        files = []
+        for client in self._clients.values():
+            client_outputs = {
+                number: outputs[client.id] for number, outputs in outputs_by_round.items() if client.id in outputs
+            }
+            if client_outputs:
+                files.append(self._folder / f"{safe_file_name(client.id)}.parquet")
+                predictions_parquet.write_outputs(files[-1], client, client_outputs)
+        sync_files(files)
+        # Renamed first: a folder that is half removed must not be taken for all that there was.
+        (self._folder / _SPOOL).rename(self._folder / _OLD)
+        shutil.rmtree(self._folder / _OLD)
+
+    def get(self, client: str, split: str, round: int) -> Predictions:
+        """The predictions of a client after a round.
+
+        Raises:
+            UserError: they were not kept, or their file is damaged.
+        """
+        if self._folder is not None:
+            return read_predictions(self._folder.parent, client, split=split, round=round)
+        if split not in predictions_parquet.SPLITS:
+            raise UserError(f"split must be 'test' or 'val', got {split!r}")
+        available = sorted(
+            n for n, outputs_by_client in self._memory.items() if split in outputs_by_client.get(client, {})
+        )
+        if round not in available:
+            raise UserError(missing_predictions_message(client, split, round, available))
+        examples = getattr(self._clients[client], split)
+        columns = {name: examples.column(name) for name in examples.columns or {}}
+        return Predictions(round, self._memory[round][client][split], examples.labels.cpu(), columns)
+
+    # -- one round ------------------------------------------------------------------------------------------------
+
+    def _path(self, number: int) -> Path:
+        assert self._folder is not None
+        return self._folder / _SPOOL / f"round-{number:06d}.safetensors"
+
+    def _write(self, number: int, outputs_by_client: OutputsByClient) -> None:
+        if self._folder is None:
+            self._memory[number] = outputs_by_client
+            return
+        path = self._path(number)
+        create_private_folder(path.parent.parent)
+        create_private_folder(path.parent)
+        write_file_atomically(path, _encode_outputs(outputs_by_client))
+
+    def _read(self, number: int) -> OutputsByClient:
+        try:
+            tensors = read_safetensors(self._path(number))
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{self._path(number)} is damaged and left out ({error})", RuntimeWarning, stacklevel=4)
+            return {}
+        outputs_by_client: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            split, _, client = name.partition("/")
+            outputs_by_client.setdefault(client, {})[split] = tensor
+        return outputs_by_client
+
+    def _drop(self, number: int) -> None:
+        del self._sizes[number]
+        if self._folder is None:
+            del self._memory[number]
+        else:
+            self._path(number).unlink(missing_ok=True)
+
+    def _restore_rounds(self, last_round: int) -> None:
+        """Makes the rounds' files of the clients', for a run that had ended and lost its last rounds since."""
+        assert self._folder is not None
+        outputs_by_round: dict[int, dict[str, dict[str, Tensor]]] = {}
+        for client in self._clients.values():
+            file = self._folder / f"{safe_file_name(client.id)}.parquet"
+            if not file.is_file():
+                continue
+            try:
+                for split in predictions_parquet.SPLITS:
+                    for number in predictions_parquet.list_rounds(file, split):
+                        outputs = predictions_parquet.read_outputs_and_targets(file, split, number)[0]
+                        outputs_by_round.setdefault(number, {}).setdefault(client.id, {})[split] = outputs
+            except UserError as error:
+                warnings.warn(f"{error}; its rounds are left out", RuntimeWarning, stacklevel=5)
+        if not outputs_by_round or max(outputs_by_round) <= last_round:
+            return  # it is complete
+        new = create_private_folder(self._folder / _NEW)
+        for number, round_outputs in outputs_by_round.items():
+            write_file_atomically(new / self._path(number).name, _encode_outputs(round_outputs))
+        new.rename(self._folder / _SPOOL)
+
+
+def _encode_outputs(outputs_by_client: OutputsByClient) -> bytes:
+    tensors = {
+        f"{split}/{client}": t.contiguous()
+        for client, outputs in outputs_by_client.items()
+        for split, t in outputs.items()
+    }
+    return bytes(safetensors.torch.save(tensors))
+
+
+def _num_bytes(file: Path) -> int:
+    """Bytes of the tensors in a safetensors file: what its header, whose length comes first, leaves."""
+    with open_file(file, UNLIMITED_BYTES) as opened:
+        return max(0, os.fstat(opened.fileno()).st_size - 8 - int.from_bytes(opened.read(8), "little"))
