@@ -9,7 +9,7 @@ and 0.1 by validation accuracy of seed 0; where that is the smallest or the larg
 three seeds.
 
 Printed: accuracy of the last round, mean over clients ± standard deviation over seeds; the difference with its interval of
-95 %, for new seeds and new test examples (`polyfed.comparison.crossed`); MB (2^20 bytes) each way of one client and round;
+95 %, for new seeds and new test examples (`polyfed.comparison.statistics.mrmc`); MB (2^20 bytes) each way of one client and round;
 processor seconds of a run, on one thread.
 """
 
@@ -25,7 +25,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
-from polyfed.comparison.crossed import estimate_mean, estimate_variance_components
+from polyfed.comparison.statistics.mrmc import estimate_mean, estimate_variance_components
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.sources.vision import FashionMNIST
 from polyfed.simulation.monitoring.progress import SilentProgress

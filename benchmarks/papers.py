@@ -36,7 +36,7 @@ from polyfed.cli.commands import reproduce
 from polyfed.cli.commands.papers import find_table
 from polyfed.cli.commands.reproduce import ReproduceOptions
 from polyfed.cli.main import main as polyfed
-from polyfed.comparison.crossed import difference_components, estimate_mean, score_seeds
+from polyfed.comparison.statistics.mrmc import difference_components, estimate_mean, score_seeds
 from polyfed.core.errors import RoundError
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.storage import predictions

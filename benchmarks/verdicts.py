@@ -25,10 +25,15 @@ import torch
 from scipy import stats
 
 import polyfed as pf
-from polyfed.comparison.crossed import CONFIDENCE_LEVEL, estimate_by_client, estimate_mean, estimate_variance_components
-from polyfed.comparison.evidence import Evidence
-from polyfed.comparison.reading import Budget, ResultCriteria
-from polyfed.comparison.summary import ResultInputs, build_results
+from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.build_results import ResultInputs, build_results
+from polyfed.comparison.statistics.evidence import Evidence
+from polyfed.comparison.statistics.mrmc import (
+    CONFIDENCE_LEVEL,
+    estimate_by_client,
+    estimate_mean,
+    estimate_variance_components,
+)
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.seeds import derive_seed
 from polyfed.simulation.monitoring.progress import SilentProgress

@@ -8,7 +8,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import polyfed as pf
-from polyfed.comparison.references import fit_client_references
+from polyfed.comparison.references.reference_models import fit_client_references
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.data.partitioning.resplit import resplit_clients
 

@@ -15,7 +15,7 @@ import yaml
 import polyfed
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.main import main
-from polyfed.comparison.directory import load_comparison
+from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.core.training.loop import LocalTraining
 from polyfed.testing import AlgorithmContract
 

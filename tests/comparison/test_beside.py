@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.comparison import simple_models
-from polyfed.comparison.references import fit_client_references_with_notes
+from polyfed.comparison.references import simple_models
+from polyfed.comparison.references.reference_models import fit_client_references_with_notes
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.partitioning.resplit import resplit_clients
 

@@ -8,16 +8,17 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedProx, Local
-from polyfed.comparison import finals, tuning
-from polyfed.comparison.choices import (
+from polyfed.comparison import final_runs
+from polyfed.comparison.budget import Budget
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, load_comparison
+from polyfed.comparison.tuning import hyperparameter_search
+from polyfed.comparison.tuning.ranking import (
     POOLED_LOSS_WEIGHT,
     SearchRun,
     format_chosen_fields,
     rank_runs,
     rank_runs_for_client,
 )
-from polyfed.comparison.directory import DESCRIPTION, load_comparison
-from polyfed.comparison.reading import Budget
 from polyfed.core.errors import ClientError
 from polyfed.testing import small_clients
 from tests.comparison.losses import set_loss
@@ -127,7 +128,7 @@ BEST = {"client-0": 0.01, "client-1": 1.0}
 
 
 def prepare(monkeypatch, best=BEST):
-    for module in (tuning, finals):
+    for module in (hyperparameter_search, final_runs):
         monkeypatch.setattr(module, "run_jobs", favouring(best)(module.run_jobs))
 
 
@@ -160,7 +161,7 @@ def test_the_search_goes_on_on_either_side_for_clients_that_choose_alone(monkeyp
 
 def test_a_choice_that_diverges_with_another_seed_gives_way_for_that_client_alone(monkeypatch, tmp_path):
     prepare(monkeypatch)
-    good = finals.run_jobs
+    good = final_runs.run_jobs
 
     def diverging(plan, jobs):
         played, failed = good(plan, jobs)
@@ -170,7 +171,7 @@ def test_a_choice_that_diverges_with_another_seed_gives_way_for_that_client_alon
         failure = ClientError(1, "client-1", "local", "diverged")
         return {j: one for j, one in played.items() if j not in wrong}, failed | dict.fromkeys(wrong, failure)
 
-    monkeypatch.setattr(finals, "run_jobs", diverging)
+    monkeypatch.setattr(final_runs, "run_jobs", diverging)
     words = QUICK | {"tune": {"lr": [0.01, 0.1, 1.0]}, "out": tmp_path / "a"}
     found = pf.compare(two(), ["fedprox"], **words)
     told = found.results["tuning"]["methods"]["local"]
@@ -201,8 +202,8 @@ def test_where_each_seed_deals_the_data_again_all_clients_have_one_choice(monkey
     found = pf.compare(two(), ["fedprox"], **QUICK, tune={"lr": [0.01, 0.1, 1.0]})
     assert "by_client" in found.results["tuning"]["methods"]["local"]
     from polyfed.comparison.compare import run_comparison
-    from polyfed.comparison.contenders import select_methods
-    from polyfed.comparison.plans import ClientSet, ComparisonPlan
+    from polyfed.comparison.method_selection import select_methods
+    from polyfed.comparison.plan import ClientSet, ComparisonPlan
     from polyfed.simulation.settings import Settings
 
     casts = {0: ClientSet(tuple(two())), 1: ClientSet(tuple(two((torch.zeros(200, 6), torch.arange(200) % 3))))}

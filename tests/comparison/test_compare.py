@@ -15,9 +15,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedAvg, FedProx, Local, PFedLA
-from polyfed.comparison.contenders import select_methods
-from polyfed.comparison.directory import load_comparison
-from polyfed.comparison.several import run_in_processes
+from polyfed.comparison.method_selection import select_methods
+from polyfed.comparison.process_pool import run_in_processes
+from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import small_clients
 

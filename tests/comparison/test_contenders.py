@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed import algorithms
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.cli.main import main
-from polyfed.comparison.contenders import build_method_with_training_of
+from polyfed.comparison.method_selection import build_method_with_training_of
 
 
 @dataclass(frozen=True, kw_only=True)

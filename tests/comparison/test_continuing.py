@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.comparison.continuing import describe_conflict
+from polyfed.comparison.storage.continuation import describe_conflict
 from polyfed.testing import small_clients
 
 CLIENTS = small_clients(2)

@@ -7,8 +7,14 @@ import pytest
 import torch
 from scipy import stats
 
-from polyfed.comparison import influence
-from polyfed.comparison.crossed import (
+from polyfed.comparison.statistics import jackknife as influence
+from polyfed.comparison.statistics.jackknife import NUM_GROUPS, jackknife_pseudo_values
+from polyfed.comparison.statistics.learning_curve import (
+    CurvePoint,
+    first_point_reaching_target,
+    last_point_within_budget,
+)
+from polyfed.comparison.statistics.mrmc import (
     ALPHA,
     CONFIDENCE_LEVEL,
     ResplitDifferences,
@@ -19,8 +25,6 @@ from polyfed.comparison.crossed import (
     gain_interval,
     score_interval,
 )
-from polyfed.comparison.curves import CurvePoint, first_point_reaching_target, last_point_within_budget
-from polyfed.comparison.influence import NUM_GROUPS, jackknife_pseudo_values
 from polyfed.core.evaluation.metrics import METRICS, Metric, resolve_metrics
 
 ACCURACY, AUC, R2 = METRICS["accuracy"], METRICS["auc"], METRICS["r2"]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.comparison.crossed import estimate_by_client, estimate_mean, estimate_variance_components
-from polyfed.comparison.directory import load_comparison
+from polyfed.comparison.statistics.mrmc import estimate_by_client, estimate_mean, estimate_variance_components
+from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.storage import predictions
 from polyfed.testing import small_clients

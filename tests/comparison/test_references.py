@@ -9,7 +9,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Local
-from polyfed.comparison.references import ReferenceModel, fit_client_references, train_pooled_reference
+from polyfed.comparison.references.reference_models import ReferenceModel, fit_client_references, train_pooled_reference
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.nn.module_cache import initial_state

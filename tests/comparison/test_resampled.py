@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from polyfed.comparison.resampled import corrected_variance
+from polyfed.comparison.statistics.nadeau_bengio import corrected_variance
 from polyfed.core.errors import UserError
 
 SPLITS, EXAMPLES, TEST = 10, 100, 20

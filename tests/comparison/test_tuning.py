@@ -11,11 +11,12 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedProx
-from polyfed.comparison import finals, tuning
+from polyfed.comparison import final_runs
 from polyfed.comparison.compare import run_comparison
-from polyfed.comparison.contenders import select_methods
-from polyfed.comparison.directory import load_comparison
-from polyfed.comparison.plans import ClientSet, ComparisonPlan
+from polyfed.comparison.method_selection import select_methods
+from polyfed.comparison.plan import ClientSet, ComparisonPlan
+from polyfed.comparison.storage.comparison_directory import load_comparison
+from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.core.errors import RoundError
 from polyfed.data.partitioning.validation_split import hold_out_validation_sets
 from polyfed.simulation.checks.fingerprints import data_fingerprint
@@ -135,7 +136,7 @@ def test_a_method_that_diverges_with_every_rate_has_failed():
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(monkeypatch, tmp_path, kept):
     """Of three values of mu the best in the search fails with the second seed, and the next with the first."""
-    good, failing = finals.run_jobs, {(0.3, 1), (0.2, 0)}
+    good, failing = final_runs.run_jobs, {(0.3, 1), (0.2, 0)}
 
     def ranking(plan, jobs):
         played, failed = good(plan, jobs)
@@ -150,8 +151,8 @@ def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(mon
             j: RoundError("diverged") for j in wrong
         }
 
-    monkeypatch.setattr(tuning, "run_jobs", ranking)
-    monkeypatch.setattr(finals, "run_jobs", diverging)
+    monkeypatch.setattr(hyperparameter_search, "run_jobs", ranking)
+    monkeypatch.setattr(final_runs, "run_jobs", diverging)
     words = QUICK | {"rounds": 1, "tune": {"mu": [0.1, 0.2, 0.3]}, "out": tmp_path / "a" if kept else None}
     found = pf.compare(misleading(), ["fedprox"], **words)
     told = found.results["tuning"]["methods"]["fedprox"]
@@ -210,7 +211,7 @@ def test_values_may_be_numbers_of_numpy_and_mappings(tmp_path):
 
 def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
     """The mean over the clients that are left would."""
-    clients, good = misleading(), tuning.run_jobs
+    clients, good = misleading(), hyperparameter_search.run_jobs
 
     def diverging(plan, jobs):
         played, failed = good(plan, jobs)
@@ -220,7 +221,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
                 set_loss(last, {"client-0": None, "client-1": 0.0})
         return played, failed
 
-    monkeypatch.setattr(tuning, "run_jobs", diverging)
+    monkeypatch.setattr(hyperparameter_search, "run_jobs", diverging)
     for asked in ({}, {"trials": 4}):
         found = pf.compare(clients, ["fedprox"], **SHORT, tune={"mu": [0.3, 0.1]}, **asked)
         told = found.results["tuning"]["methods"]["fedprox"]
@@ -230,7 +231,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
 
 def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatch, tmp_path):
     """One value is best in the middle and falls, the other is best after all rounds. A directory keeps what was chosen."""
-    clients, good = misleading(), tuning.run_jobs
+    clients, good = misleading(), hyperparameter_search.run_jobs
 
     def falling(plan, jobs):
         played, failed = good(plan, jobs)
@@ -243,7 +244,7 @@ def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatc
                 set_loss(record, loss)
         return played, failed
 
-    monkeypatch.setattr(tuning, "run_jobs", falling)
+    monkeypatch.setattr(hyperparameter_search, "run_jobs", falling)
     words = SHORT | {"rounds": 7, "tune": {"mu": [0.3, 0.1]}}
 
     def chosen(**asked):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.comparison.basis import answer_basis, count_rarest_class
-from polyfed.comparison.reading import Budget, ResultCriteria
-from polyfed.comparison.summary import ResultInputs, build_results
+from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.build_results import ResultInputs, build_results
+from polyfed.comparison.verdicts.answer_basis import answer_basis, count_rarest_class
 from polyfed.core.evaluation.metrics import METRICS
 
 SEEDS = (0, 1, 2)

@@ -25,7 +25,7 @@ from polyfed.cli.commands import compare as comparing
 from polyfed.cli.commands.asked import CompareOptions
 from polyfed.cli.commands.report import show_report
 from polyfed.cli.main import main
-from polyfed.comparison import directory as comparisons
+from polyfed.comparison.storage import comparison_directory as comparisons
 from polyfed.core.errors import UserError
 from polyfed.core.state_dict import deserialize_state, serialize_state
 from polyfed.nas.derived import load_network

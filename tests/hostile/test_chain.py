@@ -12,7 +12,7 @@ import yaml
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx, Local
 from polyfed.cli.main import main
-from polyfed.comparison.directory import load_finished_history
+from polyfed.comparison.storage.comparison_directory import load_finished_history
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import list_changes, read_config, read_manifest

@@ -75,7 +75,7 @@ def learning():
 def comparison_of():
     """The content of `comparison.json`, of given scores: method -> seed -> client."""
 
-    from polyfed.comparison.directory import RESULTS_FORMAT
+    from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 
     def comparison_of(scores, reference="local", **more):
         def mean(values):

@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, Local
-from polyfed.comparison.references import fit_client_references, train_pooled_reference
+from polyfed.comparison.references.reference_models import fit_client_references, train_pooled_reference
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
 from polyfed.core.seeds import torch_generator

@@ -9,7 +9,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.comparison.references import train_pooled_reference
+from polyfed.comparison.references.reference_models import train_pooled_reference
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyfed.algorithms import Local
-from polyfed.comparison import directory, tuning
-from polyfed.comparison.alone import compared_rounds_of_local_runs, freeze_history_after
-from polyfed.comparison.basis import count_rarest_class
-from polyfed.comparison.beside import FittedReferences, fit_references
-from polyfed.comparison.contenders import check_equal_training, select_methods
-from polyfed.comparison.directory import RESULTS_FORMAT, SELECTION_RULE, Comparison
-from polyfed.comparison.finals import run_final_methods
-from polyfed.comparison.plans import ClientSet, ComparisonPlan, Method
-from polyfed.comparison.reading import Budget, ResultCriteria
-from polyfed.comparison.summary import ResultInputs, build_results
-from polyfed.comparison.values import EXTEND
+from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.build_results import ResultInputs, build_results
+from polyfed.comparison.final_runs import run_final_methods
+from polyfed.comparison.method_selection import check_equal_training, select_methods
+from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
+from polyfed.comparison.references.fit_references import FittedReferences, fit_references
+from polyfed.comparison.storage import comparison_directory
+from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE, Comparison
+from polyfed.comparison.tuning import hyperparameter_search
+from polyfed.comparison.tuning.client_rounds import compared_rounds_of_local_runs, freeze_history_after
+from polyfed.comparison.tuning.grid import EXTEND
+from polyfed.comparison.verdicts.answer_basis import count_rarest_class
 from polyfed.core.algorithm import BringsNetwork, Client, describe_evaluated_network
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metrics import COMPARISON_METRICS, Metric, resolve_metrics
@@ -56,7 +57,7 @@ def compare(
     like: Method | None = None,
     budget: str = "best",
     target: float | None = None,
-    tune: Mapping[str, Sequence[Any] | str] | str | None = tuning.AUTO,
+    tune: Mapping[str, Sequence[Any] | str] | str | None = hyperparameter_search.AUTO,
     trials: int | None = None,
     references: bool = True,
     parallel: int | Literal["auto"] = "auto",
@@ -97,23 +98,23 @@ def compare(
             seed: the better answer where data are few. None keeps the sets that were given.
         metrics: names, functions `f(outputs, targets) -> float` or `polyfed.Metric` objects; the first decides. None takes
             accuracy, AUC (labels) or, for regression, the mean absolute error, and R² beside it.
-        out: the directory (see `polyfed.comparison.directory`); None keeps the results in memory.
+        out: the directory (see `polyfed.comparison.storage.comparison_directory`); None keeps the results in memory.
         public: unlabelled examples that are no client's, for methods that need them; the others ignore them.
         like: whose local training the methods get that are given by name (`by_name` says which part); default: that of the
             first method in `methods` that is not a name and has no other defaults for it. Without any, they have equal
             epochs and batches and otherwise their own defaults.
         budget: "best" compares each method at its best round by validation loss, and gives no answer over or with one
             that was still learning; "steps" compares after all rounds, "bytes" or "seconds" (or "bytes=5e6", "seconds=30")
-            each run at its last evaluated round that has spent no more. `polyfed.comparison.reading.Budget` says more.
+            each run at its last evaluated round that has spent no more. `polyfed.comparison.budget.Budget` says more.
         target: the mean score for the columns "to reach it"; None takes what training alone reaches.
         tune: "auto" searches the learning rate of every method on validation examples before, over 0.1 to 10 times its
             own and beyond where the best is at the edge; "none" does not, and the results say so; or fields with the values
             to try or their range: {"lr": [0.01, 0.1]}, {"lr": [0.01, 0.1, ...]} (and beyond), {"lr": "0.001..0.3"}; see
-            `polyfed.comparison.tuning`.
+            `polyfed.comparison.tuning.hyperparameter_search`.
         trials: runs a method has in that search, by Optuna (extra `tune`); None tries every combination of the values.
         parallel: runs at once, each in a process of its own; "auto" is one per core where a round has few clients.
         references: puts scores of simple models and of all data pooled next to the methods
-            (`polyfed.comparison.references`).
+            (`polyfed.comparison.references.reference_models`).
         title: for headings.
         progress, quiet: `progress=False` and `quiet=True` show no progress.
 
@@ -185,13 +186,13 @@ def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Seq
     ({'lr': 'grid,...'}, None, {'mu': [0.1, 1, '...']})
     """
     if isinstance(tune, str):
-        if tune not in (tuning.AUTO, tuning.NONE):
+        if tune not in (hyperparameter_search.AUTO, hyperparameter_search.NONE):
             raise UserError(
                 f"tune must be 'auto', 'none', or fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {tune!r}"
             )
         if trials is not None:
-            raise UserError(tuning.no_fields_error(trials))
-        return tuning.DEFAULT_SEARCH_SPACE if tune == tuning.AUTO else None
+            raise UserError(hyperparameter_search.no_fields_error(trials))
+        return hyperparameter_search.DEFAULT_SEARCH_SPACE if tune == hyperparameter_search.AUTO else None
     if not isinstance(tune, Mapping):
         search_space: Mapping[str, Sequence[Any] | str] | None = tune  # None, or refused by `tuning.check`
         return search_space
@@ -226,12 +227,12 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     metrics = resolve_metrics(plan.metrics or COMPARISON_METRICS.get(task), task)
     plan = dataclasses.replace(plan, metrics=metrics)
     plan.criteria.check_target(metrics[0].unit)
-    tuning.validate_search(plan)
+    hyperparameter_search.validate_search(plan)
     plan = dataclasses.replace(plan, search_budget=_search_budget(plan))
     description, data, class_names = _describe(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.out is not None:
-        directory.write_description(plan.out, description, plan.criteria)
+        comparison_directory.write_description(plan.out, description, plan.criteria)
     try:
         methods, runs, failed = run_final_methods(plan, methods, description)
         methods = {label: method for label, method in methods.items() if label not in failed}
@@ -277,7 +278,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     )
     content = build_results(inputs, plan.criteria)
     if plan.out is not None:
-        directory.write_comparison_results(plan.out, content)
+        comparison_directory.write_comparison_results(plan.out, content)
     return Comparison(content, plan.out)
 
 
@@ -303,7 +304,7 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
                 continue
             reasons = [
                 _reason_unsuited(client_set, variant, settings)
-                for variant in tuning.search_variants(plan, method) or [method]
+                for variant in hyperparameter_search.search_variants(plan, method) or [method]
             ]
             if reason := next(filter(None, reasons), None):
                 if None in reasons:
@@ -335,9 +336,9 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
 
 def _search_budget(plan: ComparisonPlan) -> Budget:
     """The budget with which a comparison began. A search is not repeated when its results are read by another."""
-    if plan.out is None or not (plan.out / directory.DESCRIPTION).exists():
+    if plan.out is None or not (plan.out / comparison_directory.DESCRIPTION).exists():
         return plan.criteria.budget
-    return Budget.parse(directory.read_description(plan.out).get("searched_at", Budget().kind))
+    return Budget.parse(comparison_directory.read_description(plan.out).get("searched_at", Budget().kind))
 
 
 def _metric_entry(metric: Metric) -> dict[str, Any]:

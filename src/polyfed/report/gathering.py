@@ -11,7 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
-from polyfed.comparison import directory as comparison
+from polyfed.comparison.storage import comparison_directory as comparison
 from polyfed.core.errors import UserError
 from polyfed.report.answers import parse_mean_answer, parse_site_answers
 from polyfed.report.records import DIGITS, RunRecord, mean_of_defined, norms_and_warnings, read_rounds, read_run_record

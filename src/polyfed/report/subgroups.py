@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.comparison.crossed import gain_interval, score_interval
+from polyfed.comparison.statistics.mrmc import gain_interval, score_interval
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics
 from polyfed.report.charts import COLOUR_COUNT, format_number

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from polyfed.comparison.choices import format_chosen_fields
+from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.report.charts import NumberUnit, format_number
 from polyfed.report.gathering import MethodRuns, RunGroup
 from polyfed.report.records import mean_of_defined

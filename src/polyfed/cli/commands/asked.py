@@ -6,8 +6,8 @@ from typing import Literal, final
 
 from polyfed.cli.commands.words import parse_number, pop_flag, pop_option
 from polyfed.cli.outlines import resolve_without_import
-from polyfed.comparison.directory import DESCRIPTION
-from polyfed.comparison.reading import Budget, ResultCriteria
+from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import trust_code
 

@@ -10,14 +10,19 @@ from rich.console import Console
 from polyfed.algorithms import registry_name
 from polyfed.cli.commands.asked import CompareOptions
 from polyfed.cli.commands.terminal import PlainTable, print_line
-from polyfed.comparison.choices import format_chosen_fields
 from polyfed.comparison.compare import DEFAULT_NUM_SEEDS, parse_search_space, run_comparison
-from polyfed.comparison.contenders import DEFAULT_METHODS, build_method_with_training_of, select_methods
-from polyfed.comparison.directory import DESCRIPTION, Comparison, load_result_criteria, read_description
-from polyfed.comparison.plans import ClientSet, ComparisonPlan, Method
-from polyfed.comparison.trials import parse_number_or_text
-from polyfed.comparison.tuning import AUTO, NONE
-from polyfed.comparison.values import EXTEND, EXTENDED_GRID, GRID
+from polyfed.comparison.method_selection import DEFAULT_METHODS, build_method_with_training_of, select_methods
+from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
+from polyfed.comparison.storage.comparison_directory import (
+    DESCRIPTION,
+    Comparison,
+    load_result_criteria,
+    read_description,
+)
+from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
+from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE
+from polyfed.comparison.tuning.optuna_search import parse_number_or_text
+from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.core.errors import RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import import_path_of
 from polyfed.data.partitioning.resplit import prepare_public_like_clients

@@ -61,7 +61,7 @@ def run_paper_jobs(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
     Raises:
         UserError: clients whom a method does not suit, or data that cannot be read.
     """
-    from polyfed.comparison.several import run_in_processes  # imported late, here and below: torch takes a second
+    from polyfed.comparison.process_pool import run_in_processes  # imported late, here and below: torch takes a second
 
     unfinished = [method_run for job in jobs for method_run in _unfinished_runs(job)]
     if not unfinished:
@@ -91,7 +91,7 @@ def _unfinished_runs(job: PaperJob) -> list[_MethodRun]:
 def _process_count(job: PaperJob, runs: int) -> int:
     """How many of `runs` go at once. Some end sooner than others, so that few are sooner done one after another, each on all
     cores."""
-    from polyfed.comparison.several import default_parallel_runs
+    from polyfed.comparison.process_pool import default_parallel_runs
 
     settings, clients = job.experiment.settings, job.experiment.split.clients
     if clients is None:  # as many as the data have

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from polyfed.algorithms import registry_name
-from polyfed.comparison.crossed import score_interval
-from polyfed.comparison.directory import DESCRIPTION
-from polyfed.comparison.directory import read_description as read_description_of
+from polyfed.comparison.statistics.mrmc import score_interval
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION
+from polyfed.comparison.storage.comparison_directory import read_description as read_description_of
 from polyfed.core.algorithm import MODEL_REQUIREMENTS, Algorithm, Architecture, BringsNetwork
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from polyfed.comparison.plans import Method
-from polyfed.comparison.trials import SearchRange
+from polyfed.comparison.plan import Method
+from polyfed.comparison.tuning.optuna_search import SearchRange
 from polyfed.core.errors import UserError
 from polyfed.simulation.storage.directory import to_plain_values
 

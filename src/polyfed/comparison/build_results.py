@@ -1,4 +1,4 @@
-"""From the runs of a comparison to its results: the mapping that `polyfed.comparison.directory` documents."""
+"""From the runs of a comparison to its results: the mapping that `polyfed.comparison.storage.comparison_directory` documents."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,25 +6,25 @@ from typing import Any, final
 
 from torch import Tensor
 
-from polyfed.comparison.convergence import convergence_advice, judge_convergence
-from polyfed.comparison.crossed import CONFIDENCE_LEVEL
-from polyfed.comparison.curves import (
+from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.statistics.convergence import convergence_advice, judge_convergence
+from polyfed.comparison.statistics.evidence import Evidence
+from polyfed.comparison.statistics.learning_curve import (
     CurvePoint,
     build_learning_curve,
     first_point_reaching_target,
     last_point_within_budget,
 )
-from polyfed.comparison.directory import RESULTS_FORMAT
-from polyfed.comparison.evidence import Evidence
-from polyfed.comparison.reading import Budget, ResultCriteria
-from polyfed.comparison.rivals import (
+from polyfed.comparison.statistics.method_statistics import add_method_statistics, mean_if_all_defined
+from polyfed.comparison.statistics.mrmc import CONFIDENCE_LEVEL
+from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
+from polyfed.comparison.verdicts.rival_gains import (
     add_reference_gains,
     leader_gain_over_alternatives,
     name_from_key,
     reference_scores,
 )
-from polyfed.comparison.tallies import add_method_statistics, mean_if_all_defined
-from polyfed.comparison.verdicts import (
+from polyfed.comparison.verdicts.verdict_sentences import (
     budget_sentence,
     build_answers,
     coverage_sentences,
@@ -57,7 +57,7 @@ class ResultInputs:
         metric: which decides.
         outputs: of method, seed, client and round on the client's test examples; None where they were not kept.
         targets: of the test examples of a client at a seed.
-        references: scores that are no method's, and `left_out`, what is not among them, see `polyfed.comparison.beside`.
+        references: scores that are no method's, and `left_out`, what is not among them, see `polyfed.comparison.references.fit_references`.
         reference_outputs: of a simple model, seed and client, its outputs on the client's test examples.
         paths: of the runs that have directories, from that of the comparison.
     """

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor
 
-from polyfed.comparison.crossed import (
+from polyfed.comparison.statistics.mrmc import (
     Estimate,
     ResplitDifferences,
     SeedScores,

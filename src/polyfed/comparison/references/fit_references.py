@@ -16,9 +16,9 @@ from typing import Any, final
 from torch import Tensor
 
 from polyfed.algorithms import Local
-from polyfed.comparison.plans import ComparisonPlan, Method
-from polyfed.comparison.references import fit_client_references_with_notes, train_pooled_reference
-from polyfed.comparison.several import default_parallel_runs, run_in_processes
+from polyfed.comparison.plan import ComparisonPlan, Method
+from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes
+from polyfed.comparison.references.reference_models import fit_client_references_with_notes, train_pooled_reference
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.state_dict import deserialize_state, serialize_state

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.comparison.evidence import Evidence, GainOverRivals, ScoresByMethod, interval_ends
+from polyfed.comparison.statistics.evidence import Evidence, GainOverRivals, ScoresByMethod, interval_ends
 from polyfed.core.evaluation.metrics import Metric
 
 

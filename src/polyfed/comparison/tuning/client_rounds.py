@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.algorithms import Local
-from polyfed.comparison.choices import cap_losses, first_loss, lowest_smoothed_loss, shrink_to_pooled_loss
-from polyfed.comparison.plans import ComparisonPlan, FinishedRun, Method
+from polyfed.comparison.plan import ComparisonPlan, FinishedRun, Method
+from polyfed.comparison.tuning.ranking import cap_losses, first_loss, lowest_smoothed_loss, shrink_to_pooled_loss
 from polyfed.core.evaluation.evaluate import summarise_clients
 from polyfed.simulation.monitoring.validation_losses import (
     pool_losses,
@@ -17,7 +17,7 @@ History = Sequence[Mapping[str, Any]]
 
 
 def best_round_by_client(history: History, sizes: Mapping[str, int]) -> dict[str, int]:
-    """By client the round of its lowest loss, as `polyfed.comparison.choices` counts it; that of all clients for who has no
+    """By client the round of its lowest loss, as `polyfed.comparison.tuning.ranking` counts it; that of all clients for who has no
     validation examples. Empty where nobody has any.
 
     Args:

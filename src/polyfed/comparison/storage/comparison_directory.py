@@ -104,9 +104,9 @@ from typing import Any, final
 
 import yaml
 
-from polyfed.comparison.continuing import describe_conflict, describe_first_difference
-from polyfed.comparison.form import ComparisonDescription, results_error
-from polyfed.comparison.reading import Budget, ResultCriteria
+from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.storage.continuation import describe_conflict, describe_first_difference
+from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error

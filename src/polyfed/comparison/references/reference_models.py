@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.algorithms import Local
-from polyfed.comparison.simple_models import Floats, fit_simple_models, label_share_logits
+from polyfed.comparison.references.simple_models import Floats, fit_simple_models, label_share_logits
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from polyfed.comparison.crossed import CONFIDENCE_LEVEL, Estimate
-from polyfed.comparison.evidence import Evidence, MethodEvidence, interval_ends
+from polyfed.comparison.statistics.evidence import Evidence, MethodEvidence, interval_ends
+from polyfed.comparison.statistics.mrmc import CONFIDENCE_LEVEL, Estimate
 from polyfed.core.evaluation.metrics import Metric
 
 _DIGITS = 12  # after the point, of differences: what is beyond is rounding, and decides no gain or loss

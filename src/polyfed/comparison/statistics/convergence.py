@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.comparison.values import is_number, next_value_beyond_edge
+from polyfed.comparison.tuning.grid import is_number, next_value_beyond_edge
 
 MIN_EVALUATED_ROUNDS = 6
 """Evaluated rounds below which nothing is said."""

@@ -15,9 +15,9 @@ from itertools import pairwise
 from statistics import fmean, median_low
 from typing import Any, final
 
-from polyfed.comparison.plans import Failure
-from polyfed.comparison.reading import Budget
-from polyfed.comparison.verdicts import join_names
+from polyfed.comparison.budget import Budget
+from polyfed.comparison.plan import Failure
+from polyfed.comparison.verdicts.verdict_sentences import join_names
 from polyfed.simulation.monitoring.validation_losses import LossCurve, pool_losses, validation_losses_by_client
 
 POOLED_LOSS_WEIGHT = 50

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.comparison.basis import AnswerBasis, answer_basis
-from polyfed.comparison.crossed import CONFIDENCE_LEVEL
-from polyfed.comparison.evidence import GainOverRivals, interval_ends
-from polyfed.comparison.rivals import name_from_key
+from polyfed.comparison.statistics.evidence import GainOverRivals, interval_ends
+from polyfed.comparison.statistics.mrmc import CONFIDENCE_LEVEL
+from polyfed.comparison.verdicts.answer_basis import AnswerBasis, answer_basis
+from polyfed.comparison.verdicts.rival_gains import name_from_key
 from polyfed.core.evaluation.metrics import Metric
 
 _DIGITS = 6  # after the point, at most

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.influence import Values, classes_of_pseudo_values, jackknife_pseudo_values
-from polyfed.comparison.resampled import corrected_variance
+from polyfed.comparison.statistics.jackknife import Values, classes_of_pseudo_values, jackknife_pseudo_values
+from polyfed.comparison.statistics.nadeau_bengio import corrected_variance
 from polyfed.core.evaluation.metrics import Metric, binary_problems
 
 CONFIDENCE_LEVEL = 0.95

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyfed.comparison import tuning
-from polyfed.comparison.plans import ComparisonPlan, Failure, FinishedRun, Method, RunSpec, run_jobs
+from polyfed.comparison.plan import ComparisonPlan, Failure, FinishedRun, Method, RunSpec, run_jobs
+from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.simulation.settings import Keep
 
 
@@ -27,9 +27,9 @@ def run_final_methods(
     """
     search_result = None
     if plan.search_space is not None:
-        search_result = tuning.run_search(plan, methods, alike=description["same_clients"])
+        search_result = hyperparameter_search.run_search(plan, methods, alike=description["same_clients"])
     failed = {} if search_result is None else search_result.failed_methods
-    rank_by_choice = Counter[tuning.ChoiceKey]()  # of what is compared in the ranking of the search
+    rank_by_choice = Counter[hyperparameter_search.ChoiceKey]()  # of what is compared in the ranking of the search
     final_methods, runs = dict(methods), dict[tuple[str, int], FinishedRun]()
     while True:
         if search_result is not None:
@@ -43,7 +43,7 @@ def run_final_methods(
         ]  # fmt: skip
         finished_runs, failures = run_jobs(plan, jobs) if jobs else ({}, {})
         runs |= {(job.label, job.seed): finished_run for job, finished_run in finished_runs.items()}
-        to_repeat = set[tuning.ChoiceKey]()
+        to_repeat = set[hyperparameter_search.ChoiceKey]()
         for job, failure in failures.items():
             next_choice = (
                 None
@@ -66,8 +66,8 @@ def run_final_methods(
 def _run_folder(
     plan: ComparisonPlan,
     label: str,
-    search_result: tuning.SearchResult | None,
-    rank_by_choice: Mapping[tuning.ChoiceKey, int],
+    search_result: hyperparameter_search.SearchResult | None,
+    rank_by_choice: Mapping[hyperparameter_search.ChoiceKey, int],
     seed: int,
 ) -> Path | None:
     if plan.out is None:

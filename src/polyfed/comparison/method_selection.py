@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from polyfed.algorithms import REGISTRY, FedAvg, FedAvgFT, Local, registry_name
-from polyfed.comparison.plans import EQUAL_FIELDS, Method
+from polyfed.comparison.plan import EQUAL_FIELDS, Method
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining

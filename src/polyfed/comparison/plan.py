@@ -12,9 +12,9 @@ from typing import Any, Literal, final
 
 from torch import Tensor
 
-from polyfed.comparison.directory import DESCRIPTION, RESULTS, load_finished_history
-from polyfed.comparison.reading import Budget, ResultCriteria
-from polyfed.comparison.several import default_parallel_runs, run_in_processes, supports_forked_runs
+from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_finished_history
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric

@@ -22,19 +22,9 @@ from itertools import product
 from typing import Any, final
 
 from polyfed.algorithms import Local
-from polyfed.comparison.choices import (
-    POOLED_LOSS_WEIGHT,
-    SMOOTHED_ROUNDS,
-    Fields,
-    SearchRun,
-    freeze_losses_after,
-    rank_runs,
-    rank_runs_for_client,
-)
-from polyfed.comparison.curves import build_learning_curve
-from polyfed.comparison.plans import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Failure, Method, RunSpec, run_jobs
-from polyfed.comparison.trials import OptunaSearch, import_optuna
-from polyfed.comparison.values import (
+from polyfed.comparison.plan import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Failure, Method, RunSpec, run_jobs
+from polyfed.comparison.statistics.learning_curve import build_learning_curve
+from polyfed.comparison.tuning.grid import (
     EXTENDED_GRID,
     GRID,
     check_extension,
@@ -44,7 +34,17 @@ from polyfed.comparison.values import (
     resolve_search_values,
     values_to_check,
 )
-from polyfed.comparison.verdicts import join_names
+from polyfed.comparison.tuning.optuna_search import OptunaSearch, import_optuna
+from polyfed.comparison.tuning.ranking import (
+    POOLED_LOSS_WEIGHT,
+    SMOOTHED_ROUNDS,
+    Fields,
+    SearchRun,
+    freeze_losses_after,
+    rank_runs,
+    rank_runs_for_client,
+)
+from polyfed.comparison.verdicts.verdict_sentences import join_names
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
 from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.data.partitioning.validation_split import hold_out_validation_sets

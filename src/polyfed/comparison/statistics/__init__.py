@@ -1,0 +1,1 @@
+"""Intervals and tests over seeds and test examples."""

@@ -1,0 +1,1 @@
+"""The directory of a comparison: results, configuration, continuation."""
