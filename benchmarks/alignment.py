@@ -25,7 +25,7 @@ import torch
 import polyfed as pf
 from polyfed.alignment import compute_representations
 from polyfed.alignment.pairwise_cka import mean_pairwise_cka
-from polyfed.cli.commands import options
+from polyfed.cli.commands.options import configuration_parser
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.monitoring.progress import SilentProgress
 
@@ -142,7 +142,7 @@ def main():
     for seed in range(given.seeds):
         words = ["--seed", str(seed), "--data.path", given.path, *further]
         experiment = experiments.build_experiment(
-            options.parse_configuration(words, SETTINGS[given.setting], "alignment.py")
+            configuration_parser.parse_configuration(words, SETTINGS[given.setting], "alignment.py")
         )
         participants = experiments.load_participants(experiment)
         for name, method in methods_of(given, experiment).items():

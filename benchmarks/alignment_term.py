@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import polyfed as pf
 from polyfed.alignment import compute_representations
 from polyfed.alignment.pairwise_cka import mean_pairwise_cka
-from polyfed.cli.commands import options, recipes
+from polyfed.cli.commands.options import configuration_parser, recipes
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -44,7 +44,7 @@ def setting(kind, path, seed):
     config = recipes.read_recipe("fedhenn_table2").configuration("cpu", f"cifar10-100-2-{kind}")
     words = ["--data.path", path, "--data.global-test", "256", "--rounds", str(ROUNDS), "--evaluate-every", str(ROUNDS),
              "--checkpoint-every", str(ROUNDS), "--seed", str(seed)]  # fmt: skip
-    experiment = experiments.build_experiment(options.parse_configuration(words, config, "alignment_term"))
+    experiment = experiments.build_experiment(configuration_parser.parse_configuration(words, config, "alignment_term"))
     return experiment, experiments.load_participants(experiment)
 
 

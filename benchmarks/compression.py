@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import polyfed as pf
-from polyfed.cli.commands import options, recipes
+from polyfed.cli.commands.options import configuration_parser, recipes
 from polyfed.simulation.experiment import build_experiment, load_participants
 
 ONE = [{"name": "flha_arch1", "width": 8}]
@@ -35,7 +35,7 @@ def experiment_of(models):
     config = recipes.load_recipe_configuration("quickstart")
     config.pop("description")
     config["model"] = models or config["model"]
-    return build_experiment(options.parse_configuration([], config, "polyfed run"))
+    return build_experiment(configuration_parser.parse_configuration([], config, "polyfed run"))
 
 
 def main():

@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 from speed import cpu_name
 
-from polyfed.deploy import trial as trials
-from polyfed.deploy.project import create_project
+from polyfed.deploy.trial import local_trial as trials
+from polyfed.deploy.trial.project import create_project
 from polyfed.simulation.storage.directory import read_manifest, read_metrics
 
 METHODS = {

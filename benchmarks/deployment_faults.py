@@ -33,8 +33,8 @@ import safetensors.torch
 import torch
 
 import polyfed as pf
-from polyfed.deploy import trial as trials
-from polyfed.deploy.project import create_project
+from polyfed.deploy.trial import local_trial as trials
+from polyfed.deploy.trial.project import create_project
 from polyfed.simulation.storage.directory import read_manifest, read_metrics
 from polyfed.testing import small_clients, without_durations
 

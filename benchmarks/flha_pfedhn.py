@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 
 import polyfed as pf
-from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import read_recipe
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import read_recipe
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.monitoring.progress import SilentProgress
 
@@ -29,7 +29,7 @@ def accuracy(variant, heads, hn_lr, seed, path):
     """Mean over clients after all rounds; None where training diverged."""
     words = ["--data.path", path, "--seed", str(seed)]
     config = read_recipe("flha_table1").configuration("cpu", variant)
-    experiment = build_experiment(options.parse_configuration(words, config, "flha_pfedhn.py"))
+    experiment = build_experiment(configuration_parser.parse_configuration(words, config, "flha_pfedhn.py"))
     method = dataclasses.replace(experiment.baselines["pfedhn"], heads=heads, hn_lr=hn_lr)
     rounds = experiment.settings.rounds
     try:

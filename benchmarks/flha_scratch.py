@@ -13,8 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import read_recipe
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import read_recipe
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.results.unseen_clients import training_curve
@@ -28,7 +28,9 @@ def scratch(recipe, variant, rate, seed, path):
     """Accuracy of the unseen client at the end of training from scratch, in percent."""
     words = ["--data.name", "fashion_mnist", "--data.path", path, "--seed", str(seed)]
     experiment = build_experiment(
-        options.parse_configuration(words, read_recipe(recipe).configuration("cpu", variant), "flha_scratch.py")
+        configuration_parser.parse_configuration(
+            words, read_recipe(recipe).configuration("cpu", variant), "flha_scratch.py"
+        )
     )
     (client,) = load_participants(experiment).unseen
     start = initial_state(client.model, seed)

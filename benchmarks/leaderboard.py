@@ -36,7 +36,7 @@ import numpy as np
 from papers import ahead
 from sklearn.datasets import load_breast_cancer
 
-from polyfed.cli.commands.recipes import read_recipe
+from polyfed.cli.commands.options.recipes import read_recipe
 from polyfed.cli.main import main as polyfed
 
 HERE = Path(__file__).parent

@@ -25,8 +25,9 @@ from statistics import fmean
 from workloads import cpu_name
 
 from polyfed.algorithms import registry_name
-from polyfed.cli.commands import options, recipes, running
-from polyfed.cli.commands.papers import find_table
+from polyfed.cli.commands.options import configuration_parser, recipes
+from polyfed.cli.commands.papers.paper_tables import find_table
+from polyfed.cli.commands.run import run_command
 from polyfed.core.errors import RunInterrupt
 from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.monitoring.progress import LineProgress, Progress
@@ -107,7 +108,9 @@ def experiment_of(plan, folder=None, workers="auto"):
         "--checkpoint-every", str(plan.checkpoint_every), *([] if folder is None else ["--data.path", folder]),
     ]  # fmt: skip
     return build_experiment(
-        options.parse_configuration(words, recipe_of(plan).configuration(SCALE, plan.variant), "paper_scale.py")
+        configuration_parser.parse_configuration(
+            words, recipe_of(plan).configuration(SCALE, plan.variant), "paper_scale.py"
+        )
     )
 
 
@@ -116,7 +119,7 @@ def run(name, given):
     folders = dict(part.split("=", 1) for part in given.data)
     config = recipe_of(plan).configuration(SCALE, plan.variant)
     experiment = experiment_of(plan, folders.get(config["data"]["name"]), given.workers)
-    people = running.load_checked_participants(experiment)
+    people = run_command.load_checked_participants(experiment)
     chosen = given.only.split(",") if given.only else plan.methods
     for method in chosen:
         if method not in plan.methods:
@@ -125,7 +128,7 @@ def run(name, given):
         folder = Path(given.runs) / name / method
         if not finished(folder):
             try:
-                running.run_or_resume_method(experiment, method, people, folder, UntilHours(end))
+                run_command.run_or_resume_method(experiment, method, people, folder, UntilHours(end))
             except RunInterrupt as stop:
                 print(f"{name}, {method}: {stop}", flush=True)
                 break

@@ -32,9 +32,9 @@ from papers_cells import completed, gains
 from papers_curves import EVERY
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands import reproduce
-from polyfed.cli.commands.papers import find_table
-from polyfed.cli.commands.reproduce import ReproduceOptions
+from polyfed.cli.commands.papers import reproduce_command
+from polyfed.cli.commands.papers.paper_tables import find_table
+from polyfed.cli.commands.papers.reproduce_command import ReproduceOptions
 from polyfed.cli.main import main as polyfed
 from polyfed.comparison.statistics.mrmc import difference_components, estimate_mean, score_seeds
 from polyfed.core.errors import RoundError
@@ -259,11 +259,13 @@ def run_table(key, given):
         where = ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
         wanted = ReproduceOptions(scale="cpu", variant=given.variant or pattern, seeds=given.seeds, out=str(out))
         try:
-            reproduce.run_reproduction([paper, name, *plan.options, *where, *methods], wanted, quiet=given.quiet)
+            reproduce_command.run_reproduction(
+                [paper, name, *plan.options, *where, *methods], wanted, quiet=given.quiet
+            )
         except RoundError as error:  # of one method: the table has the others, and a gap
             print(f"{key}: {error}", flush=True)
     content, file = (
-        json.loads((out / reproduce.RESULT_FILE).read_text(encoding="utf-8")),
+        json.loads((out / reproduce_command.RESULT_FILE).read_text(encoding="utf-8")),
         RESULTS / f"{paper}-{name}.json",
     )
     known = (given.only or given.add) and file.exists()

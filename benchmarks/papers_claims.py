@@ -6,7 +6,7 @@ from operator import itemgetter
 
 from papers_curves import against, kind_of, spanned
 
-from polyfed.cli.commands.papers import find_table
+from polyfed.cli.commands.papers.paper_tables import find_table
 
 PAPERS = {
     "pfedla": ("pFedLA", "Layer-wise aggregation by a hypernetwork for each client (Ma et al., CVPR 2022)"),

@@ -14,8 +14,8 @@ from pathlib import Path
 from paper_scale import PLANS
 from papers_claims import PAPERS
 
-from polyfed.cli.commands.papers import find_table, load_papers
-from polyfed.cli.commands.recipes import read_recipe
+from polyfed.cli.commands.options.recipes import read_recipe
+from polyfed.cli.commands.papers.paper_tables import find_table, load_papers
 
 SCALED = Path(__file__).parent / "results" / "paper_scale"
 DATA = {

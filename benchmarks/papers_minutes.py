@@ -24,7 +24,7 @@ from papers import RESULTS, TABLES, folder_of
 from papers_page import TIMED
 from workloads import cpu_name
 
-from polyfed.cli.commands.reproduce import RESULT_FILE
+from polyfed.cli.commands.papers.reproduce_command import RESULT_FILE
 from polyfed.core.machine.threads import num_usable_cores
 
 SEEDS = "0,1,2"

@@ -11,7 +11,7 @@ from papers_cells import interval
 from papers_claims import PAPERS, conclusions, in_short, split
 from papers_curves import DIGITS, OTHER, kind_of, of_curve, spanned
 
-from polyfed.cli.commands.papers import find_table
+from polyfed.cli.commands.papers.paper_tables import find_table
 
 DATA_SETS = {"fashion_mnist": "Fashion-MNIST"}
 WIDE = 8  # columns; a table that has more is printed on its side

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import polyfed as pf
 from polyfed.algorithms import registry_name
-from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import load_recipe_configuration
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import load_recipe_configuration
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.monitoring.progress import SilentProgress
 
@@ -38,7 +38,7 @@ def experiment_of(given, seed):
     config = load_recipe_configuration("pfedla_table1", given.scale, given.variant)
     config.pop("description")
     words = ["--seed", str(seed), "--data.path", given.path, *given.options]
-    return experiments.build_experiment(options.parse_configuration(words, config, "personalised.py"))
+    return experiments.build_experiment(configuration_parser.parse_configuration(words, config, "personalised.py"))
 
 
 def measure(method, experiment, clients):

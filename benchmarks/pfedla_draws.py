@@ -15,8 +15,8 @@ from statistics import fmean, stdev
 from workloads import cpu_name
 
 from polyfed.algorithms.hypernetworks import pfedla
-from polyfed.cli.commands import reproduce
-from polyfed.cli.commands.reproduce import ReproduceOptions
+from polyfed.cli.commands.papers import reproduce_command
+from polyfed.cli.commands.papers.reproduce_command import ReproduceOptions
 from polyfed.simulation.storage.directory import read_metrics
 
 RESULTS = Path(__file__).parent / "results" / "pfedla_draws.json"
@@ -32,7 +32,7 @@ def measured(draw, given):
     out = f"{given.runs}/{draw}"
     wanted = ReproduceOptions(scale="cpu", variant="cifar10-k0", seeds=",".join(map(str, SEEDS)), out=out)
     try:
-        reproduce.run_reproduction(["pfedla", "table3", "--data.path", given.data], wanted, quiet=True)
+        reproduce_command.run_reproduction(["pfedla", "table3", "--data.path", given.data], wanted, quiet=True)
     finally:
         pfedla.init_aggregation_hypernetwork = drawn
     found = {}

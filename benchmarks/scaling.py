@@ -36,7 +36,7 @@ from polyfed.models import ModelSpec
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.simulate import run_rounds
+from polyfed.simulation.federate import run_rounds
 from polyfed.simulation.storage import checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
 

@@ -40,7 +40,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedPNAS, registry_name
 from polyfed.algorithms.nas.supernet_method import SupernetMethod
-from polyfed.cli.commands import options, recipes
+from polyfed.cli.commands.options import configuration_parser, recipes
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.data import Shift
 from polyfed.nas import Network, operation_probabilities
@@ -118,7 +118,7 @@ def federations(arguments, rest):
     for seed in map(int, arguments.seeds.split(",")):
         config = recipes.read_recipe(recipe).configuration("cpu", arguments.variant)
         experiment = experiments.build_experiment(
-            options.parse_configuration([*words, "--seed", str(seed)], config, "benchmark")
+            configuration_parser.parse_configuration([*words, "--seed", str(seed)], config, "benchmark")
         )
         participants = None
         methods = [*experiment.baselines.values(), experiment.algorithm]
@@ -288,7 +288,7 @@ def whole(arguments):
     for seed in map(int, arguments.seeds.split(",")):
         words = ["--data.path", arguments.path, "--rounds", str(arguments.rounds), "--seed", str(seed)]
         config = recipes.read_recipe("fedpnas_fig3").configuration("cpu", "fashion-mnist")
-        experiment = experiments.build_experiment(options.parse_configuration(words, config, "benchmark"))
+        experiment = experiments.build_experiment(configuration_parser.parse_configuration(words, config, "benchmark"))
         clients, seconds = experiments.load_participants(experiment).clients, {}
         methods = {registry_name(m): m for m in (*experiment.baselines.values(), experiment.algorithm)}
         for name in ("feddsnas", "ca_feddsnas", "fedpnas", "ca_fedpnas"):

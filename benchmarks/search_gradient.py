@@ -31,7 +31,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import CAFedDSNAS, FedDSNAS, registry_name
-from polyfed.cli.commands import options, recipes
+from polyfed.cli.commands.options import configuration_parser, recipes
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -101,7 +101,7 @@ def experiment_of(arguments, seed):
     words = ["--data.path", arguments.path] if arguments.path else []
     config = recipes.read_recipe("fedpnas_effects").configuration("cpu", arguments.data)
     return experiments.build_experiment(
-        options.parse_configuration([*words, "--seed", str(seed)], config, "search_gradient")
+        configuration_parser.parse_configuration([*words, "--seed", str(seed)], config, "search_gradient")
     )
 
 

@@ -22,8 +22,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedBN, FedRep, PerFedAvg
-from polyfed.deploy.budget import compute_epsilon
-from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise
+from polyfed.deploy.privacy.accountant import compute_epsilon
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 
 SEEDS, ROUNDS = (0, 1, 2), 20
 

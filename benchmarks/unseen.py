@@ -16,9 +16,9 @@ import re
 import statistics
 from pathlib import Path
 
-from polyfed.cli.commands.recipes import read_recipe
+from polyfed.cli.commands.options.recipes import read_recipe
 from polyfed.data.plot import save_figure
-from polyfed.report.generation import draw_warm_start_curves
+from polyfed.report.figures.generation import draw_warm_start_curves
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.results.unseen_clients import compare_with_scratch, compute_warm_start, load_trained_server
 from polyfed.simulation.storage.directory import read_config

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands.options import options_of
+from polyfed.cli.commands.options.configuration_parser import options_of
 from polyfed.core.training.loop import LocalTraining
 
 SHARED = {field.name: field.default for field in dataclasses.fields(LocalTraining)}

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands.papers import find_table
+from polyfed.cli.commands.papers.paper_tables import find_table
 from polyfed.cli.main import main
 
 ROOT = Path(__file__).parent.parent

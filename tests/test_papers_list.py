@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from polyfed.algorithms import registry_name
-from polyfed.cli.commands import options
-from polyfed.cli.commands.papers import find_table, load_papers
-from polyfed.cli.commands.recipes import read_recipe
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import read_recipe
+from polyfed.cli.commands.papers.paper_tables import find_table, load_papers
 from polyfed.simulation.storage.directory import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +85,7 @@ def test_every_command_on_the_page_is_accepted(rows):
             assert not table.reason_not_run
         elif command[1] in ("run", "data"):
             variant = command[command.index("--variant") + 1]
-            options.parse_configuration(
+            configuration_parser.parse_configuration(
                 command[5:], read_recipe(command[2]).configuration("paper", variant), "polyfed run"
             )
         else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyfed.cli.commands.recipes import load_recipe_configuration
+from polyfed.cli.commands.options.recipes import load_recipe_configuration
 
 ROOT = Path(__file__).parent.parent
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
     from polyfed.report.export.folder import export_model
+    from polyfed.simulation.federate import federate, resume
     from polyfed.simulation.results.run import Run
-    from polyfed.simulation.simulate import federate, resume
 
 __all__ = [
     "Algorithm",
@@ -48,18 +48,18 @@ _HOMES = {
     "Client": "core.algorithm",
     "ClientError": "core.errors",
     "ClientInfo": "core.algorithm",
-    "Examples": "core.examples",
+    "Examples": "core.examples.examples",
     "Message": "core.algorithm",
-    "Metric": "core.metrics",
+    "Metric": "core.evaluation.metrics",
     "RoundError": "core.errors",
-    "Run": "simulation.runs.results",
+    "Run": "simulation.results.run",
     "ServerContext": "core.algorithm",
     "UserError": "core.errors",
     "compare": "comparison.compare",
     "export_model": "report.export.folder",
-    "federate": "simulation.federation",
-    "resume": "simulation.federation",
-    "trust_code": "core.code",
+    "federate": "simulation.federate",
+    "resume": "simulation.federate",
+    "trust_code": "core.io.trusted_code",
 }
 
 

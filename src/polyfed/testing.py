@@ -27,11 +27,11 @@ from polyfed.core.seeds import torch_generator
 from polyfed.core.state_dict import PyTree, check_serializable, deserialize_state, iter_tensors, serialize_state
 from polyfed.core.training.client_loss import client_training_loss
 from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.federate import federate, resume
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.simulate import federate, resume
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.traffic import contains_client_examples, declared_facts, find_revealed_facts
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgKD, Local
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
-from polyfed.cli.commands.options import parse_configuration
+from polyfed.cli.commands.options.configuration_parser import parse_configuration
 from polyfed.cli.main import main
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
 from polyfed.core.machine.threads import single_torch_thread

@@ -3,8 +3,8 @@
 import pytest
 
 import polyfed as pf
-from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import load_recipe_configuration
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import load_recipe_configuration
 from polyfed.simulation import experiment as experiments
 
 
@@ -15,7 +15,7 @@ def test_four_architectures_learn_what_none_can_alone_debian():
     config = load_recipe_configuration("flha_table1", "cpu", "fashion_mnist-12.5")
     config.pop("description")
     words = ["--data.path", "/usr/share/datasets/fashion-mnist"]
-    experiment = experiments.build_experiment(options.parse_configuration(words, config, "test"))
+    experiment = experiments.build_experiment(configuration_parser.parse_configuration(words, config, "test"))
     clients = experiments.load_participants(experiment).clients
     ghn, local = (
         pf.federate(clients, method, rounds=40, evaluate_every=40).table()[-1]["global_accuracy"]

@@ -5,7 +5,7 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, Local
-from polyfed.cli.commands import options
+from polyfed.cli.commands.options import configuration_parser
 from polyfed.nas import operation_probabilities
 from polyfed.simulation import experiment
 
@@ -26,7 +26,7 @@ def clients():
         "model": {"name": "cnn_small"}, "algorithm": {"name": "local"}, "rounds": 12,
     }  # fmt: skip
     return experiment.load_participants(
-        experiment.build_experiment(options.parse_configuration([], config, "test"))
+        experiment.build_experiment(configuration_parser.parse_configuration([], config, "test"))
     ).clients
 
 

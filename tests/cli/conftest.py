@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from polyfed.cli.commands import options, recipes
+from polyfed.cli.commands.options import configuration_parser, recipes
 from polyfed.cli.main import main
 from polyfed.simulation.experiment import build_experiment
 
@@ -41,13 +41,13 @@ def experiment():
     @functools.cache
     def experiment(name, scale="paper", variant=None):
         return build_experiment(
-            options.parse_configuration([], read(name).configuration(scale, variant), "polyfed run")
+            configuration_parser.parse_configuration([], read(name).configuration(scale, variant), "polyfed run")
         )
 
     with pytest.MonkeyPatch.context() as patch:  # networks and baselines of many variants are alike
-        patch.setattr(options, "_complete_model", _once(options._complete_model))
-        patch.setattr(options, "_complete_baseline", _once(options._complete_baseline))
-        patch.setattr(options, "options_of", functools.cache(options.options_of))
+        patch.setattr(configuration_parser, "_complete_model", _once(configuration_parser._complete_model))
+        patch.setattr(configuration_parser, "_complete_baseline", _once(configuration_parser._complete_baseline))
+        patch.setattr(configuration_parser, "options_of", functools.cache(configuration_parser.options_of))
         yield experiment
 
 

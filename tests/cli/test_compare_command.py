@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from polyfed.cli.commands.asked import pop_compare_options
+from polyfed.cli.commands.compare.compare_options import pop_compare_options
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 

@@ -9,8 +9,8 @@ import pytest
 
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo
 from polyfed.alignment import draw_public_rows
-from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options import recipes as shipped
+from polyfed.cli.commands.options.recipes import SCALES, recipe_files
 from polyfed.data import ClassesPerClient, Dirichlet
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import load_participants

@@ -10,16 +10,16 @@ import pytest
 
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedAvgFT, FedDSNAS, FedPNAS
 from polyfed.algorithms.nas.supernet_method import SupernetMethod
-from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.measures import RecipeRun, measure_cell
-from polyfed.cli.commands.papers import find_table
-from polyfed.cli.commands.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options import recipes as shipped
+from polyfed.cli.commands.options.recipes import SCALES, recipe_files
+from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
+from polyfed.cli.commands.papers.paper_tables import find_table
 from polyfed.core.training.loop import LocalTraining
 from polyfed.data import IID
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.models import ModelSpec
 from polyfed.nas import count_edge_parameters
-from polyfed.simulation import simulate
+from polyfed.simulation import federate
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
@@ -300,7 +300,7 @@ def test_cells_of_proposition_1_are_the_analysis_of_the_run(polyfed):
     cells = [c for c in find_table("fedpnas", "Proposition 1").cells if c.row == "digits, a tenth of the rounds"]
     ours = [measure_cell(cell, RecipeRun(folder, "smoke")) for cell in cells]
     clients = load_participants(build_experiment(read_config(folder))).clients
-    run = simulate.resume(folder, clients=clients, progress=SilentProgress())
+    run = federate.resume(folder, clients=clients, progress=SilentProgress())
     ids, weights = measure_gradient_conflicts(run, draws=8)
     assert len(ids) == 5
     assert ours == [

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 import pytest
 
 from polyfed.algorithms import FLHAGHN
-from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options import recipes as shipped
+from polyfed.cli.commands.options.recipes import SCALES, recipe_files
 
 read = functools.cache(shipped.read_recipe)
 SWEEP = "flha_appendix_d"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from polyfed.cli.commands.recipes import read_recipe, recipe_files
+from polyfed.cli.commands.options.recipes import read_recipe, recipe_files
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
 FLHA = [name for name in recipe_files() if name.startswith("flha_")]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from polyfed.algorithms import FLHAGHN, FedAvg, Local, PFedHN
-from polyfed.cli.commands import options
-from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options import recipes as shipped
+from polyfed.cli.commands.options.recipes import SCALES, recipe_files
 from polyfed.data import IID, Dirichlet
 from polyfed.simulation.experiment import load_participants
 
@@ -361,8 +361,10 @@ def test_client_k_has_architecture_k_mod_4(name, experiment):
 def test_without_cifar_fashion_mnist_takes_its_place(name):
     """As the comments say; the split stays."""
     config = read(name).configuration("cpu")
-    parsed = options.parse_configuration(["--data", "fashion_mnist", "--data.path", "F"], config, "polyfed run")["data"]
+    parsed = configuration_parser.parse_configuration(
+        ["--data", "fashion_mnist", "--data.path", "F"], config, "polyfed run"
+    )["data"]
     kept = ("clients", "examples_per_client", "test_fraction", "global_test", "unseen")
-    given = {**options.parse_configuration([], config, "polyfed run")["data"]}
+    given = {**configuration_parser.parse_configuration([], config, "polyfed run")["data"]}
     assert {key: parsed[key] for key in kept} == {key: given[key] for key in kept}
     assert (parsed["name"], parsed["path"], parsed["partition"]) == ("fashion_mnist", "F", given["partition"])

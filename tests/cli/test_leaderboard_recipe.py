@@ -3,8 +3,8 @@
 import pytest
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import read_recipe
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import read_recipe
 from polyfed.simulation.experiment import build_experiment
 
 RECIPE, RIVALS = read_recipe("leaderboard"), read_recipe("rivals")
@@ -17,7 +17,7 @@ def experiment(variant, recipe=RECIPE):
     path = {"data": {"path": "x"}}
     config = recipe.configuration(variant=variant)
     config["data"] = {**config["data"], **(path["data"] if config["data"]["name"] != "digits" else {})}
-    return build_experiment(options.parse_configuration([], config, "polyfed run"))
+    return build_experiment(configuration_parser.parse_configuration([], config, "polyfed run"))
 
 
 @pytest.mark.parametrize("variant", ["digits-0.1", "architectures", "tweets", "cifar10"])

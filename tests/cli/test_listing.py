@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands.listing import first_sentence, show_choices
-from polyfed.cli.commands.recipes import recipe_files
+from polyfed.cli.commands.list_command import first_sentence, show_choices
+from polyfed.cli.commands.options.recipes import recipe_files
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
 

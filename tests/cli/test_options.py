@@ -6,8 +6,8 @@ from typing import Any, Literal
 import pytest
 
 from polyfed.algorithms import REGISTRY, FedAvgFT
-from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import load_recipe_configuration, recipe_files
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import load_recipe_configuration, recipe_files
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
@@ -26,7 +26,7 @@ from polyfed.simulation.experiment import build_experiment, build_method_like
 )  # fmt: skip
 def test_every_option_has_a_help_text(section, name, choice):
     """`--help` is made from docstrings, so a field without an entry there would have none."""
-    assert [option.key for option in options.options_of(choice, section) if not option.help.strip()] == []
+    assert [option.key for option in configuration_parser.options_of(choice, section) if not option.help.strip()] == []
 
 
 @pytest.mark.parametrize(
@@ -41,19 +41,22 @@ def test_every_option_has_a_help_text(section, name, choice):
     ],
 )  # fmt: skip
 def test_types_in_words(kind, words):
-    assert options.describe_type(kind) == words
+    assert configuration_parser.describe_type(kind) == words
 
 
 def test_a_value_that_looks_like_yaml_stays_what_the_option_says():
-    config = options.parse_configuration(["--data", "mnist", "--data.path", "1e3"], {}, "polyfed run")
+    config = configuration_parser.parse_configuration(["--data", "mnist", "--data.path", "1e3"], {}, "polyfed run")
     assert config["data"]["path"] == "1e3"
-    assert options.parse_configuration(["--algorithm.lr", "1e-3"], {}, "polyfed run")["algorithm"]["lr"] == 0.001
+    assert (
+        configuration_parser.parse_configuration(["--algorithm.lr", "1e-3"], {}, "polyfed run")["algorithm"]["lr"]
+        == 0.001
+    )
 
 
 def test_the_last_of_an_option_given_twice_holds():
-    assert options.parse_configuration(["--rounds", "3", "--rounds=4"], {}, "polyfed run")["rounds"] == 4
+    assert configuration_parser.parse_configuration(["--rounds", "3", "--rounds=4"], {}, "polyfed run")["rounds"] == 4
     words = ["--algorithm", "fedprox", "--algorithm=local"]
-    assert options.parse_configuration(words, {}, "polyfed run")["algorithm"]["name"] == "local"
+    assert configuration_parser.parse_configuration(words, {}, "polyfed run")["algorithm"]["name"] == "local"
 
 
 FEW = {"local", "fedopt", "scaffold", "fedavg_kd", "flha_ghn", "fedhenn", "fedpnas"}
@@ -61,7 +64,7 @@ FEW = {"local", "fedopt", "scaffold", "fedavg_kd", "flha_ghn", "fedhenn", "fedpn
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in REGISTRY])
 def test_a_configuration_gives_the_same_method_again(name):
-    config = options.parse_configuration(["--algorithm", name, "--algorithm.lr", "0.3"], {}, "polyfed run")
+    config = configuration_parser.parse_configuration(["--algorithm", name, "--algorithm.lr", "0.3"], {}, "polyfed run")
     method = build_experiment(config).algorithm
     assert type(method) is REGISTRY[name]
     assert method == REGISTRY[name](lr=0.3)
@@ -72,7 +75,7 @@ def test_a_configuration_gives_the_same_method_again(name):
 def test_recipes_are_complete(name):
     recipe = load_recipe_configuration(name)
     assert recipe.pop("description")
-    build_experiment(options.parse_configuration([], recipe, "polyfed run"))
+    build_experiment(configuration_parser.parse_configuration([], recipe, "polyfed run"))
 
 
 def test_baselines_share_the_local_training_and_keep_their_own_policy():
@@ -83,7 +86,7 @@ def test_baselines_share_the_local_training_and_keep_their_own_policy():
 
 
 def test_incomplete_configurations():
-    config = options.parse_configuration([], {}, "polyfed run")
+    config = configuration_parser.parse_configuration([], {}, "polyfed run")
     with pytest.raises(UserError, match=r"the configuration lacks 'algorithm'; `polyfed run --print-config` shows"):
         build_experiment({key: value for key, value in config.items() if key != "algorithm"})
     with pytest.raises(UserError, match="algorithm has no field 'gone'"):

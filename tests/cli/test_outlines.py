@@ -6,17 +6,17 @@ from importlib import import_module
 import pytest
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli import outlines
-from polyfed.cli.commands.options import options_of
-from polyfed.cli.outlines import StaticRegistry, resolve_without_import
+from polyfed.cli import static_registry
+from polyfed.cli.commands.options.configuration_parser import options_of
+from polyfed.cli.static_registry import StaticRegistry, resolve_without_import
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
 
 PAIRS = {
-    "algorithm": (outlines.ALGORITHMS, REGISTRY),
-    "data": (outlines.SOURCES, SOURCES),
-    "data.partition": (outlines.PARTITIONS, PARTITIONS),
-    "model": (outlines.MODELS, MODELS),
+    "algorithm": (static_registry.ALGORITHMS, REGISTRY),
+    "data": (static_registry.SOURCES, SOURCES),
+    "data.partition": (static_registry.PARTITIONS, PARTITIONS),
+    "model": (static_registry.MODELS, MODELS),
 }
 CHOICES = [(section, name) for section, (_, registry) in PAIRS.items() for name in registry]
 
@@ -38,7 +38,7 @@ def test_options_types_defaults_and_texts_are_the_same(section, name):
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_what_a_method_requires_and_discloses_is_the_same(name):
-    read, real = outlines.ALGORITHMS[name], REGISTRY[name]
+    read, real = static_registry.ALGORITHMS[name], REGISTRY[name]
     assert (read.requires, read.discloses) == (real.requires, real.discloses)
 
 
@@ -57,15 +57,15 @@ def test_classes_that_no_registry_names_are_the_same(module, name):
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """Writes a module `polyfed.made`, which cannot be imported, only read."""
-    monkeypatch.setattr(outlines, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(static_registry, "_PACKAGE", tmp_path)
 
     def write(text):
-        outlines._top_level_definitions.cache_clear()
+        static_registry._top_level_definitions.cache_clear()
         resolve_without_import.cache_clear()
         (tmp_path / "made.py").write_text(text)
 
     yield write
-    outlines._top_level_definitions.cache_clear()
+    static_registry._top_level_definitions.cache_clear()
     resolve_without_import.cache_clear()
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import final
 import numpy as np
 import torch
-from polyfed.algorithms.averaging import Averaging
-from polyfed.core.metrics import Metric
+from polyfed.algorithms.base.averaging import Averaging
+from polyfed.core.evaluation.metrics import Metric
 from polyfed.data import Partition
 from polyfed.data.pool import Source, build_pooled_dataset
 

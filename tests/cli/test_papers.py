@@ -6,10 +6,10 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from polyfed.cli.commands import recipes as shipped
-from polyfed.cli.commands.measures import CELL_METRICS
-from polyfed.cli.commands.papers import find_table, load_papers
-from polyfed.cli.commands.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options import recipes as shipped
+from polyfed.cli.commands.options.recipes import SCALES, recipe_files
+from polyfed.cli.commands.papers.cell_metrics import CELL_METRICS
+from polyfed.cli.commands.papers.paper_tables import find_table, load_papers
 
 read = functools.cache(shipped.read_recipe)
 TABLES = [table for paper in load_papers().values() for table in paper.tables.values()]

@@ -5,8 +5,8 @@ import functools
 import numpy as np
 import pytest
 
-from polyfed.cli.commands import options
-from polyfed.cli.commands import recipes as shipped
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options import recipes as shipped
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.simulation.experiment import build_experiment
 
@@ -17,7 +17,9 @@ SIZES = {"fashion_mnist": 100, "emnist": 100, "cifar10": 250, "cifar100": 150}
 
 @functools.cache
 def experiment(name, scale="paper", variant=None):
-    return build_experiment(options.parse_configuration([], read(name).configuration(scale, variant), "polyfed run"))
+    return build_experiment(
+        configuration_parser.parse_configuration([], read(name).configuration(scale, variant), "polyfed run")
+    )
 
 
 @pytest.mark.slow

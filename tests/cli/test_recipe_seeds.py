@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import read_recipe, recipe_files
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import read_recipe, recipe_files
 from polyfed.core.seeds import derive_seed
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.data.sources.vision import Digits
@@ -27,7 +27,7 @@ def dealt(name):
     recipe, seen = read_recipe(name), {}
     for scale in recipe.scales or [None]:
         for variant in recipe.variants or [None]:
-            parsed = options.parse_configuration([], recipe.configuration(scale, variant), "polyfed run")
+            parsed = configuration_parser.parse_configuration([], recipe.configuration(scale, variant), "polyfed run")
             made = build_experiment(parsed)
             kind = type(made.source).__name__
             if kind == "Digits" or kind in LABELS:

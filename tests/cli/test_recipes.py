@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands import options
-from polyfed.cli.commands.recipes import (
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import (
     SCALES,
     load_recipe_configuration,
     merge_configurations,
@@ -231,7 +231,9 @@ def test_bad_sections(here, content, sentence):
 
 
 def baselines_of(entries, *words):
-    return build_experiment(options.parse_configuration([*words], {"baselines": entries}, "polyfed run")).baselines
+    return build_experiment(
+        configuration_parser.parse_configuration([*words], {"baselines": entries}, "polyfed run")
+    ).baselines
 
 
 def test_fields_of_a_baseline_win_over_the_shared_local_training():
@@ -300,7 +302,9 @@ PFEDLA = [name for name in recipe_files() if name.startswith("pfedla_")]
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "scale", "variant"), choices())
 def test_every_choice_is_a_whole_configuration(name, scale, variant):
-    parsed = options.parse_configuration([], read_recipe(name).configuration(scale, variant), "polyfed run")
+    parsed = configuration_parser.parse_configuration(
+        [], read_recipe(name).configuration(scale, variant), "polyfed run"
+    )
     experiment = build_experiment(parsed)
     if scale == "smoke":
         assert parsed["data"]["name"] == "digits"

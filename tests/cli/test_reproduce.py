@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from polyfed.algorithms import FedRep
-from polyfed.cli.commands import playing
-from polyfed.cli.commands.measures import RecipeRun, measure_cell
-from polyfed.cli.commands.papers import PaperCell, find_table, load_papers
-from polyfed.cli.commands.recipes import read_recipe
-from polyfed.cli.commands.reproduce import CellResult, _cell_result
+from polyfed.cli.commands.options.recipes import read_recipe
+from polyfed.cli.commands.papers import job_runner
+from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
+from polyfed.cli.commands.papers.paper_tables import PaperCell, find_table, load_papers
+from polyfed.cli.commands.papers.reproduce_command import CellResult, _cell_result
 from polyfed.cli.main import main
 from polyfed.models import MODELS
 from polyfed.simulation.experiment import build_experiment
@@ -102,12 +102,12 @@ def test_where_data_lie_is_no_option_of_other_data_in_the_same_folder(polyfed, w
 
 def test_a_missing_source_is_found_before_the_first_run(polyfed, monkeypatch):
     """Digits are there, the other recipe's files are not."""
-    monkeypatch.setattr(playing, "run_paper_jobs", lambda *_, **__: pytest.fail("something ran"))
+    monkeypatch.setattr(job_runner, "run_paper_jobs", lambda *_, **__: pytest.fail("something ran"))
     words = ["flha", "1", "--scale", "smoke", "--variant", "cifar10-25", "--out", "here"]
     config = read_recipe("flha_upper_bound").configuration
     lost = {"name": "mnist", "path": "nowhere"}
     monkeypatch.setattr(
-        "polyfed.cli.commands.recipes.Recipe.configuration",
+        "polyfed.cli.commands.options.recipes.Recipe.configuration",
         lambda r, s=None, v=None: {**config.__func__(r, s, v), **({"data": lost} if r.name == "flha_table1" else {})},
     )
     status, out, err = polyfed("reproduce", *words)
@@ -160,8 +160,8 @@ def test_cells_are_what_the_runs_have_and_finished_runs_are_not_repeated(polyfed
     assert found["Sentiment140", "linear CKA"]["runs"] == [run.name]
 
     with monkeypatch.context() as patch:
-        patch.setattr("polyfed.simulation.simulate.federate", lambda *_, **__: pytest.fail("ran again"))
-        patch.setattr("polyfed.simulation.simulate.resume", lambda *_, **__: pytest.fail("went on"))
+        patch.setattr("polyfed.simulation.federate.federate", lambda *_, **__: pytest.fail("ran again"))
+        patch.setattr("polyfed.simulation.federate.resume", lambda *_, **__: pytest.fail("went on"))
         assert polyfed("reproduce", *FEW) == (0, out, "")
     status, _, err = polyfed("reproduce", *FEW, "--rounds", "2")
     assert status == 2
@@ -254,10 +254,10 @@ def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
 def test_few_runs_go_one_after_another(monkeypatch):
     monkeypatch.setattr("polyfed.comparison.process_pool.num_usable_cores", lambda: 2)
     experiment = build_experiment(read_recipe("pfedla_table1").configuration("smoke", "fashion_mnist-10"))
-    job = playing.PaperJob("a run", experiment, Path("here"))
-    assert [playing._process_count(job, runs) for runs in (1, 2, 3, 6, 15)] == [1, 1, 1, 2, 2]
+    job = job_runner.PaperJob("a run", experiment, Path("here"))
+    assert [job_runner._process_count(job, runs) for runs in (1, 2, 3, 6, 15)] == [1, 1, 1, 2, 2]
     asked = replace(experiment, settings=replace(experiment.settings, workers=2))
-    assert playing._process_count(replace(job, experiment=asked), 15) == 1
+    assert job_runner._process_count(replace(job, experiment=asked), 15) == 1
 
 
 def test_seeds(polyfed):

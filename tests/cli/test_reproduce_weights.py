@@ -5,8 +5,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from polyfed.cli.commands.measures import RecipeRun, measure_cell
-from polyfed.cli.commands.papers import find_table
+from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
+from polyfed.cli.commands.papers.paper_tables import find_table
 
 
 def cell_of(paper, table, row, column):

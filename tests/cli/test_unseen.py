@@ -8,7 +8,7 @@ import torch
 import yaml
 
 import polyfed as pf
-from polyfed.cli.commands.options import parse_configuration
+from polyfed.cli.commands.options.configuration_parser import parse_configuration
 from polyfed.cli.main import main
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.storage.directory import read_metrics

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 import polyfed as pf
-from polyfed.cli.commands.options import parse_configuration
+from polyfed.cli.commands.options.configuration_parser import parse_configuration
 from polyfed.cli.main import main
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.io.trusted_code import temporary_trust, trust_code

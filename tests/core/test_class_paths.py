@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import polyfed
-from polyfed.cli.commands import recipes
+from polyfed.cli.commands.options import recipes
 from polyfed.core.nn.class_paths import stable_path
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.models import MODELS, build

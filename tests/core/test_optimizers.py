@@ -62,7 +62,7 @@ def test_sparse_gradients_are_taken_as_by_torch():
 def test_a_step_does_not_import_the_compiler():
     code = """
 import sys, torch
-from polyfed.core.optimizers import SGD, Adam, ParameterGroup
+from polyfed.core.nn.optimizers import SGD, Adam, ParameterGroup
 for kind in (SGD, Adam):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = kind([ParameterGroup([weight], 0.1)])

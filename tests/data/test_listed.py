@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyfed.cli.commands import options
+from polyfed.cli.commands.options import configuration_parser
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, ListedClasses
 from polyfed.simulation.experiment import build_experiment
@@ -89,11 +89,11 @@ def test_it_is_registered_and_takes_lists_from_files_and_options():
     data = {"data": {"clients": 2, "partition": {"name": "listed_classes", "classes": lists}}}
     words = ["--data.partition", "listed_classes", "--data.partition.classes", "[[0, 1], [2]]", "--data.clients=2"]
     for given_words, config in (([], data), (words, {})):
-        parsed = options.parse_configuration(given_words, config, "polyfed run")
+        parsed = configuration_parser.parse_configuration(given_words, config, "polyfed run")
         assert build_experiment(parsed).partition == ListedClasses(((0, 1), (2,)))
     with pytest.raises(
         UserError, match=r"--data\.partition\.classes must be a list such as \[\[0, 1\], \[2, 3\]\], got"
     ):
-        options.parse_configuration(
+        configuration_parser.parse_configuration(
             ["--data.partition", "listed_classes", "--data.partition.classes", "[0, 1]"], {}, "polyfed run"
         )

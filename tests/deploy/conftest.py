@@ -15,9 +15,9 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from polyfed.algorithms import FedAvg
-from polyfed.deploy import flower
-from polyfed.deploy.flower import client_app, run_deployment
-from polyfed.deploy.project import write_key_pair
+from polyfed.deploy.flower import apps, engine
+from polyfed.deploy.flower.apps import client_app, run_deployment
+from polyfed.deploy.trial.project import write_key_pair
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
@@ -124,7 +124,7 @@ def nodes(tmp_path, monkeypatch):
     module.CLIENTS = {}
     monkeypatch.setitem(sys.modules, "clients_of_a_test", module)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(flower, "log_to_stderr", lambda: None)  # logs stay where pytest finds them
+    monkeypatch.setattr(apps, "log_to_stderr", lambda: None)  # logs stay where pytest finds them
 
     def make(clients, **config) -> dict[int, Node]:
         found = {}
@@ -149,7 +149,7 @@ def nodes(tmp_path, monkeypatch):
 @pytest.fixture
 def run(tmp_path, nodes, monkeypatch):
     """Plays a deployment of three sites, the first of which is changed by `spoil(its node)`; the run."""
-    monkeypatch.setattr(flower, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "_POLL_SECONDS", 0.01)
     (tmp_path / "server.py").write_text(ONE)
 
     def play(spoil=None, method=None, grid=None, progress=None, **words):
@@ -197,7 +197,7 @@ def secure_grid(nodes, keys):
 @pytest.fixture
 def secure_play(tmp_path, monkeypatch):
     """Plays a deployment; the run."""
-    monkeypatch.setattr("polyfed.deploy.flower._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("polyfed.deploy.flower.engine._POLL_SECONDS", 0.01)
     (tmp_path / "server.py").write_text(ONE)
 
     def run(grid, method=None, progress=None, out="run", **words):

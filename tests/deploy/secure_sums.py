@@ -6,8 +6,8 @@ from functools import cache
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from polyfed.deploy.secure.keys import signing_function
-from polyfed.deploy.secure.masking import (
+from polyfed.deploy.secure_aggregation.crypto import signing_function
+from polyfed.deploy.secure_aggregation.protocol import (
     SumId,
     advertise_keys,
     decrypt_share_boxes,
@@ -15,7 +15,7 @@ from polyfed.deploy.secure.masking import (
     release_unmasking_shares,
     share_secrets,
 )
-from polyfed.deploy.secure.opening import unmask_sum
+from polyfed.deploy.secure_aggregation.unmask import unmask_sum
 
 STEPS = ("advertise", "share", "mask", "hand out")
 WHICH = SumId("run-a", 1)

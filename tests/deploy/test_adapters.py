@@ -6,7 +6,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
-from polyfed.deploy.flower import run_deployment
+from polyfed.deploy.flower.apps import run_deployment
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.testing import small_clients, without_durations
 

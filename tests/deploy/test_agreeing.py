@@ -12,17 +12,17 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, Local
 from polyfed.core.algorithm import CONSENT, DISCLOSURES
 from polyfed.core.errors import ClientError, UserError
-from polyfed.deploy.agreeing import (
+from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
+from polyfed.deploy.protocol.wire import Envelope
+from polyfed.deploy.secure_aggregation import RefusalError
+from polyfed.deploy.site.preprocessing import (
     MOMENTS_NAME,
     apply_common_preprocessing,
     parse_common_preprocessing,
     save_common_preprocessing,
     summarize_schema,
 )
-from polyfed.deploy.flower import envelope_from_record, envelope_to_record
-from polyfed.deploy.private import InvalidSiteStateError
-from polyfed.deploy.secure import RefusalError
-from polyfed.deploy.wire import Envelope
+from polyfed.deploy.site.private_state import InvalidSiteStateError
 from polyfed.models import ModelSpec
 from polyfed.simulation.rounds.federated_preprocessing import Moments, fit_common_preprocessing
 
@@ -333,7 +333,7 @@ def test_a_site_keeps_to_the_preprocessing_that_it_began_with(tmp_path):
 def test_a_site_whose_owner_does_not_ask_for_it_sends_no_sums(play, nodes):
     (node,) = nodes([client("a", preprocess="site")]).values()
     grid = MemoryGrid({101: node})
-    from polyfed.deploy.node import build_site
+    from polyfed.deploy.site.node_config import build_site
 
     site = build_site(node.config)
     head = {"protocol": 6, "run": "r", "algorithm": {"name": MOMENTS_NAME}, "client": "a"}

@@ -13,10 +13,10 @@ from scipy.stats import norm
 import polyfed as pf
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.deploy.budget import compute_epsilon, spend_budget
-from polyfed.deploy.node import build_site
-from polyfed.deploy.privacy import ReplyProtection
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.privacy.accountant import compute_epsilon, spend_budget
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.site.node_config import build_site
 from polyfed.testing import SmallNet, small_clients
 
 NOISY = ReplyProtection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=4.6)
@@ -203,9 +203,9 @@ def test_a_damaged_count_beside_the_book_opens_nothing(tmp_path, content):
 
 def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
     """The book is written first: what is counted has been entered."""
-    from polyfed.deploy import budget
+    from polyfed.deploy.privacy import accountant
 
-    book, write, written = tmp_path / "privacy.json", budget.write_file_atomically, []
+    book, write, written = tmp_path / "privacy.json", accountant.write_file_atomically, []
 
     def dies(path, content):
         if written and path.name == "privacy-count.json":
@@ -215,7 +215,7 @@ def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
 
     spend_budget(book, "data", NOISY)
     written.append("a message")
-    monkeypatch.setattr(budget, "write_file_atomically", dies)
+    monkeypatch.setattr(accountant, "write_file_atomically", dies)
     with pytest.raises(OSError, match="killed"):
         spend_budget(book, "data", NOISY)
     monkeypatch.undo()

@@ -9,8 +9,12 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedDF, FedGH, FedHeNN, FedMD, FedPNAS, FedProto, FedTGP, HeteroFL, LGFedAvg
 from polyfed.core.errors import UserError
-from polyfed.deploy.claims import check_same_input_specs, check_same_representation_width, check_width_family
-from polyfed.deploy.flower import envelope_from_record
+from polyfed.deploy.flower.engine import envelope_from_record
+from polyfed.deploy.protocol.handshake import (
+    check_same_input_specs,
+    check_same_representation_width,
+    check_width_family,
+)
 from polyfed.testing import small_clients
 
 from .conftest import MemoryGrid
@@ -142,7 +146,7 @@ def test_inputs_of_another_type_are_refused_before_round_1(tmp_path, nodes, run,
 def test_a_run_that_began_before_inputs_were_compared_goes_on(nodes, run, family, monkeypatch):
     grid, method = MemoryGrid(nodes(image_clients((torch.uint8, torch.float32)))), HeteroFL(lr=1e-5)
     with monkeypatch.context() as older:
-        older.setattr("polyfed.deploy.server.check_same_input_specs", lambda told, name: None)
+        older.setattr("polyfed.deploy.server.server.check_same_input_specs", lambda told, name: None)
         assert run(grid=grid, method=method, rounds=1, **family).last.round == 1
     assert run(grid=grid, method=method, resume=True, **family).last.round == 1
 

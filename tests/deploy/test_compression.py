@@ -13,11 +13,13 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.compressors import Int8, TopK
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.state_dict import serialize_state
-from polyfed.deploy import flower, wire
-from polyfed.deploy.flower import envelope_from_record, run_deployment
-from polyfed.deploy.privacy import ReplyProtection, clip_and_add_noise
-from polyfed.deploy.records import parse_record
-from polyfed.deploy.server import DeploymentServer, configure_server
+from polyfed.deploy.flower import engine
+from polyfed.deploy.flower.apps import run_deployment
+from polyfed.deploy.flower.engine import envelope_from_record
+from polyfed.deploy.flower.records import parse_record
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
+from polyfed.deploy.protocol import wire
+from polyfed.deploy.server.server import DeploymentServer, configure_server
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation
@@ -179,7 +181,7 @@ def test_the_form_of_a_compressed_reply_is_checked_before_its_tensors_are_read(r
     }.items(),
 )
 def test_a_site_refuses_what_it_cannot_open(tmp_path, nodes, monkeypatch, kind, sentence):
-    honest, post = DeploymentServer.task_head, flower.envelope_to_record
+    honest, post = DeploymentServer.task_head, engine.envelope_to_record
     if kind == "an unknown compression":
         monkeypatch.setattr(
             DeploymentServer, "task_head", lambda self, task: {**honest(self, task), "compress_down": "zip"}
@@ -187,7 +189,7 @@ def test_a_site_refuses_what_it_cannot_open(tmp_path, nodes, monkeypatch, kind, 
     else:
         bad = entries(lambda n, t: t * float("nan") if n == ":scales" else t)
         monkeypatch.setattr(
-            flower, "envelope_to_record", lambda le: post(bad(le) if le.head.get("phase") == "local" else le)
+            engine, "envelope_to_record", lambda le: post(bad(le) if le.head.get("phase") == "local" else le)
         )
     words = {"rounds": 1, "on-error": "skip", **BOTH}
     with pytest.raises(pf.RoundError, match=sentence):

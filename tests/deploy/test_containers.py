@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from polyfed.deploy.doctor.folders import _parse_options, read_systemd_unit
 from polyfed.deploy.doctor.network import check_tls_server
-from polyfed.deploy.doctor.nodes import parse_node_config
-from polyfed.deploy.doctor.places import _parse_options, read_systemd_unit
-from polyfed.deploy.project import create_project
-from polyfed.deploy.supernode import SiteProcess
-from polyfed.deploy.trial import flower_environment
+from polyfed.deploy.doctor.site_config import parse_node_config
+from polyfed.deploy.flower.supernode import SiteProcess
+from polyfed.deploy.trial.local_trial import flower_environment
+from polyfed.deploy.trial.project import create_project
 
 from .patients import free_port, server_files, write
 
@@ -90,7 +90,7 @@ def flaws(text):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.deploy.project._write_catalogue", lambda path: path.write_text("{}"))
+        patch.setattr("polyfed.deploy.trial.project._write_catalogue", lambda path: path.write_text("{}"))
         return create_project(tmp_path_factory.mktemp("containers") / "federation", ["north"])
 
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from polyfed.cli.main import main
+from polyfed.deploy.doctor.folders import detect_folder_kinds, read_systemd_unit
 from polyfed.deploy.doctor.network import check_port_free, check_tls_server, parse_address
-from polyfed.deploy.doctor.places import detect_folder_kinds, read_systemd_unit
-from polyfed.deploy.project import Project, create_project, write_key_pair, write_trial_certificates
+from polyfed.deploy.trial.project import Project, create_project, write_key_pair, write_trial_certificates
 
 from .patients import NODE, UNIT, Authority, free_port, server_files, serving, write
 from .test_doctor_files import said
@@ -131,7 +131,7 @@ def test_what_is_no_address(text):
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A project as `polyfed flower init` writes it, but for the catalogue, which takes torch."""
-    monkeypatch.setattr("polyfed.deploy.project._write_catalogue", lambda path: path.write_text("{}"))
+    monkeypatch.setattr("polyfed.deploy.trial.project._write_catalogue", lambda path: path.write_text("{}"))
     return create_project(tmp_path / "federation", ["north", "south"])
 
 

@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from polyfed.cli.commands.doctor import SETTINGS_KEYS, check_server_configuration
+from polyfed.cli.commands.deploy.doctor_command import SETTINGS_KEYS, check_server_configuration
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.deploy.doctor.certificates import (
@@ -26,8 +26,13 @@ from polyfed.deploy.doctor.machine import (
     check_token_file,
     check_unit_program,
 )
-from polyfed.deploy.doctor.nodes import NODE_CONFIG_TYPES, check_functions_defined, check_node_config, parse_node_config
-from polyfed.deploy.project import write_key_pair, write_trial_certificates
+from polyfed.deploy.doctor.site_config import (
+    NODE_CONFIG_TYPES,
+    check_functions_defined,
+    check_node_config,
+    parse_node_config,
+)
+from polyfed.deploy.trial.project import write_key_pair, write_trial_certificates
 
 from .patients import PEM, Authority, server_files, write
 
@@ -261,9 +266,9 @@ SOUND = {"client-id": "north", "site": "/x/site.py", "state-dir": "/x/state"}
 
 
 def test_the_words_of_a_site_are_those_that_a_site_knows():
-    from polyfed.deploy import node
+    from polyfed.deploy.site import node_config
 
-    assert set(NODE_CONFIG_TYPES) == node._KEYS | node._FLOWER_KEYS
+    assert set(NODE_CONFIG_TYPES) == node_config._KEYS | node_config._FLOWER_KEYS
 
 
 @pytest.mark.parametrize(
@@ -341,7 +346,7 @@ def test_words_of_a_server_that_do_not_fit(tmp_path, words, sentence):
 
 
 def test_the_words_of_a_server_are_those_that_it_knows(tmp_path):
-    from polyfed.deploy.server import configure_server
+    from polyfed.deploy.server.server import configure_server
 
     with pytest.raises(UserError) as told:
         configure_server({"sites": "a", "out": "x", "xyzzy": 1})

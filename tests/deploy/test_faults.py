@@ -11,8 +11,9 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, Local, PFedLA
 from polyfed.core.algorithm import Message as Body
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.deploy.flower import client_app, envelope_from_record, envelope_to_record
-from polyfed.deploy.wire import Envelope
+from polyfed.deploy.flower.apps import client_app
+from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
+from polyfed.deploy.protocol.wire import Envelope
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.testing import _InterruptAfter, small_clients, without_durations
@@ -168,7 +169,7 @@ def anew(node, reply):
 @pytest.mark.parametrize("reply", [False, True], ids=["before it replied", "after it"])
 def test_a_supernode_that_starts_anew_is_not_waited_for(run, nodes, monkeypatch, reply):
     """It may be back before Flower notices that it was away, and knows nothing of the message."""
-    monkeypatch.setattr("polyfed.deploy.flower._NODE_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("polyfed.deploy.flower.engine._NODE_CHECK_SECONDS", 0.1)
     grid = MemoryGrid(nodes(small_clients()))
     anew(next(iter(grid.nodes.values())), reply)
     began = time.monotonic()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyfed.deploy.frames import BrokenStreamError, Frame, FrameError, receive_frame, send_frame
+from polyfed.deploy.protocol.framing import BrokenStreamError, Frame, FrameError, receive_frame, send_frame
 
 NUMBERS = st.floats(allow_nan=False) | st.integers(-(2**63), 2**63 - 1)
 LINE = ">4sIQ"

@@ -13,11 +13,11 @@ from flwr.app import ConfigRecord, RecordDict
 from polyfed.algorithms import FedAvg, FedAvgKD, FedFomo, FedHeNN, FedRep
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.deploy import wire
-from polyfed.deploy.flower import FlowerEngine, envelope_from_record, envelope_to_record
-from polyfed.deploy.replies import parse_result
-from polyfed.deploy.server import configure_server
-from polyfed.deploy.wire import Envelope, PackedEnvelope, pack_tensors, read_tensor_specs, unpack_tensors
+from polyfed.deploy.flower.engine import FlowerEngine, envelope_from_record, envelope_to_record
+from polyfed.deploy.protocol import wire
+from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, pack_tensors, read_tensor_specs, unpack_tensors
+from polyfed.deploy.server.reply_validation import parse_result
+from polyfed.deploy.server.server import configure_server
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients

@@ -30,11 +30,11 @@ from flwr.superlink.routers.fleet import node_auth
 
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
-from polyfed.deploy import link, supernode
-from polyfed.deploy import trial as trials
-from polyfed.deploy.internals import load_flower_internals
-from polyfed.deploy.link import TokenPlugin, read_control_token
-from polyfed.deploy.project import create_project
+from polyfed.deploy.flower import superlink, supernode
+from polyfed.deploy.flower.private_api import load_flower_internals
+from polyfed.deploy.flower.superlink import TokenPlugin, read_control_token
+from polyfed.deploy.trial import local_trial as trials
+from polyfed.deploy.trial.project import create_project
 from polyfed.testing import small_clients
 
 from .conftest import ONE
@@ -98,7 +98,7 @@ def test_why_a_supernode_is_refused_is_in_the_log(caplog, ahead, signed, told):
     request = SimpleNamespace(
         headers={**headers, TIMESTAMP_HEADER: stamp}, state=state, client=SimpleNamespace(host="10.0.0.9")
     )
-    check = link.log_refusals(node_auth.authenticate_node)
+    check = superlink.log_refusals(node_auth.authenticate_node)
     if told is None:
         check(request)
         assert caplog.messages == []
@@ -166,7 +166,7 @@ def config_of(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["link"])
     before = os.umask(0o022)
     try:
-        link.main(list(words))
+        superlink.main(list(words))
         assert os.umask(0o022) == 0o077, "what the SuperLink and its runs write is open to others"
     finally:
         os.umask(before)

@@ -19,8 +19,8 @@ from sklearn.datasets import load_digits
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, PFedLA
 from polyfed.core.errors import RoundError
-from polyfed.deploy import trial as trials
-from polyfed.deploy.project import Project, create_project, write_key_pair, write_trial_certificates
+from polyfed.deploy.trial import local_trial as trials
+from polyfed.deploy.trial.project import Project, create_project, write_key_pair, write_trial_certificates
 from polyfed.simulation.storage.directory import read_manifest, read_metrics
 from polyfed.testing import small_clients, without_durations
 
@@ -30,7 +30,7 @@ NUMBERS = [f"{p}{m}" for p in ("", "val_", "generated_", "trained_", "trained_va
 DISCLOSE = f'disclose="{",".join(["num_examples", "train_loss", *NUMBERS])}" '
 SMALL_SITE = """
 import os, time
-import polyfed.deploy.site as at_site
+import polyfed.deploy.site.site as at_site
 from polyfed.testing import small_clients
 
 NAME = os.environ["POLYFED_SITE"]

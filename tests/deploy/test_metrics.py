@@ -12,10 +12,10 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.algorithm import Message as Sent
 from polyfed.core.errors import UserError
-from polyfed.deploy.flower import envelope_from_record, envelope_to_record
-from polyfed.deploy.node import build_site
-from polyfed.deploy.records import parse_record
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
+from polyfed.deploy.flower.records import parse_record
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.site.node_config import build_site
 from polyfed.simulation.storage import predictions_parquet
 from polyfed.simulation.storage.directory import read_config, read_manifest
 from polyfed.testing import small_clients, without_durations

@@ -9,9 +9,9 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core.algorithm import Message
-from polyfed.deploy.privacy import ReplyProtection
-from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.site.site import Site
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings

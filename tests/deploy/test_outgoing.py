@@ -8,13 +8,13 @@ import torch
 
 import polyfed as pf
 from polyfed.core.algorithm import Message
-from polyfed.deploy import outgoing, private
-from polyfed.deploy import site as site_module
-from polyfed.deploy.privacy import GaussianNoise, ReplyProtection
-from polyfed.deploy.riding import EVALUATION_KEY
-from polyfed.deploy.secure.member import BOXES_GROUP, SumParticipation
-from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.privacy.gaussian_mechanism import GaussianNoise, ReplyProtection
+from polyfed.deploy.protocol.piggyback import EVALUATION_KEY
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, SumParticipation
+from polyfed.deploy.site import disclosure_guard, private_state
+from polyfed.deploy.site import site as site_module
+from polyfed.deploy.site.site import Site
 from polyfed.testing import SmallNet, small_clients
 
 NOISY = ReplyProtection(clip_norm=1.0, noise_multiplier=4.0, max_epsilon=3.0)  # two messages
@@ -151,7 +151,7 @@ def test_a_message_is_entered_before_data_noise_and_state(sites, secure, monkeyp
         sound = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **k: (order.append(name), sound(*a, **k))[1])
 
-    noted(outgoing, "spend_budget")
+    noted(disclosure_guard, "spend_budget")
     for owner, name in (
         (site_module, "write_private_state"),
         (site_module, "check_client_identity"),
@@ -160,7 +160,7 @@ def test_a_message_is_entered_before_data_noise_and_state(sites, secure, monkeyp
         noted(owner, name)
     noted(GaussianNoise, "standard_normal")
     noted(SumParticipation, "mask_part")
-    noted(private, "append_line")
+    noted(private_state, "append_line")
     assert three[NAMES[0]].answer_envelope(letter("local", secure=secure, boxes=boxes)).body.tensors
     assert order[:2] == ["spend_budget", "client"]
     assert order.index("write_private_state") < order.index("standard_normal") < order.index("append_line")

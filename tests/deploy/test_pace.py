@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from polyfed.deploy.pace import PollingSchedule
+from polyfed.deploy.flower.polling import PollingSchedule
 
 
 class Clock:

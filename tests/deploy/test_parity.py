@@ -10,7 +10,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, CAFedPNAS, FedAvg, FedHeNN, PFedLA
 from polyfed.core.seeds import torch_generator
-from polyfed.deploy.flower import run_deployment
+from polyfed.deploy.flower.apps import run_deployment
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.models import ModelSpec

@@ -15,13 +15,13 @@ from polyfed.core.algorithm import CONSENT, Message
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.state_dict import iter_tensors
-from polyfed.deploy import privacy
-from polyfed.deploy.budget import compute_epsilon
-from polyfed.deploy.flower import envelope_from_record
-from polyfed.deploy.node import build_site
-from polyfed.deploy.privacy import GaussianNoise, ReplyProtection, clip_and_add_noise
-from polyfed.deploy.records import parse_record
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.flower.engine import envelope_from_record
+from polyfed.deploy.flower.records import parse_record
+from polyfed.deploy.privacy import gaussian_mechanism
+from polyfed.deploy.privacy.accountant import compute_epsilon
+from polyfed.deploy.privacy.gaussian_mechanism import GaussianNoise, ReplyProtection, clip_and_add_noise
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.site.node_config import build_site
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.testing import SmallNet, small_clients
@@ -178,7 +178,7 @@ def test_the_stream_is_that_of_rfc_8439():
 def test_each_message_has_a_key_of_its_own_from_the_system(monkeypatch):
     keys = []
     draw = secrets.token_bytes
-    monkeypatch.setattr(privacy.secrets, "token_bytes", lambda size: keys.append(draw(size)) or keys[-1])
+    monkeypatch.setattr(gaussian_mechanism.secrets, "token_bytes", lambda size: keys.append(draw(size)) or keys[-1])
     protection = ReplyProtection(clip_norm=1.0, noise_multiplier=1.0)
     one, other = (clip_and_add_noise(message(0.0), message(0.0), protection).tensors["model"]["w"] for _ in range(2))
     assert [len(key) for key in keys] == [32, 32]

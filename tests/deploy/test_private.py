@@ -10,10 +10,10 @@ import torch
 
 from polyfed.algorithms import FedFomo, Local
 from polyfed.core.algorithm import Message
-from polyfed.deploy.private import InvalidSiteStateError, read_private_state, write_private_state
-from polyfed.deploy.riding import EVALUATION_KEY
-from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.protocol.piggyback import EVALUATION_KEY
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.site.private_state import InvalidSiteStateError, read_private_state, write_private_state
+from polyfed.deploy.site.site import Site
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import read_metrics

@@ -6,13 +6,13 @@ from flwr.app import Message
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, Local
-from polyfed.cli.commands.flower import _flatten_configuration, _unfinished_run_message
+from polyfed.cli.commands.deploy.flower_command import _flatten_configuration, _unfinished_run_message
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.deploy.flower import envelope_from_record, envelope_to_record
-from polyfed.deploy.project import create_project
-from polyfed.deploy.server import configure_server
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.server.server import configure_server
+from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.settings import Settings

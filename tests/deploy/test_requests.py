@@ -4,9 +4,9 @@ import json
 
 from polyfed.algorithms import Local
 from polyfed.core.algorithm import Message
-from polyfed.deploy.requests import FAILURE_TEXT, MAX_REFUSALS
-from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.site.request_log import FAILURE_TEXT, MAX_REFUSALS
+from polyfed.deploy.site.site import Site
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.testing import small_clients

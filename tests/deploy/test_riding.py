@@ -10,9 +10,9 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedHeNN, Local, PFedLA
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.deploy.flower import FlowerEngine, envelope_from_record, envelope_to_record
-from polyfed.deploy.riding import EVALUATION_KEY, build_envelopes, split_evaluation
-from polyfed.deploy.wire import SITE_HEAD_BYTES, Envelope
+from polyfed.deploy.flower.engine import FlowerEngine, envelope_from_record, envelope_to_record
+from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, build_envelopes, split_evaluation
+from polyfed.deploy.protocol.wire import SITE_HEAD_BYTES, Envelope
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.engines.base import ClientTask

@@ -13,8 +13,9 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, FedAvgKD, PFedMe
 from polyfed.core.errors import RoundError
 from polyfed.core.messages.fixed_point import mean_from_fixed_point, parse_sum_message
-from polyfed.deploy.budget import compute_epsilon
-from polyfed.deploy.flower import client_app, envelope_from_record
+from polyfed.deploy.flower.apps import client_app
+from polyfed.deploy.flower.engine import envelope_from_record
+from polyfed.deploy.privacy.accountant import compute_epsilon
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.testing import _InterruptAfter, small_clients, without_durations
@@ -107,7 +108,8 @@ def test_a_resumed_run_is_the_same(tmp_path, secure_grid, secure_play):
 def unmasked_by(monkeypatch):
     """Masks are zeros from here on, for sites and server alike: what tests of masks must find."""
     monkeypatch.setattr(
-        "polyfed.deploy.secure.keys.generate_key_stream", lambda key, number: np.zeros(number, dtype=np.uint64)
+        "polyfed.deploy.secure_aggregation.crypto.generate_key_stream",
+        lambda key, number: np.zeros(number, dtype=np.uint64),
     )
 
 

@@ -8,9 +8,9 @@ import pytest
 from scipy.stats import chi2
 
 from polyfed.core.errors import RoundError
-from polyfed.deploy.secure import keys, shamir
-from polyfed.deploy.secure.keys import RefusalError, signing_function
-from polyfed.deploy.secure.masking import (
+from polyfed.deploy.secure_aggregation import crypto, shamir
+from polyfed.deploy.secure_aggregation.crypto import RefusalError, signing_function
+from polyfed.deploy.secure_aggregation.protocol import (
     SumId,
     advertise_keys,
     decrypt_share_boxes,
@@ -100,7 +100,7 @@ def test_the_masked_numbers_of_one_site_fit_every_input():
     digest = server.states["site-0"].shared.context_digest
     for key in seen:
         pads = [
-            keys.generate_key_stream(keys.derive_key(key, digest, *context), 5)
+            crypto.generate_key_stream(crypto.derive_key(key, digest, *context), 5)
             for context in (("self", "site-0"), ("pair", "a"))
         ]
         assert all(not np.array_equal(y - pad, x) for pad in pads)
@@ -134,7 +134,7 @@ def _rows(n, threshold, told, colluding):
 
 @pytest.mark.parametrize(("n", "threshold", "colluding"), [(3, 2, ()), (4, 3, ()), (4, 3, (4,))])
 def test_a_list_is_opened_only_by_as_many_sites_as_the_threshold(n, threshold, colluding):
-    """The claim of `polyfed.deploy.secure`, by the ranks of all that a server can be told, whatever lists it tells."""
+    """The claim of `polyfed.deploy.secure_aggregation`, by the ranks of all that a server can be told, whatever lists it tells."""
     lists = [c for size in range(threshold, n + 1) for c in itertools.combinations(range(1, n + 1), size)]
     honest = [x for x in range(1, n + 1) if x not in colluding]
     for told in itertools.product(*([None, *(c for c in lists if x in c)] for x in honest)):
@@ -275,7 +275,9 @@ def test_a_site_never_hands_out_both_kinds_of_shares_of_another():
     state, everyone = server.states["site-0"], names(4)
     agreement = state.shared.agreement[0] + sum(state.shared.agreement[1:])
     key = derive_bundle_key(agreement % shamir.PRIME, state.shared.context_digest, "site-0", everyone)
-    bundle = shamir.elements_from_bytes(keys.decrypt(key, server.handed["site-0"].bundle, state.shared.context_digest))
+    bundle = shamir.elements_from_bytes(
+        crypto.decrypt(key, server.handed["site-0"].bundle, state.shared.context_digest)
+    )
     assert bundle == [state.held_shares[name][1] for name in everyone]  # self-masks alone
     with pytest.raises(RefusalError, match="was opened for other sites before"):
         release_unmasking_shares(state, everyone[:3], earlier_survivors=everyone)

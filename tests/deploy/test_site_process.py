@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polyfed.deploy import trial as trials
+from polyfed.deploy.trial import local_trial as trials
 from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import without_durations
 

@@ -18,16 +18,17 @@ from flwr.app.metadata import Metadata
 from flwr.supercore.run import RunNotRunningException
 
 from polyfed.core.errors import UserError
-from polyfed.deploy import frames, internals, supernode
-from polyfed.deploy.frames import Frame, FrameError, send_frame
-from polyfed.deploy.internals import UnsupportedFlowerError, load_flower_internals, shorten_reply_polling
-from polyfed.deploy.project import write_key_pair
-from polyfed.deploy.records import build_record, parse_record
-from polyfed.deploy.supernode import MessageLoop, SiteProcess, SiteProcessDiedError
+from polyfed.deploy.flower import private_api, supernode
+from polyfed.deploy.flower.private_api import UnsupportedFlowerError, load_flower_internals, shorten_reply_polling
+from polyfed.deploy.flower.records import build_record, parse_record
+from polyfed.deploy.flower.supernode import MessageLoop, SiteProcess, SiteProcessDiedError
+from polyfed.deploy.protocol import framing
+from polyfed.deploy.protocol.framing import Frame, FrameError, send_frame
+from polyfed.deploy.trial.project import write_key_pair
 
 BEGIN = """
 import os, signal, socket, subprocess, sys, time
-from polyfed.deploy.frames import Frame, receive_frame, send_frame
+from polyfed.deploy.protocol.framing import Frame, receive_frame, send_frame
 link = socket.socket(fileno=int(sys.argv[-1]))
 start = receive_frame(link)
 assert start.kind == "start"
@@ -209,7 +210,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_what_is_no_letter_gets_an_error_and_the_next_message_is_served(case, monkeypatch):
-    monkeypatch.setattr(frames, "_MAX_HEAD_BYTES", 1000)
+    monkeypatch.setattr(framing, "_MAX_HEAD_BYTES", 1000)
     link = Link(message(HOSTILE[case]), message(build_record("{}", {}, {})))
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -251,21 +252,21 @@ def test_a_run_that_has_ended_is_logged_and_waited_out(flaw, raised, told, caplo
 
 def test_the_installed_flower_is_the_one_that_is_known():
     found = load_flower_internals()
-    assert set(found) == set(internals._INTERNALS)
+    assert set(found) == set(private_api._INTERNALS)
     source = inspect.getsource(found["connect"])
     assert source.count("                send,\n                get_run,\n                get_fab,\n") == 1, (
         "the order of parts"
     )
 
 
-@pytest.mark.parametrize("name", sorted(internals._INTERNALS))
+@pytest.mark.parametrize("name", sorted(private_api._INTERNALS))
 def test_a_part_that_differs_is_noticed(monkeypatch, name):
-    module, attribute, wanted = internals._INTERNALS[name]
-    monkeypatch.setitem(internals._INTERNALS, name, (module, attribute, (*wanted, "more")))
+    module, attribute, wanted = private_api._INTERNALS[name]
+    monkeypatch.setitem(private_api._INTERNALS, name, (module, attribute, (*wanted, "more")))
     with pytest.raises(UnsupportedFlowerError, match="takes"):
         load_flower_internals()
     for other in ((module, "missing", wanted), ("flwr.missing", attribute, wanted)):
-        monkeypatch.setitem(internals._INTERNALS, name, other)
+        monkeypatch.setitem(private_api._INTERNALS, name, other)
         with pytest.raises(UnsupportedFlowerError, match="has no"):
             load_flower_internals()
 
@@ -349,7 +350,7 @@ def test_another_flower_is_served_by_its_own_supernode(plain, capsys, monkeypatc
     started = []
     monkeypatch.setattr(supernode, "SiteProcess", lambda: SimpleNamespace(
         start=lambda: started.append(1), close=lambda: started.append(0)))  # fmt: skip
-    monkeypatch.setattr(internals, "version", lambda name: "1.43.0")
+    monkeypatch.setattr(private_api, "version", lambda name: "1.43.0")
     with pytest.raises(_ExecutedError):
         supernode.main(WORDS)
     assert plain == [("flower-supernode", WORDS)]
@@ -376,9 +377,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
 
 def test_the_supernode_needs_neither_torch_nor_more_of_flower_than_it_uses():
     """Before Flower is known to fit, nothing of it; never torch, which is the site process's."""
-    code = (
-        "import sys, polyfed.deploy.supernode as s; print([m for m in ('torch', 'flwr', 'numpy') if m in sys.modules])"
-    )
+    code = "import sys, polyfed.deploy.flower.supernode as s; print([m for m in ('torch', 'flwr', 'numpy') if m in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(told) == []
 

@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FD, FML, FedAvg, Local
 from polyfed.core.errors import UserError
 from polyfed.data.tabular.schema import merge_schemas, read_schema
-from polyfed.deploy.tables import describe_table_difference, summarize_table
+from polyfed.deploy.protocol.table_summary import describe_table_difference, summarize_table
 
 from .conftest import ALL, MemoryGrid
 

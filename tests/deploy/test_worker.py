@@ -13,12 +13,12 @@ from flwr.app import Message
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, PFedLA
-from polyfed.deploy.flower import run_deployment
-from polyfed.deploy.frames import Frame, receive_frame, send_frame
-from polyfed.deploy.records import build_record, parse_record
-from polyfed.deploy.supernode import SiteProcess
-from polyfed.deploy.wire import PROTOCOL
-from polyfed.deploy.worker import SiteRunner
+from polyfed.deploy.flower.apps import run_deployment
+from polyfed.deploy.flower.records import build_record, parse_record
+from polyfed.deploy.flower.supernode import SiteProcess
+from polyfed.deploy.protocol.framing import Frame, receive_frame, send_frame
+from polyfed.deploy.protocol.wire import PROTOCOL
+from polyfed.deploy.site.worker import SiteRunner
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
@@ -153,7 +153,7 @@ class Kept:
 )
 def test_the_bits_are_those_of_a_simulation(tmp_path, nodes, method, monkeypatch):
     """With clients and networks that stay in memory from round to round; and a second run after the first."""
-    monkeypatch.setattr("polyfed.deploy.flower._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("polyfed.deploy.flower.engine._POLL_SECONDS", 0.01)
     (tmp_path / "server.py").write_text(ONE)
     grid = MemoryGrid(nodes(small_clients()))
     for node in grid.nodes.values():

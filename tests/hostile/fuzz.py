@@ -21,17 +21,17 @@ import yaml
 
 import polyfed as pf
 from polyfed.algorithms import FedPNAS, Local
-from polyfed.cli.commands import compare as comparing
-from polyfed.cli.commands.asked import CompareOptions
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.compare import compare_command as comparing
+from polyfed.cli.commands.compare.compare_options import CompareOptions
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 from polyfed.comparison.storage import comparison_directory as comparisons
 from polyfed.core.errors import UserError
 from polyfed.core.state_dict import deserialize_state, serialize_state
 from polyfed.nas.derived import load_network
-from polyfed.report.gathering import read_run_groups
-from polyfed.report.records import read_rounds
-from polyfed.report.search import read_search_result
+from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.data.run_records import read_rounds
+from polyfed.report.figures.architectures import read_search_result
 from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.configuration import restore_settings_and_method

@@ -9,12 +9,12 @@ import torch
 from secure_loop import SITES, Loop, mean_of
 
 from polyfed.core.algorithm import Message
-from polyfed.deploy.secure import keys as primitives
-from polyfed.deploy.secure.keys import signing_function
-from polyfed.deploy.secure.masking import SumId, advertise_keys
-from polyfed.deploy.secure.member import BOXES_GROUP, BUNDLE_GROUP, parse_advert
-from polyfed.deploy.secure.shamir import PRIME
-from polyfed.deploy.wire import Envelope
+from polyfed.deploy.protocol.wire import Envelope
+from polyfed.deploy.secure_aggregation import crypto as primitives
+from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_advert
+from polyfed.deploy.secure_aggregation.crypto import signing_function
+from polyfed.deploy.secure_aggregation.protocol import SumId, advertise_keys
+from polyfed.deploy.secure_aggregation.shamir import PRIME
 
 LIAR, *OTHERS = SITES
 

@@ -14,21 +14,28 @@ import yaml
 
 import polyfed as pf
 from polyfed.algorithms import PFedLA
-from polyfed.cli.commands import measures, warmstart
+from polyfed.cli.commands.papers import cell_metrics
+from polyfed.cli.commands.run import warmstart_command
 from polyfed.core.errors import UserError
 from polyfed.core.state_dict import serialize_state
 from polyfed.data.formats.files import hub_class_names
 from polyfed.data.formats.text import build_vocabulary, load_vocabulary
-from polyfed.deploy.budget import spend_budget
-from polyfed.deploy.privacy import ReplyProtection
-from polyfed.deploy.private import InvalidSiteStateError, check_client_identity, read_private_state, write_private_state
-from polyfed.deploy.project import create_project
-from polyfed.deploy.server import _parse_field_value
-from polyfed.deploy.trial import read_trial_file, trial_folder_of
-from polyfed.deploy.wire import pack_tensors, parse_head, read_tensor_specs, unpack_tensors
+from polyfed.deploy.privacy.accountant import spend_budget
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
+from polyfed.deploy.protocol.wire import pack_tensors, parse_head, read_tensor_specs, unpack_tensors
+from polyfed.deploy.server.server import _parse_field_value
+from polyfed.deploy.site.private_state import (
+    InvalidSiteStateError,
+    check_client_identity,
+    read_private_state,
+    write_private_state,
+)
+from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
+from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.report import aggregation, views
+from polyfed.report.figures import aggregation
+from polyfed.report.page import method_views
 from polyfed.simulation.monitoring import trackers
 from polyfed.testing import small_clients
 
@@ -140,7 +147,11 @@ def as_toml(value) -> bytes:
 def of_commands(folder, kind, as_json):
     """What `reproduce` has measured, the link to MLflow, curves of warm starts, a vocabulary, weights for plots, and what a
     Parquet file tells of classes."""
-    kept, link, curves = folder / "measured.json", folder / trackers.MLFLOW_LINK_FILE, folder / views.WARM_START_FILE
+    kept, link, curves = (
+        folder / "measured.json",
+        folder / trackers.MLFLOW_LINK_FILE,
+        folder / method_views.WARM_START_FILE,
+    )
     curves.parent.mkdir(exist_ok=True)
     kept.write_text(json.dumps({"pfedla, warm": {"before": 0.5, "after": None}}))
     link.write_text(json.dumps({"run_id": "0123"}))
@@ -156,8 +167,8 @@ def of_commands(folder, kind, as_json):
     assert np.load(array).files
 
     def warm():
-        views.html_warm_starts(folder, "k")
-        warmstart._add_curves_to_file(curves, {})
+        method_views.html_warm_starts(folder, "k")
+        warmstart_command._add_curves_to_file(curves, {})
 
     def classes():
         rows = pa.table({"label": [0, 1]}).replace_schema_metadata({b"huggingface": table.read_bytes()})
@@ -165,7 +176,7 @@ def of_commands(folder, kind, as_json):
         assert found is None or all(isinstance(name, str) for name in found)
 
     def measured():
-        assert all(isinstance(value, dict) for value in measures._read_measured(kept).values())
+        assert all(isinstance(value, dict) for value in cell_metrics._read_measured(kept).values())
 
     def linked():
         assert isinstance(trackers.read_mlflow_run_id(folder), str | None)

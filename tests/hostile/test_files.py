@@ -193,9 +193,9 @@ def test_nothing_is_written_in_another_way():
         "data/formats/text.py": "a vocabulary, to a path of the user's",
         "data/sources/xray.py": "a cache, at a path of the user's",
         "graphs/catalogue.py": "a catalogue, to a path of the user's; it is public",
-        "cli/commands/flower.py": "a temporary copy of the app, in a folder of its own",
+        "cli/commands/deploy/flower_command.py": "a temporary copy of the app, in a folder of its own",
         "data/tabular/schema.py": "a table's schema, to a path of the user's",
-        "report/export/tracked.py": "its own code, in a temporary folder",
+        "report/export/mlflow_models.py": "its own code, in a temporary folder",
         "simulation/storage/directory.py": "into memory",
         "data/plot.py": "into memory",
     }

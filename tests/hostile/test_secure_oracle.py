@@ -9,9 +9,9 @@ from secure_loop import SITES, write_keys
 
 import polyfed as pf
 from polyfed.core.algorithm import Message
-from polyfed.deploy.secure.member import BOXES_GROUP
-from polyfed.deploy.site import Site
-from polyfed.deploy.wire import PROTOCOL, Envelope
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
+from polyfed.deploy.site.site import Site
 from polyfed.testing import SmallNet, small_clients
 
 VICTIM, QUESTIONS, FEWER = SITES[0], 36, 9

@@ -29,9 +29,9 @@ from secure_lies import (
 from secure_loop import SITES, STEPS, Loop, packed, step_of, write_keys
 
 from polyfed.core.errors import UserError
-from polyfed.deploy.secure.masking import SumId
-from polyfed.deploy.secure.member import BOXES_GROUP
-from polyfed.deploy.wire import PackedEnvelope
+from polyfed.deploy.protocol.wire import PackedEnvelope
+from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
+from polyfed.deploy.secure_aggregation.protocol import SumId
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_keys_that_nobody_asked_for_give_no_part_in_a_sum(tmp_path, keys):
 
 def test_the_first_to_answer_does_not_decide_on_the_form(tmp_path, keys, monkeypatch):
     """In the first round of a method whose clients settle the form, that of most counts, as without secure sums."""
-    monkeypatch.setattr("polyfed.deploy.secure.conducting.sum_part_error", lambda *_: None)
+    monkeypatch.setattr("polyfed.deploy.server.secure_rounds.sum_part_error", lambda *_: None)
     lie = whole([["model", "w", [3], "float32"]], 4)
     loop = Loop(tmp_path, keys, lambda loop, step, le, answer: lie(le, answer) if step == "mask" else answer)
     assert result_of(loop, 1) == "others"

@@ -8,10 +8,10 @@ import pytest
 from fuzz import as_json, mangled, mutated
 
 from polyfed.algorithms import FedAvg, PFedLA
-from polyfed.deploy.flower import run_deployment
-from polyfed.deploy.frames import Frame
-from polyfed.deploy.records import parse_record
-from polyfed.deploy.worker import SiteRunner
+from polyfed.deploy.flower.apps import run_deployment
+from polyfed.deploy.flower.records import parse_record
+from polyfed.deploy.protocol.framing import Frame
+from polyfed.deploy.site.worker import SiteRunner
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.testing import small_clients
 
@@ -21,7 +21,7 @@ from ..deploy.conftest import NAMES, ONE, MemoryGrid, configuration, nodes  # no
 @pytest.fixture
 def sent(tmp_path, nodes, monkeypatch, request):  # noqa: F811
     """What an honest server sends one site in a run: its frames, and the site's configuration with an empty state."""
-    monkeypatch.setattr("polyfed.deploy.flower._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("polyfed.deploy.flower.engine._POLL_SECONDS", 0.01)
     (tmp_path / "server.py").write_text(ONE)
     grid = MemoryGrid(nodes(small_clients()))
     words = configuration(request.param, sites=NAMES, file=str(tmp_path / "server.py"), rounds=2)

@@ -12,7 +12,7 @@ from polyfed.algorithms import FLHAGHN, FedPNAS, HeurPFedLA, PFedHN, PFedLA
 from polyfed.cli.main import main
 from polyfed.core.machine import memory_limit
 from polyfed.core.machine.memory_limit import build_within_memory
-from polyfed.deploy.project import parse_site_names
+from polyfed.deploy.trial.project import parse_site_names
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.models import MODELS, ModelSpec, build

@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 import polyfed as pf
-from polyfed.cli.commands import measures
+from polyfed.cli.commands.papers import cell_metrics
 from polyfed.core.io.validation import as_user_error, parse_yaml
 from polyfed.data.formats.files import hub_class_names
 from polyfed.data.formats.text import load_vocabulary
-from polyfed.deploy.project import create_project
-from polyfed.deploy.server import _parse_field_value
-from polyfed.deploy.trial import read_trial_file, trial_folder_of
+from polyfed.deploy.server.server import _parse_field_value
+from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
+from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.catalogue import LayerCatalogue
-from polyfed.report.views import WARM_START_FILE, html_warm_starts
+from polyfed.report.page.method_views import WARM_START_FILE, html_warm_starts
 from polyfed.simulation.monitoring.trackers import MLFLOW_LINK_FILE, read_mlflow_run_id
 from polyfed.simulation.storage.integrity import describe_changed_files
 
@@ -29,7 +29,7 @@ def test_damaged_measures_are_named(tmp_path, text):
     with pytest.raises(
         pf.UserError, match=r"measured.json is damaged \(.*\); delete it, and what it holds is computed again"
     ):
-        measures._read_measured(tmp_path / "measured.json")
+        cell_metrics._read_measured(tmp_path / "measured.json")
 
 
 @pytest.mark.parametrize("text", [*NO_MAPPING, '{"run_id": 3}', '{"run_id": null}', "{}"])

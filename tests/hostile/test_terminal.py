@@ -12,10 +12,11 @@ import yaml
 from rich.console import Console
 
 import polyfed as pf
-from polyfed.cli.commands import compare, running
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.argv import format_warning, print_error
+from polyfed.cli.commands.compare import compare_command
+from polyfed.cli.commands.results.report_command import show_report
+from polyfed.cli.commands.run import run_command
 from polyfed.cli.commands.terminal import PlainTable, print_line
-from polyfed.cli.commands.words import format_warning, print_error
 from polyfed.cli.main import main
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.experiment import Participants
@@ -56,7 +57,7 @@ def test_letters_that_a_terminal_obeys_are_replaced():
 def test_the_table_of_a_run(run):
     found = Participants(tuple(run.federation.clients.values()), (), None, None, {}, "0")  # it needs no data
     where = console()
-    running.show_run({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
+    run_command.show_run({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
     text = text_of(where)
     assert "a[/b]" in text
     assert "d[red]x[/red]" in text
@@ -85,7 +86,7 @@ def test_the_tables_of_a_comparison(tmp_path):
     content["notes"] = EVIL
     content["skipped"] = {"[/i]\x1b": "\u202e"}
     where = console()
-    compare.show_comparison(type(found)(content, out), where)
+    compare_command.show_comparison(type(found)(content, out), where)
     assert "m[/b]" in text_of(where)
 
 

@@ -7,7 +7,7 @@ from matplotlib.image import AxesImage
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.errors import UserError
-from polyfed.report.aggregation import (
+from polyfed.report.figures.aggregation import (
     AggregationWeights,
     draw_layer_heat_map,
     draw_layer_weights,

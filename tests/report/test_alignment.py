@@ -15,7 +15,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import fill_module, initial_state
 from polyfed.data.plot import save_figure
-from polyfed.report.alignment import RepresentationAlignment, draw_alignment, measure_alignment
+from polyfed.report.figures.alignment import RepresentationAlignment, draw_alignment, measure_alignment
 from polyfed.simulation.experiment import rebuild_clients
 from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import small_clients

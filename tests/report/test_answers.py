@@ -6,12 +6,12 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.core.errors import UserError
-from polyfed.report.answers import SiteAnswer, parse_mean_answer, parse_site_answers
-from polyfed.report.gathering import read_run_groups
-from polyfed.report.scale import score_format_of
-from polyfed.report.words import result_sentences
+from polyfed.report.data.answers import SiteAnswer, parse_mean_answer, parse_site_answers
+from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.data.score_format import score_format_of
+from polyfed.report.page.sentences import result_sentences
 
 SITES = {"north": 60, "south": 50, "St. Mary's <b>": 40}
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 
 pytestmark = pytest.mark.slow

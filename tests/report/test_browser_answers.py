@@ -10,7 +10,7 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 
 pytestmark = pytest.mark.slow
 SITES = {f"site-{k:02d}": 40 + 5 * k for k in range(20)}

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.report.gathering import read_run_groups
-from polyfed.report.records import read_rounds
+from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.data.run_records import read_rounds
 
 SOUND = {"round": 3, "bytes_down_total": 1, "bytes_up_total": 1, "clients": {"x": {"accuracy": 0.5}}}
 WRONG = {
@@ -147,7 +147,7 @@ def test_a_folder_for_pictures_that_cannot_be_made(weighed, tmp_path):
 def test_what_the_disk_refuses_loses_no_page(weighed, tmp_path, monkeypatch):
     from pathlib import Path
 
-    from polyfed.report import aggregation
+    from polyfed.report.figures import aggregation
 
     def refuse(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(self))

@@ -18,8 +18,8 @@ from polyfed.data.tabular.table_reader import read_table
 from polyfed.models import ModelSpec
 from polyfed.report.export import formats
 from polyfed.report.export.folder import ExportedModel, export_model
-from polyfed.report.export.trained import read_trained_model, trained_model_of_run
-from polyfed.report.export.whole import StandaloneModule, random_inputs
+from polyfed.report.export.standalone_module import StandaloneModule, random_inputs
+from polyfed.report.export.trained_model import read_trained_model, trained_model_of_run
 from polyfed.simulation.results.saved_model import load_saved_model
 from polyfed.testing import small_clients
 

@@ -15,7 +15,7 @@ from polyfed.core.errors import UserError
 from polyfed.data.plot import save_figure
 from polyfed.graphs import LayerCatalogue, extract
 from polyfed.hypernetworks.ghn import GHNConfig
-from polyfed.report.generation import (
+from polyfed.report.figures.generation import (
     draw_communication_tradeoff,
     draw_initialisation,
     draw_warm_start_curves,

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import polyfed as pf
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.testing import small_clients
 
 QUICK = {"rounds": 2, "budget": "steps", "parallel": 1, "quiet": True}

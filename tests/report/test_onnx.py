@@ -13,8 +13,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Normalise
 from polyfed.models import MODELS, ModelSpec
 from polyfed.report.export.folder import export_model
-from polyfed.report.export.trained import trained_model_of_run
-from polyfed.report.export.whole import StandaloneModule, random_inputs
+from polyfed.report.export.standalone_module import StandaloneModule, random_inputs
+from polyfed.report.export.trained_model import trained_model_of_run
 
 Y = torch.arange(12) % 3
 

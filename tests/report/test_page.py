@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
-from polyfed.report import views
-from polyfed.report.charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
-from polyfed.report.gathering import read_run_groups
+from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.page import method_views
+from polyfed.report.page.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
 
 EVIL = ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "a & b", "]]><!--"]
 
@@ -147,7 +147,7 @@ def test_nothing_is_fetched_and_everything_is_named(write_run, learning, page, t
         assert set(attributes["aria-labelledby"].split()) <= set(names)
     for attributes in found.all("select"):
         assert attributes["id"] in [label.get("for") for label in found.all("label")]
-    assert files("polyfed.report").joinpath("page.css").is_file()
+    assert files("polyfed.report.page").joinpath("page.css").is_file()
 
 
 def test_the_first_sentence_names_the_highest_mean_and_one_seed_carries_no_verdict(write_run, page, tmp_path):
@@ -281,22 +281,22 @@ def test_weights_and_warm_starts_from_files(tmp_path):
         np.savez(
             tmp_path / f"analysis/round-00000{number}.npz", alpha=alpha, rows=clients, layers=["conv"], clients=clients
         )
-    html = views.html_aggregation_weights(tmp_path, "w")
+    html = method_views.html_aggregation_weights(tmp_path, "w")
     assert "a client&#x27;s own has the weight 1.00" in html
     assert 'data-t="a, a: 1.000"' in html
     assert 'data-t="a, b: 0.000"' in html
     assert "<td>0.500</td><td>1.000</td>" in html  # its course, in the table
-    assert views.html_warm_starts(tmp_path, "n") == ""
+    assert method_views.html_warm_starts(tmp_path, "n") == ""
     (tmp_path / "unseen").mkdir()
     curves = {"<new>": {"score": "accuracy", "warm": [0.5, 0.8], "scratch": [0.1, None]}}
-    (tmp_path / views.WARM_START_FILE).write_text(json.dumps(curves))
-    html = views.html_warm_starts(tmp_path, "n")
+    (tmp_path / method_views.WARM_START_FILE).write_text(json.dumps(curves))
+    html = method_views.html_warm_starts(tmp_path, "n")
     assert "&lt;new&gt;" in html
     assert "<td>50.0 %</td><td>10.0 %</td>" in html
     assert "<td>80.0 %</td><td>–</td>" in html
-    (tmp_path / views.WARM_START_FILE).write_text("[1]")
+    (tmp_path / method_views.WARM_START_FILE).write_text("[1]")
     with pytest.raises(UserError, match="is damaged"):
-        views.html_warm_starts(tmp_path, "n")
+        method_views.html_warm_starts(tmp_path, "n")
 
 
 # -- charts -----------------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_colours_of_lines_can_be_told_apart_by_everyone():
         x, y, z = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
         return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
-    style = files("polyfed.report").joinpath("page.css").read_text()
+    style = files("polyfed.report.page").joinpath("page.css").read_text()
     for part, card in zip(style.split("@media")[:2], ("#fff", "#1c1f25"), strict=True):
         assert f"--card:{card}" in part
         colours = [linear(re.search(rf"--c{k}:(#\w{{6}})", part)[1]) for k in range(8)]

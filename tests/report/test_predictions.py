@@ -8,14 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.report.curves import html_performance_section, performance_data
-from polyfed.report.gathering import read_run_groups
-from polyfed.report.predictions import read_group_predictions
-from polyfed.report.subgroups import rows_by_group, score_subgroups
+from polyfed.report.data.predictions import read_group_predictions
+from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.page.performance import html_performance_section, performance_data
+from polyfed.report.page.subgroups import rows_by_group, score_subgroups
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from polyfed.report.roc import (
+from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     THRESHOLDS,
     auc_interval,

@@ -14,7 +14,7 @@ import polyfed as pf
 from polyfed.algorithms import CAFedPNAS, FedPNAS, Local
 from polyfed.core.errors import UserError
 from polyfed.nas.derived import load_network
-from polyfed.report.search import draw_client_cells, draw_operation_probabilities, read_search_result
+from polyfed.report.figures.architectures import draw_client_cells, draw_operation_probabilities, read_search_result
 from polyfed.simulation.storage.paths import safe_file_name
 from polyfed.testing import small_clients
 

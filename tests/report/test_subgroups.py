@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.report.predictions import GroupPredictions
-from polyfed.report.scale import score_format_of
-from polyfed.report.subgroups import html_subgroups, rows_by_group, score_subgroups
+from polyfed.report.data.predictions import GroupPredictions
+from polyfed.report.data.score_format import score_format_of
+from polyfed.report.page.subgroups import html_subgroups, rows_by_group, score_subgroups
 from polyfed.simulation.storage.predictions import Predictions
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 
 
 @pytest.fixture

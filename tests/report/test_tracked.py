@@ -17,7 +17,7 @@ from polyfed.cli.main import main
 from polyfed.core.examples.examples import Normalise
 from polyfed.models import ModelSpec
 from polyfed.report.export.folder import export_model
-from polyfed.report.export.tracked import MODELS_TAG, log_models_to_mlflow, mlflow_signature, track_comparison
+from polyfed.report.export.mlflow_models import MODELS_TAG, log_models_to_mlflow, mlflow_signature, track_comparison
 from polyfed.simulation.monitoring import trackers
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.monitoring.trackers import build_tracker
@@ -250,7 +250,7 @@ def test_commands_log_networks_of_runs_and_comparisons(mlflow, tmp_path, monkeyp
 
 
 def test_a_server_that_fails_at_the_end_costs_no_run(mlflow, tmp_path, monkeypatch, capsys):
-    from polyfed.report.export import tracked as module
+    from polyfed.report.export import mlflow_models as module
 
     def gone(*_, **__):
         raise ConnectionError("the server has gone")

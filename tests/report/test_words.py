@@ -6,10 +6,10 @@ import random
 import pytest
 from rich.console import Console
 
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.core.errors import UserError
-from polyfed.report.gathering import read_run_groups
-from polyfed.report.words import comparison_notes, result_sentences
+from polyfed.report.data.run_groups import read_run_groups
+from polyfed.report.page.sentences import comparison_notes, result_sentences
 
 
 @pytest.fixture

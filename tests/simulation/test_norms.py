@@ -12,11 +12,11 @@ from rich.console import Console
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedKD, FedProto, Local, PFedHN
-from polyfed.cli.commands.flower import show_newest_run
-from polyfed.cli.commands.report import show_report
+from polyfed.cli.commands.deploy.flower_command import show_newest_run
+from polyfed.cli.commands.results.report_command import show_report
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.report.records import read_run_record
+from polyfed.report.data.run_records import read_run_record
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import LineProgress
 from polyfed.simulation.monitoring.update_norms import (

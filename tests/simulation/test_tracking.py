@@ -9,10 +9,10 @@ import pytest
 from polyfed.algorithms import FedAvg
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
+from polyfed.simulation.federate import federate, resume
 from polyfed.simulation.monitoring import trackers
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.monitoring.trackers import Logger, build_tracker, flatten_numbers, list_loggers_of_run
-from polyfed.simulation.simulate import federate, resume
 from polyfed.simulation.storage.directory import read_metrics
 from polyfed.testing import _InterruptAfter, small_clients
 

@@ -48,7 +48,7 @@ def stop(monkeypatch):
                 raise KeyboardInterrupt
             return run_round(federation, now, *rest)
 
-        monkeypatch.setattr("polyfed.simulation.simulate.run_round", playing)
+        monkeypatch.setattr("polyfed.simulation.federate.run_round", playing)
 
     return at
 
@@ -95,7 +95,7 @@ def test_a_run_that_lacks_an_evaluation_makes_it_first(tmp_path, together, stop,
     assert len(read_metrics(out / "metrics.jsonl")) == last - 1
     assert list_changes(out) == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.simulate.run_round", run_round)
+        patch.setattr("polyfed.simulation.federate.run_round", run_round)
         patch.setattr(InProcessEngine, "overlaps_evaluation", rides)
         whole = play()
         together.clear()

@@ -1,7 +1,7 @@
 """The federated methods, one file each, both halves together. `REGISTRY` is the list of what there is.
 
 It is a literal dict, since the command line reads it, and each method's fields and docstring, from the source files: an
-import would take seconds (`polyfed.cli.outlines`).
+import would take seconds (`polyfed.cli.static_registry`).
 """
 
 from typing import Any

@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from polyfed.cli.commands import export, looking, predict
-from polyfed.cli.commands.words import (
+from polyfed.cli.commands.argv import (
     format_warning,
     has_help_flag,
     help_text,
@@ -20,6 +19,8 @@ from polyfed.cli.commands.words import (
     pop_option_values,
     print_error,
 )
+from polyfed.cli.commands.results import export_command, predict_command
+from polyfed.cli.commands.run import inspect_commands
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
@@ -60,13 +61,13 @@ def main(arguments: Sequence[str]) -> int:
         "resume": _resume,
         "report": _report,
         "warmstart": _warmstart,
-        "graph": looking.graph_command,
+        "graph": inspect_commands.graph_command,
         "list": _list,
         "flower": _flower,
         "reproduce": _reproduce,
-        "export": export.export_command,
-        "predict": predict.predict_command,
-        "data": looking.data_command,
+        "export": export_command.export_command,
+        "predict": predict_command.predict_command,
+        "data": inspect_commands.data_command,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
@@ -119,16 +120,16 @@ def _run(argv: list[str]) -> None:
                     it; MLflow gets the clients' networks as models with a signature, too
       --print-config, --help, and the options of every choice: --algorithm fedprox --algorithm.mu 0.1 --help
     """
-    from polyfed.cli.commands import options
-    from polyfed.cli.commands.recipes import pop_recipe_configuration
+    from polyfed.cli.commands.options import configuration_parser
+    from polyfed.cli.commands.options.recipes import pop_recipe_configuration
 
     if has_help_flag(argv):
         print(help_text(_run))
     out, logger, quiet = pop_option(argv, "--out"), pop_option(argv, "--logger"), pop_flag(argv, "--quiet")
     recipe, config, note = pop_recipe_configuration(argv)
-    config = options.parse_configuration(argv, config, "polyfed run")
+    config = configuration_parser.parse_configuration(argv, config, "polyfed run")
     # Here and below: torch, which takes seconds to import, comes when nothing is left to say about the words.
-    from polyfed.cli.commands import running
+    from polyfed.cli.commands.run import run_command
     from polyfed.simulation.experiment import build_experiment
     from polyfed.simulation.monitoring.trackers import validate_logger_names
 
@@ -136,7 +137,9 @@ def _run(argv: list[str]) -> None:
     if note and not quiet:
         print(sanitise_for_terminal(note), file=sys.stderr)
     title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
-    running.run_experiment(experiment, _run_folder(out, title), quiet=quiet, logger=validate_logger_names(logger or ()))
+    run_command.run_experiment(
+        experiment, _run_folder(out, title), quiet=quiet, logger=validate_logger_names(logger or ())
+    )
 
 
 def _run_folder(path_text: str | None, title: str) -> Path:
@@ -176,31 +179,31 @@ def _compare(argv: list[str]) -> None:
                            seed, when all is finished; with DIR, those of a comparison that is finished
       --scale, --variant, --quiet, --print-config, and all other options of polyfed run but --seed
     """
-    from polyfed.cli.commands import options
-    from polyfed.cli.commands.asked import is_comparison_folder, pop_compare_options
-    from polyfed.cli.commands.recipes import pop_recipe_configuration
+    from polyfed.cli.commands.compare.compare_options import is_comparison_folder, pop_compare_options
+    from polyfed.cli.commands.options import configuration_parser
+    from polyfed.cli.commands.options.recipes import pop_recipe_configuration
 
     if has_help_flag(argv):
         print(help_text(_compare))
     compare_options, out = pop_compare_options(argv), pop_option(argv, "--out")
     if argv and is_comparison_folder(argv[0]):
-        from polyfed.cli.commands import compare
+        from polyfed.cli.commands.compare import compare_command
 
-        compare.resume_comparison(
+        compare_command.resume_comparison(
             expand_user_path(argv[0], "the folder"), compare_options, [*argv[1:], *([] if out is None else ["--out"])]
         )
         return
     recipe, config, note = pop_recipe_configuration(argv)
     if pop_option(argv, "--seed") is not None:
         raise UserError("polyfed compare takes no --seed; give --seeds, one or several")
-    config = options.parse_configuration(argv, config, "polyfed compare")
-    from polyfed.cli.commands import compare
+    config = configuration_parser.parse_configuration(argv, config, "polyfed compare")
+    from polyfed.cli.commands.compare import compare_command
 
     if note and not compare_options.quiet:
         print(sanitise_for_terminal(note), file=sys.stderr)
     folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"
     title = Path(recipe).stem if recipe else Path(str(config["data"].get("path") or config["data"]["name"])).stem
-    compare.run_compare_command(config, compare_options, title, _run_folder(out, folder))
+    compare_command.run_compare_command(config, compare_options, title, _run_folder(out, folder))
 
 
 def _resume(argv: list[str]) -> None:
@@ -212,7 +215,7 @@ def _resume(argv: list[str]) -> None:
     if has_help_flag(argv):
         print(help_text(_resume))
         return
-    from polyfed.cli.commands.asked import CompareOptions, is_comparison_folder
+    from polyfed.cli.commands.compare.compare_options import CompareOptions, is_comparison_folder
 
     quiet = pop_flag(argv, "--quiet")
     if unknown := [word for word in argv if word.startswith("-")]:
@@ -220,13 +223,13 @@ def _resume(argv: list[str]) -> None:
     if len(argv) != 1:
         raise UserError(f"polyfed resume takes one run directory, got {' and '.join(argv) or 'none'}")
     if is_comparison_folder(argv[0]):
-        from polyfed.cli.commands import compare
+        from polyfed.cli.commands.compare import compare_command
 
-        compare.resume_comparison(expand_user_path(argv[0], "the folder"), CompareOptions(quiet=quiet))
+        compare_command.resume_comparison(expand_user_path(argv[0], "the folder"), CompareOptions(quiet=quiet))
         return
-    from polyfed.cli.commands import running
+    from polyfed.cli.commands.run import run_command
 
-    running.resume_experiment(expand_user_path(argv[0], "the run directory"), quiet=quiet)
+    run_command.resume_experiment(expand_user_path(argv[0], "the run directory"), quiet=quiet)
 
 
 def _warmstart(argv: list[str]) -> None:
@@ -247,8 +250,8 @@ def _warmstart(argv: list[str]) -> None:
       --plot FILE    picture of both curves, .png or .svg
       --out FILE     weights to write, .safetensors (default: RUN/unseen/ID.safetensors)
     """
-    from polyfed.cli.commands import options
-    from polyfed.cli.commands.asked import is_warmstart_key
+    from polyfed.cli.commands.compare.compare_options import is_warmstart_key
+    from polyfed.cli.commands.options import configuration_parser
 
     wants_help = has_help_flag(argv)
     option_values = {
@@ -259,7 +262,7 @@ def _warmstart(argv: list[str]) -> None:
         print(help_text(_warmstart))
         chosen = argv[1:] if argv and not argv[0].startswith("-") else argv
         chosen = [word for word in chosen if word not in ("-h", "--help")]
-        options.parse_configuration(
+        configuration_parser.parse_configuration(
             [*chosen, "--help"], {}, "polyfed warmstart", is_warmstart_key
         )  # prints their options and ends
     if not argv or argv[0].startswith("-"):
@@ -271,9 +274,9 @@ def _warmstart(argv: list[str]) -> None:
         raise UserError(
             f"unknown option {option_name(f'--{unknown[0]}')}; {did_you_mean(f'--{unknown[0]}', option_names)}"
         )
-    from polyfed.cli.commands import warmstart
+    from polyfed.cli.commands.run import warmstart_command
 
-    warmstart_options = warmstart.WarmStartOptions(
+    warmstart_options = warmstart_command.WarmStartOptions(
         unseen=option_values["unseen"],
         client=option_values["client"],
         epochs=parse_number("--epochs", option_values["epochs"] or "0", int, "a whole number"),
@@ -284,7 +287,7 @@ def _warmstart(argv: list[str]) -> None:
         plot=None if option_values["plot"] is None else expand_user_path(option_values["plot"], "--plot"),
         out=None if option_values["out"] is None else expand_user_path(option_values["out"], "--out"),
     )
-    warmstart.run_warmstart(folder, argv, warmstart_options)
+    warmstart_command.run_warmstart(folder, argv, warmstart_options)
 
 
 def _report(argv: list[str]) -> None:
@@ -305,10 +308,12 @@ def _report(argv: list[str]) -> None:
     if not argv or any(word.startswith("-") for word in argv):
         raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
     subgroups = list(dict.fromkeys(filter(None, column_names)))
-    from polyfed.cli.commands import report
+    from polyfed.cli.commands.results import report_command
 
     page = None if out is None else expand_user_path(out, "--out")
-    report.show_report([expand_user_path(word, "the run directory") for word in argv], out=page, subgroups=subgroups)
+    report_command.show_report(
+        [expand_user_path(word, "the run directory") for word in argv], out=page, subgroups=subgroups
+    )
 
 
 def _reproduce(argv: list[str]) -> None:
@@ -324,16 +329,16 @@ def _reproduce(argv: list[str]) -> None:
       --quiet          no progress
       the other options are those of polyfed run, --data.path FOLDER for instance
     """
-    from polyfed.cli.commands import reproduce
+    from polyfed.cli.commands.papers import reproduce_command
 
     if has_help_flag(argv):
         print(help_text(_reproduce))
         return
     quiet = pop_flag(argv, "--quiet")
-    reproduce_options = reproduce.ReproduceOptions(
+    reproduce_options = reproduce_command.ReproduceOptions(
         *(pop_option(argv, f"--{name}") for name in ("scale", "variant", "seeds", "out"))
     )
-    reproduce.run_reproduction(argv, reproduce_options, quiet=quiet)
+    reproduce_command.run_reproduction(argv, reproduce_options, quiet=quiet)
 
 
 def _flower(argv: list[str]) -> None:
@@ -357,9 +362,9 @@ def _flower(argv: list[str]) -> None:
     if has_help_flag(argv):
         print(help_text(_flower))
         return
-    from polyfed.cli.commands import flower
+    from polyfed.cli.commands.deploy import flower_command
 
-    flower.flower_command(argv)
+    flower_command.flower_command(argv)
 
 
 def _list(argv: list[str]) -> None:
@@ -370,6 +375,6 @@ def _list(argv: list[str]) -> None:
     if has_help_flag(argv):
         print(help_text(_list))
         return
-    from polyfed.cli.commands import listing
+    from polyfed.cli.commands import list_command
 
-    listing.show_choices(argv)
+    list_command.show_choices(argv)

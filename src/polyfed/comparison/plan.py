@@ -20,11 +20,11 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.simulation.federate import federate, resume
 from polyfed.simulation.monitoring.progress import Progress, SilentProgress, build_terminal_progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 from polyfed.simulation.settings import Keep, Settings
-from polyfed.simulation.simulate import federate, resume
 from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 

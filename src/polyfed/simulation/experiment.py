@@ -74,7 +74,7 @@ class Participants:
 
 
 def build_experiment(config: Mapping[str, Any]) -> Experiment:
-    """The experiment of a complete configuration (of `polyfed.cli.commands.options.parse_configuration`, or a run's
+    """The experiment of a complete configuration (of `polyfed.cli.commands.options.configuration_parser.parse_configuration`, or a run's
     `config.yaml`).
 
     Raises:

@@ -194,7 +194,13 @@ class Federation:
         )
         token = str(self.server.etc / "control.token")
         self._at_server(
-            sys.executable, "-m", "polyfed.deploy.link", "--control-token-file", token, "--login", self.address
+            sys.executable,
+            "-m",
+            "polyfed.deploy.link",
+            "--control-token-file",
+            token,
+            "--login",
+            self.address,
         )
         wait(lambda: "nodes" in self._flwr("supernode", "list", "fed", "--format", "json"), 90, "the SuperLink answers")
 

@@ -40,7 +40,7 @@ from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.benchmark import MIN_CLIENTS, EngineChoice
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.simulate import resume
+from polyfed.simulation.federate import resume
 from polyfed.testing import _InterruptAfter, assert_runs_equal
 
 METHODS = [

@@ -23,8 +23,8 @@ from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.data.concat import concat_examples, describe_mismatch
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.table_schemas import have_same_columns
+from polyfed.simulation.federate import federate
 from polyfed.simulation.monitoring.progress import SilentProgress
-from polyfed.simulation.simulate import federate
 
 
 @final

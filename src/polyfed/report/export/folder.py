@@ -25,9 +25,9 @@ from polyfed.core.io.trusted_code import is_trusted
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
-from polyfed.report.export.card import model_card
 from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format
-from polyfed.report.export.trained import (
+from polyfed.report.export.model_card import model_card
+from polyfed.report.export.trained_model import (
     TrainedModel,
     build_network,
     read_architecture_description,
@@ -93,7 +93,7 @@ def export_model(
             is code that nobody allowed; nothing has been written.
 
     >>> import tempfile
-    >>> from polyfed.simulation.simulate import federate
+    >>> from polyfed.simulation.federate import federate
     >>> from polyfed.testing import small_clients
     >>> run = federate(small_clients(), "fedavg", rounds=1, workers=0)
     >>> folder = export_model(run, "client-0", tempfile.mkdtemp() + "/north")

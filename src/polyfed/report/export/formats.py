@@ -13,8 +13,13 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
 from polyfed.core.machine.threads import single_torch_thread
-from polyfed.report.export.trained import TrainedModel
-from polyfed.report.export.whole import CHECKED_BATCH_SIZES, StandaloneModule, onnx_input_names, random_inputs
+from polyfed.report.export.standalone_module import (
+    CHECKED_BATCH_SIZES,
+    StandaloneModule,
+    onnx_input_names,
+    random_inputs,
+)
+from polyfed.report.export.trained_model import TrainedModel
 
 Format = Literal["torchscript", "onnx", "weights"]
 NETWORK_FILES: dict[str, str | None] = {"torchscript": "network.ts", "onnx": "network.onnx", "weights": None}

@@ -143,7 +143,7 @@ class Run:
 
         >>> import torch
         >>> from polyfed.algorithms import FedAvg
-        >>> from polyfed.simulation.simulate import federate
+        >>> from polyfed.simulation.federate import federate
         >>> from polyfed.testing import small_clients
         >>> federate(small_clients(), FedAvg(), rounds=1, workers=0).predict("client-0", torch.zeros(5, 6)).shape
         torch.Size([5, 3])
@@ -205,7 +205,7 @@ class Run:
             UserError: a run of another method, or a network that does not suit the data.
 
         >>> from polyfed.algorithms import FLHAGHN
-        >>> from polyfed.simulation.simulate import federate
+        >>> from polyfed.simulation.federate import federate
         >>> from polyfed.testing import small_clients
         >>> run = federate(small_clients(), FLHAGHN(head="factored"), rounds=1, workers=0)
         >>> data = run.federation.clients["client-0"].train

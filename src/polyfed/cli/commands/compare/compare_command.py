@@ -1,0 +1,403 @@
+"""What the command `compare` does: methods and seeds of an experiment, and the table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from polyfed.algorithms import registry_name
+from polyfed.cli.commands.compare.compare_options import CompareOptions
+from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.comparison.compare import DEFAULT_NUM_SEEDS, parse_search_space, run_comparison
+from polyfed.comparison.method_selection import DEFAULT_METHODS, build_method_with_training_of, select_methods
+from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
+from polyfed.comparison.storage.comparison_directory import (
+    DESCRIPTION,
+    Comparison,
+    load_result_criteria,
+    read_description,
+)
+from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
+from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE
+from polyfed.comparison.tuning.optuna_search import parse_number_or_text
+from polyfed.comparison.tuning.ranking import format_chosen_fields
+from polyfed.core.errors import RoundError, UserError, did_you_mean
+from polyfed.core.io.trusted_code import import_path_of
+from polyfed.data.partitioning.resplit import prepare_public_like_clients
+from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
+from polyfed.simulation.checks.requirements import check_networks_run
+from polyfed.simulation.experiment import (
+    Experiment,
+    build_experiment,
+    check_ray_cluster_trusted,
+    describe_participants,
+    load_participants,
+)
+from polyfed.simulation.monitoring.trackers import validate_logger_names
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import build_method, describe_method_and_settings, find_method_class
+from polyfed.simulation.storage.directory import read_config
+
+_WORDS = {"true": True, "false": False, "null": None}
+_DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger")  # what may be asked of a directory
+
+
+def run_compare_command(
+    config: Mapping[str, Any], options: CompareOptions, title: str, out: Path, console: Console | None = None
+) -> None:
+    """Compares methods on the experiment of a complete configuration, and prints the table.
+
+    Raises:
+        UserError: what `polyfed.compare` refuses, hyper-parameters that do not fit, or another comparison in `out`.
+        RoundError: methods failed; the others are told.
+    """
+    validate_logger_names(options.logger)
+    experiment = build_experiment(config)
+    methods = _methods_by_label(experiment, options)
+    search = (
+        parse_search_space(options.tune or AUTO, options.trials)
+        if options.tune in (None, NONE)
+        else _parse_tune_option(options.tune or "")
+    )
+    shared_config = {key: value for key, value in config.items() if key not in ("baselines", "seed")}
+    description = {
+        "config": shared_config,
+        "methods": {
+            label: describe_method_and_settings(method, Settings())["algorithm"] for label, method in methods.items()
+        },
+        "same_data": options.same_data,
+        "resplit": options.resplit,
+        "references": not options.no_references,
+    }
+    seeds = options.seeds or tuple(range(DEFAULT_NUM_SEEDS if options.resplit is None else max(options.resplit, 1)))
+    plan = _build_plan(description, methods, seeds, title, out)
+    plan = replace(plan, criteria=options.budget_and_target(), search_space=search, num_trials=options.trials)
+    _run_plan(replace(plan, parallel_runs=options.parallel, quiet=options.quiet), console, options.logger)
+
+
+def resume_comparison(
+    folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = (), console: Console | None = None
+) -> None:
+    """Goes on with the comparison in a directory, or reads a finished one again, and prints the table.
+    `extra_arguments` are words of the command line that have no place here.
+
+    Raises:
+        UserError: something is asked for that the directory has decided, or the clients were made in Python.
+        RoundError: as for `run_compare_command`.
+    """
+    fixed_options = {
+        f.name: getattr(options, f.name) for f in fields(CompareOptions) if f.name not in _DIRECTORY_OPTIONS
+    }
+    if misplaced := [
+        *extra_arguments,
+        *(f"--{name}" for name, value in fixed_options.items() if value not in ((), None) and value is not False),
+    ]:
+        raise UserError(f"{folder} has decided what is compared, so {misplaced[0]} has no place here; with a directory, "
+                        "polyfed compare takes --budget, --target, --parallel, --logger and --quiet")  # fmt: skip
+    validate_logger_names(options.logger)
+    _run_plan(read_comparison_plan(folder, options), console, options.logger)
+
+
+def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
+    """What a directory has decided, with what may be asked of it.
+
+    Raises:
+        UserError: its description is damaged, or the clients were made in Python.
+    """
+    description = read_description(folder)
+    experiment = description.get("experiment")
+    if experiment is None:
+        raise UserError(f"the clients of {folder} were made in Python; go on with it there: polyfed.compare(clients, ..., "
+                        f"out={str(folder)!r})")  # fmt: skip
+    required_keys = {"config", "methods", "same_data", "resplit", "references"}
+    if missing_keys := [*({"title", "seeds"} - description.keys()), *(required_keys - experiment.keys())]:
+        raise UserError(
+            f"{folder / DESCRIPTION} is damaged: it has no {missing_keys[0]}; give the whole command again with another "
+            "--out"
+        )
+    methods = {label: build_method(entry) for label, entry in experiment["methods"].items()}
+    plan = _build_plan(experiment, methods, tuple(description["seeds"]), description["title"], folder)
+    plan = replace(
+        plan,
+        criteria=options.budget_and_target(load_result_criteria(description)),
+        search_space=description.get("search"),
+        num_trials=description.get("trials"),
+    )
+    return replace(plan, parallel_runs=options.parallel, quiet=options.quiet)
+
+
+def _run_plan(plan: ComparisonPlan, console: Console | None, logger: Sequence[str] = ()) -> None:
+    comparison = run_comparison(plan)
+    show_comparison(comparison, console or Console())
+    if logger and comparison.out is not None:
+        # imported late: most comparisons do without
+        from polyfed.report.export.mlflow_models import track_comparison
+
+        track_comparison(comparison.results, comparison.out, logger)
+        print_line(console or Console(), f"tracked with {', '.join(logger)}")
+    if comparison.failed:
+        raise RoundError(
+            f"no results of {', '.join(comparison.failed)}, for the reason told above: give other hyper-parameters "
+            "(--method-config FILE) and another --out, or leave the method out"
+        )
+
+
+def _build_plan(
+    description: Mapping[str, Any], methods: Mapping[str, Method], seeds: tuple[int, ...], title: str, out: Path
+) -> ComparisonPlan:
+    config, resplit = description["config"], description["resplit"]
+    if resplit is not None and len(seeds) != resplit:
+        raise UserError(f"--resplit {resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds")
+
+    def clients_of_seed(seed: int) -> ClientSet:
+        data_seed = seeds[0] if description["same_data"] or resplit is not None else seed
+        experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
+        check_networks_run(experiment_data.clients, experiment_data.pool.num_classes)
+        if resplit is not None:
+            seed_clients = dealt_anew(experiment_data.clients, resplit)[seeds.index(seed)]
+            experiment_data = replace(
+                experiment_data,
+                clients=seed_clients,
+                public=prepare_public_like_clients(experiment_data.public, seed_clients),
+            )
+            data_seed = -1  # no file describes these clients
+        # A run's `config.yaml` describes its clients only if its own seed deals them.
+        run_config = config if data_seed == seed else {k: v for k, v in config.items() if k not in ("data", "model")}
+        names = experiment_data.pool.class_names if experiment_data.pool.task == "classification" else None
+        return ClientSet(
+            experiment_data.clients, experiment_data.public, names, run_config, describe_participants(experiment_data)
+        )
+
+    settings = build_experiment(config).settings
+    check_ray_cluster_trusted(settings)
+    return ComparisonPlan(
+        title, methods, seeds, settings, clients_of_seed, out=out, experiment=description, metrics=settings.metrics,
+        num_resplits=resplit, with_references=description["references"],
+    )  # fmt: skip
+
+
+def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[str, Method]:
+    """The methods by label. Each has the local training of the experiment's method, its own fields as the experiment or
+    the file of hyper-parameters gives them, and otherwise its defaults."""
+    experiment_methods: dict[str, Method] = {
+        _method_name(experiment.algorithm): experiment.algorithm,
+        **experiment.baselines,
+    }
+    method_config = {} if options.method_config is None else read_config(options.method_config)
+    always = [label for label in method_config if label in DEFAULT_METHODS]  # which are compared unasked
+    labels = tuple(
+        dict.fromkeys([*options.algorithms, *always] if options.algorithms else [*experiment_methods, *method_config])
+    )
+    if unknown := [label for label in method_config if label not in labels]:
+        raise UserError(
+            f"{options.method_config} has {unknown[0]!r}, which is not compared; {did_you_mean(unknown[0], labels)}"
+        )
+    if duplicates := [label for label in options.algorithms if options.algorithms.count(label) > 1]:
+        raise UserError(
+            f"--algorithms has {duplicates[0]!r} twice; two kinds of one method need labels of their own in a file: "
+            f"--method-config, with {{name: {duplicates[0]}, ...}} below each"
+        )
+    # A label becomes the name of a folder, and ":" is none's.
+    method_by_label = {
+        label.replace(":", "."): _build_method(
+            label, method_config.get(label), experiment_methods, experiment, options.method_config
+        )
+        for label in labels
+    }
+    return select_methods(method_by_label, like=experiment.algorithm)
+
+
+def _method_name(method: Method) -> str:
+    return import_path_of(type(method)) or registry_name(method)
+
+
+def _build_method(
+    label: str, entry: Any, experiment_methods: Mapping[str, Method], experiment: Experiment, file: Path | None
+) -> Method:
+    if not (entry is None or isinstance(entry, Mapping)):
+        raise UserError(f"{file}: {label} must be a mapping of fields, got {entry!r}")
+    # YAML has 1e-3 as a word.
+    changes = {k: parse_number_or_text(v) if isinstance(v, str) else v for k, v in dict(entry or {}).items()}
+    name = str(changes.pop("name", label))
+    kind = find_method_class(name)
+    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    if unknown := [key for key in changes if key not in names]:
+        raise UserError(f"{file}: {name} has no field {unknown[0]!r}; {did_you_mean(str(unknown[0]), names)}")
+    try:
+        if name in experiment_methods:
+            return replace(experiment_methods[name], **changes)  # type: ignore[type-var]
+        return build_method_with_training_of(name, experiment.algorithm, changes)
+    except UserError as error:
+        raise UserError(f"{file}: {label}: {error}" if entry else str(error)) from error
+
+
+def _parse_tune_option(text: str) -> dict[str, list[Any] | str]:
+    """The fields of `--tune` with their values or range.
+
+    >>> _parse_tune_option("lr=0.001..0.3; mu=1,2,...; weighted=true,false")
+    {'lr': '0.001..0.3', 'mu': [1, 2, '...'], 'weighted': [True, False]}
+    """
+    if text in (GRID, EXTENDED_GRID):
+        return {"lr": text}
+    values_by_field: dict[str, list[Any] | str] = {}
+    for part in text.split(";"):
+        name, _, values = (word.strip() for word in part.partition("="))
+        if not values or name in values_by_field:
+            raise UserError("--tune takes 'grid', or each field with its values or range, such as "
+                            f"'lr=0.001..0.3;mu=0.1,1', got {text!r}")  # fmt: skip
+        is_range = ".." in values.removesuffix(EXTEND) or values in (GRID, EXTENDED_GRID)
+        values_by_field[name] = (
+            values if is_range else [_WORDS.get(v.strip(), parse_number_or_text(v.strip())) for v in values.split(",")]
+        )
+    return values_by_field
+
+
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    """Prints what may be said, scores, costs, and what was left out."""
+    results = comparison.results
+
+    participants_text = f"{len(results['clients'])} clients, {_count_with_noun(len(results['seeds']), 'seed')}"
+    for sentence in (*results["warnings"], *comparison.verdicts, *results["covers"]):
+        print_line(console, sentence)
+    console.print(
+        _scores_table(results, f"{results['score_label']} of {participants_text}; {results['budget']['sentence']}")
+    )
+    if results["reference"] is not None:
+        console.print(_gains_table(results))
+    console.print(_costs_table(results))
+    for label, reason in comparison.skipped.items():
+        print_line(console, f"left out {label}: {reason}")
+    for label, reason in comparison.failed.items():
+        print_line(console, f"failed {label}: {reason}")
+    if results["tuning"] is not None:
+        print_line(console, f"searched {results['tuning']['sentence']}")
+        for label, tuning in results["tuning"]["methods"].items():
+            if chosen := format_chosen_fields(tuning):
+                print_line(console, f"  {label}: {chosen} of {_count_with_noun(tuning['runs'], 'run')}")
+    for label, convergence in results["convergence"].items():
+        if convergence["converged"] is not True:
+            print_line(console, f"{label}: {convergence['sentence']}")
+    for note in results["notes"]:
+        print_line(console, f"note: {note}")
+    if comparison.out is not None:
+        print_line(console, f"Everything about this comparison is in {comparison.out}")
+
+
+def _new_table(title: str, columns: Sequence[str]) -> PlainTable:
+    table = PlainTable(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _score_unit(content: Mapping[str, Any]) -> str:
+    return str(content["score_unit"])
+
+
+def _scores_table(content: Mapping[str, Any], title: str) -> PlainTable:
+    unit = _score_unit(content)
+    table = _new_table(title, (f"mean {unit}".strip(), "95 % interval", "worst client", "p10", "p90"))
+    for label, method in content["methods"].items():
+        s = method["statistics"]
+        spread = (_format_score(s[name], unit) for name in ("worst", "p10", "p90"))
+        table.add_row(label, _format_score(s["mean"], unit), _format_interval(s["interval"], unit), *spread)
+    for name, reference in content["references"].items():
+        defined_scores = [score for score in reference["scores"].values() if score is not None]
+        worst_score = (min if content["higher_is_better"] else max)(defined_scores, default=None)
+        ends = _format_interval(reference["interval"], unit) if reference.get("interval") else ""
+        table.add_row(
+            f"({name})",
+            _format_score(reference["mean"], unit),
+            ends,
+            _format_score(worst_score, unit),
+            "",
+            "",
+            style="dim",
+        )
+    return table
+
+
+def _gains_table(content: Mapping[str, Any]) -> PlainTable:
+    reference, best, unit = content["reference"], content["best"], _score_unit(content)
+    gain_text = "points gained" if unit == "%" else f"gain of {content['score_label']}"
+    title = (
+        f"{gain_text} over {reference} (positive is better), clients that lose, and p; best by {content['best_by']}: "
+        f"{best}"
+    )
+    table = _new_table(title, ("gain", "95 % interval", "lose", f"p ({reference})", "p (best)"))
+    for label, method in content["methods"].items():
+        s = method["statistics"]
+        lose = "" if s["losers"] is None else f"{s['losers']} of {s['participants']}"
+        gain = "" if label == reference else _format_score(s["gain"], unit, "+")
+        spread = "" if label == reference else _format_interval(s["gain_interval"], unit, "+")
+        table.add_row(label, gain, spread, lose, _format_p_value(s["p_reference"]), _format_p_value(s["p_best"]))
+    for name, simple_model in content["references"].items():
+        if simple_model.get("gain") is not None:
+            table.add_row(
+                f"({name})",
+                _format_score(simple_model["gain"], unit, "+"),
+                _format_interval(simple_model["gain_interval"], unit, "+"),
+                style="dim",
+            )
+    return table
+
+
+def _costs_table(content: Mapping[str, Any]) -> PlainTable:
+    target, unit = content["target"]["score"], _score_unit(content)
+    goal = "a target (none)" if target is None else f"{_format_score(target, unit)} ({content['target']['sentence']})"
+    columns = ("round", "MB", "seconds", "reached", "round", "MB", "seconds")
+    table = _new_table(f"cost of a run up to there, and to reach {goal}", columns)
+    for label, method in content["methods"].items():
+        s = method["statistics"]
+        rounds = sorted({number for number in s["rounds"] if number is not None})
+        rounds_text = "–" if not rounds else f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]}–{rounds[-1]}"
+        reached = s["to_target"]
+        table.add_row(
+            label,
+            rounds_text,
+            _format_megabytes(s["bytes"]),
+            _format_number(s["seconds"]),
+            f"{reached['reached']} of {len(s['rounds'])}",
+            _format_number(reached["round"]),
+            _format_megabytes(reached["bytes"]),
+            _format_number(reached["seconds"]),
+        )
+    return table
+
+
+def _count_with_noun(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _format_number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _format_score(value: float | None, unit: str, sign: str = "") -> str:
+    """A share in per cent, any other score as it is.
+
+    >>> _format_score(0.8123, "%"), _format_score(0.8123, ""), _format_score(0.05, "%", "+")
+    ('81.2', '0.812', '+5.0')
+    """
+    if value is None:
+        return "–"
+    return f"{100 * value:{sign}.1f}" if unit == "%" else f"{value:{sign}.3f}"
+
+
+def _format_megabytes(value: float | None) -> str:
+    return "–" if value is None else f"{value / 2**20:.2f}"
+
+
+def _format_interval(interval: Sequence[float] | None, unit: str, sign: str = "") -> str:
+    return (
+        "–"
+        if interval is None
+        else f"{_format_score(interval[0], unit, sign)} to {_format_score(interval[1], unit, sign)}"
+    )
+
+
+def _format_p_value(p_value: float | None) -> str:
+    return "" if p_value is None else f"{p_value:.2g}"

@@ -1,0 +1,155 @@
+"""What the command `flower doctor` does: findings of a folder, one line each."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from polyfed.cli.static_registry import ALGORITHMS, resolve_without_import
+from polyfed.core.errors import RoundError, UserError, check_extra_installed, did_you_mean
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
+from polyfed.simulation.settings import Settings
+
+SETTINGS_KEYS = (
+    "rounds", "seed", "clients-per-round", "evaluate-every", "checkpoint-every", "on-error", "min-replies", "metrics",
+    "compress", "compress-down", "secure",
+)  # fmt: skip
+"""The words of a server's configuration that are fields of `Settings`; `polyfed.deploy.server.server.configure_server` takes
+these."""
+_FUNCTIONS = {
+    "one_architecture": ("model", "the common network"), "architectures": ("architectures", "what builds each network"),
+    "public_data": ("public", "unlabelled examples that are no site's"),
+}  # fmt: skip
+
+
+def run_doctor(folder: Path, port: int = 8000, address: str | None = None) -> None:
+    """Prints what is found in a folder.
+
+    Raises:
+        UserError: the folder is none of a project, a server or a site.
+        RoundError: something is wrong.
+    """
+    check_extra_installed("cryptography", "flower", "polyfed flower doctor")
+    from polyfed.deploy.doctor.examine import diagnose_folder
+
+    count = 0
+    for finding in diagnose_folder(
+        folder,
+        resolve_without_import("polyfed.deploy.protocol.wire", "PROTOCOL"),
+        check_server_configuration,
+        port,
+        address,
+    ):
+        print(sanitise_for_terminal(finding), flush=True)
+        count += finding.level == "wrong"
+    if count:
+        raise RoundError(f"{count} {'thing is' if count == 1 else 'things are'} wrong in {folder}")
+
+
+def check_server_configuration(config: Mapping[str, Any], file: Path) -> Findings:
+    """Whether the words of a server's configuration are known, of their types, and fit one another. What only an import of
+    the method can tell is told by the run."""
+    findings = list(_configuration_findings(config, file))
+    yield from findings
+    if not any(finding.level == "wrong" for finding in findings):
+        yield ok_finding("configuration", f"{file} can be read")
+
+
+def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[Finding]:
+    fields = {
+        f.name.replace("_", "-"): f
+        for f in dataclasses.fields(resolve_without_import("polyfed.deploy.server.server", "Deployment"))
+    }
+    values = {key: value for key, value in config.items() if value != "" and key != "algorithm"}
+    choices = [*fields, *SETTINGS_KEYS, "keep"]
+    for key in values:
+        if key not in choices and not key.startswith("algorithm."):
+            yield problem_finding(
+                "configuration", f"{file} has {key!r}, which is no word of it; {did_you_mean(key, choices)}"
+            )
+    for key in ("join-seconds", "round-seconds", "max-megabytes"):
+        value = values.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            yield problem_finding("configuration", f"{file}: {key} must be positive, got {value!r}")
+    for key in ("allow-disclosure", "resume"):
+        if not isinstance(values.get(key, False), bool):
+            yield problem_finding("configuration", f"{file}: {key} must be true or false, got {values[key]!r}")
+    settings = {
+        key.replace("-", "_"): values[key] for key in SETTINGS_KEYS if key in values and key not in ("metrics",)
+    }
+    try:
+        plain = {key: value for key, value in settings.items() if not key.startswith("compress")}  # which takes torch
+        parsed_settings = Settings(**plain)
+        sites = [name for name in str(values.get("sites", "")).split(",") if name.strip()]
+        parties = parsed_settings.cohort_size(len(sites))
+        yield from _secure_findings(parsed_settings, values, parties, file)
+    except (UserError, TypeError) as error:
+        yield problem_finding("configuration", f"{file}: {error}")
+    method = {key.partition(".")[2]: value for key, value in config.items() if key.startswith("algorithm.")}
+    method |= config["algorithm"] if isinstance(config.get("algorithm"), Mapping) else {}
+    yield from _method_findings(method, values, file)
+
+
+def _secure_findings(settings: Settings, values: Mapping[str, Any], parties: int, file: Path) -> Iterator[Finding]:
+    if not settings.secure:
+        return
+    threshold = values.get("secure-threshold")
+    if parties < 2:
+        yield problem_finding(
+            "configuration",
+            f"{file}: secure = true hides a site among those of its round, and a round has {parties}; "
+            "raise clients-per-round",
+        )
+    if threshold is not None and (type(threshold) is not int or not max(1, parties // 2) < threshold <= parties):
+        yield problem_finding(
+            "configuration",
+            f"{file}: secure-threshold must be above half of the {parties} sites of a round, and at "
+            f"most {parties}, got {threshold!r}",
+        )
+    if settings.secure and values.get("compress", "none") != "none":
+        yield problem_finding("configuration", f"{file}: compress and secure exclude one another; leave one out")
+
+
+def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file: Path) -> Iterator[Finding]:
+    name = fields.get("name")
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        yield problem_finding(
+            "configuration", f"{file}: algorithm.name is {name!r}; {did_you_mean(str(name), ALGORITHMS)}"
+        )
+        return
+    method = ALGORITHMS[name]
+    field_names = {f.name for f in dataclasses.fields(method)}
+    for field in fields:
+        if field not in field_names | {"name"}:
+            yield problem_finding(
+                "configuration", f"{file}: {name} has no field {field!r}; {did_you_mean(field, field_names)}"
+            )
+    needs = method.requires
+    needed_functions = dict(entry for word, entry in _FUNCTIONS.items() if word in needs)
+    if needed_functions and not values.get("file"):
+        yield problem_finding(
+            "configuration",
+            f"{file}: {name} needs {', '.join(f'{function_name}()' for function_name in needed_functions)} of the "
+            "server; file = "
+            '"/path/server.py"',
+        )
+    elif values.get("file"):
+        from polyfed.deploy.doctor.site_config import check_functions_defined
+
+        yield from check_functions_defined("server.py", Path(str(values["file"])), needed_functions)
+    if "layer_catalogue" in needs:
+        catalogue = fields.get("catalogue")
+        if not catalogue or not Path(str(catalogue)).is_file():
+            yield problem_finding(
+                "configuration",
+                f"{file}: {name} needs a catalogue of layer types, and {str(catalogue)!r} is no file; "
+                "polyfed graph MODEL --catalogue FILE writes one",
+            )
+    disclosures = sorted(method.discloses & resolve_without_import("polyfed.core.algorithm", "CONSENT"))
+    if disclosures and not values.get("allow-disclosure") and not values.get("secure"):
+        yield note_finding(
+            "consent",
+            f"{name} discloses {' and '.join(disclosures)}: it runs only with polyfed flower run "
+            "--allow-disclosure, and allow-disclosure=true at each site",
+        )

@@ -1,0 +1,280 @@
+"""`polyfed flower`: a project for a deployment over Flower, a trial of it on this machine, runs, and how they stand."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from polyfed.cli.commands.argv import parse_number, pop_flag, pop_option, pop_option_values
+from polyfed.cli.commands.terminal import PlainTable
+from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra_installed, did_you_mean
+from polyfed.core.io.atomic_files import expand_user_path, read_text_file
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.deploy.trial import local_trial as trials
+from polyfed.deploy.trial.project import Project, create_project, parse_site_names
+from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
+
+_OPTIONS = {
+    "init": {"sites"}, "up": {"sites", "port", "node-config", "loss"}, "run": {"out", "resume", "connection"},
+    "status": {"connection"}, "doctor": {"port", "address"},
+}  # fmt: skip
+
+
+def flower_command(argv: list[str]) -> None:
+    """Carries out `polyfed flower`; see its help.
+
+    Raises:
+        UserError: words that do not fit.
+    """
+    kind = argv.pop(0) if argv else ""
+    if kind not in _OPTIONS:
+        raise UserError(f"polyfed flower takes a command, got {kind or 'nothing'!r}; {did_you_mean(kind, _OPTIONS)}")
+    options = {name: pop_option(argv, f"--{name}") for name in sorted(set().union(*_OPTIONS.values()))}
+    changes, allowed = pop_option_values(argv, "--set"), pop_flag(argv, "--allow-disclosure")
+    used = {name for name, value in options.items() if value is not None}
+    used |= {name for name, value in {"set": changes, "allow-disclosure": allowed}.items() if value}
+    allowed_options = _OPTIONS[kind] | ({"set", "allow-disclosure"} if kind == "run" else set())
+    if misplaced := sorted(used - allowed_options):
+        raise UserError(f"polyfed flower {kind} has no --{misplaced[0]}; polyfed flower --help tells what it has")
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise UserError(f"polyfed flower {kind} takes one folder, got {' and '.join(argv) or 'none'}")
+    folder = expand_user_path(argv[0], "the project")
+    if kind == "init":
+        write_project(folder, options["sites"] or "4")
+    elif kind == "up":
+        port = parse_number("--port", options["port"] or "8000", int, "a number")
+        loss = "" if options["loss"] is None else f' loss="{options["loss"]}"'
+        run_trial(folder, options["sites"], port, f"{options['node-config'] or ''}{loss}")
+    elif kind == "doctor":
+        from polyfed.cli.commands.deploy import doctor_command
+
+        doctor_command.run_doctor(
+            folder, parse_number("--port", options["port"] or "8000", int, "a number"), options["address"]
+        )
+    elif kind == "run":
+        out, resume = (
+            None if options[name] is None else expand_user_path(str(options[name]), f"--{name}")
+            for name in ("out", "resume")
+        )
+        submit_run(
+            folder, out=out, resume=resume, allow_disclosure=allowed, changes=changes,
+            connection=options["connection"] or "fed",
+        )  # fmt: skip
+    else:
+        show_status(folder, options["connection"] or "fed")
+
+
+def require_flower() -> None:
+    """Raises a `UserError` if Flower is missing."""
+    check_extra_installed("flwr", "flower", "polyfed flower")
+
+
+def write_project(folder: Path, sites: str) -> None:
+    """Writes a project."""
+    require_flower()
+    project = create_project(folder, parse_site_names(sites))
+    print(f"{project.path} is ready for {', '.join(project.read_site_names())}; its README.md tells how to go on:")
+    print(f"  polyfed flower up {folder}       a trial of it on this machine, until Ctrl-C")
+    print(f"  polyfed flower run {folder}      the run, in another terminal")
+
+
+def run_trial(folder: Path, sites: str | None, port: int, node_config: str) -> None:
+    """Runs SuperLink and SuperNodes on this machine until Ctrl-C or SIGTERM."""
+    require_flower()
+    project = Project(folder.resolve())
+    names = project.read_site_names() if sites is None else parse_site_names(sites)
+    trials.interrupt_on_signals()
+    try:
+        with trials.start_trial(project, names, port, node_config) as trial:
+            started_text = f"the SuperLink listens on 127.0.0.1:{port}, SuperNodes of {', '.join(names)} run"
+            print(f"{started_text}; logs are in {trial.folder}; Ctrl-C ends them", file=sys.stderr, flush=True)
+            while True:
+                trial.restart_ended_supernodes()
+                time.sleep(1.0)
+    except KeyboardInterrupt:
+        raise RunInterrupt("the trial has ended") from None
+
+
+def submit_run(
+    folder: Path,
+    *,
+    out: Path | None = None,
+    resume: Path | None = None,
+    allow_disclosure: bool = False,
+    changes: Sequence[str] = (),
+    connection: str = "fed",
+    console: Console | None = None,
+) -> None:
+    """Submits a run to the SuperLink, shows its log on standard error, and prints its table at the end.
+
+    Args:
+        folder: the project.
+        out: run directory; None takes the next free one below `folder`/runs.
+        resume: go on with the run in this directory instead.
+        allow_disclosure: whether the server may learn weights or architectures.
+        changes: words of the configuration with other values, as "rounds=3".
+        connection: which of Flower's connections to SuperLinks; that of a running trial wins.
+    """
+    require_flower()
+    if resume is not None and changes:
+        raise UserError(f"--set has no effect on a run that goes on; its configuration is {resume}/config.yaml")
+    project = Project(folder.resolve())
+    running = trials.read_trial_file(project)
+    config, changed = (
+        _flatten_configuration(project.read_configuration()),
+        dict(_parse_change(word) for word in changes),
+    )
+    if changed.get("algorithm.name", config.get("algorithm.name")) != config.get("algorithm.name"):
+        # Another method begins with its own defaults.
+        config = {key: value for key, value in config.items() if not key.startswith("algorithm.")}
+    config |= changed
+    target = (resume or out or _next_run_folder(project)).resolve()
+    config |= {"out": str(target), "resume": resume is not None}
+    if allow_disclosure:
+        config["allow-disclosure"] = True
+    if running is not None:
+        config["sites"] = ",".join(running["sites"])
+    planned_rounds = int(read_config(target)["rounds"]) if resume is not None else int(config.get("rounds", 0))
+    home = trials.trial_folder_of(project) / "home" if running is not None else None
+    with tempfile.TemporaryDirectory() as temporary:
+        app = Path(temporary) / "app"
+        shutil.copytree(project.app_folder, app, ignore=shutil.ignore_patterns("__pycache__"))
+        _write_app_configuration(app / "pyproject.toml", config)
+        command = [trials.find_flower_program("flwr"), "run", str(app), connection, "--stream"]
+        status = _run_flower_command(command, trials.flower_environment(home))
+    records = read_metrics(target / "metrics.jsonl")
+    if not records or records[-1]["round"] < planned_rounds:
+        raise RoundError(_unfinished_run_message(folder, target, records, planned_rounds, status))
+    (console or Console()).print(_last_round_table(target, records))
+    print(f"{target}")
+
+
+def _unfinished_run_message(
+    folder: Path, target: Path, records: Sequence[Mapping[str, Any]], planned_rounds: int, status: int
+) -> str:
+    """Of a run that ended early. Its first round may be in a checkpoint, and its record not yet written."""
+    rounds_done = records[-1]["round"] if records else 0
+    can_resume = bool(records) or any((target / "checkpoint").glob("round-*"))
+    resume_hint = f"; go on with `polyfed flower run {folder} --resume {target}`" if can_resume else ""
+    return (
+        f"the run has ended after {rounds_done} of {planned_rounds} rounds (flwr: {status}); its log is "
+        f"above{resume_hint}"
+    )
+
+
+def _run_flower_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs Flower's command with its output on standard error. Ctrl-C leaves the run to the server."""
+    with subprocess.Popen(command, stdout=sys.stderr, env=dict(environment)) as process:
+        return process.wait()
+
+
+def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= (
+            _flatten_configuration(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
+    return flat
+
+
+def _parse_change(word: str) -> tuple[str, Any]:
+    """A word of the configuration and its value, written as in TOML; text needs no quotes.
+
+    >>> _parse_change("rounds=3"), _parse_change("algorithm.name=fedavg")
+    (('rounds', 3), ('algorithm.name', 'fedavg'))
+    """
+    key, separator, text = word.partition("=")
+    if not separator:
+        raise UserError(f"--set takes KEY=VALUE, got {word!r}")
+    try:
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), text.strip()
+
+
+def _write_app_configuration(file: Path, config: Mapping[str, Any]) -> None:
+    """Writes the configuration of one run into the app's copy."""
+    import tomli_w  # comes with Flower
+
+    content = tomllib.loads(read_text_file(file))
+    content["tool"]["flwr"]["app"]["config"] = dict(config)
+    file.write_text(tomli_w.dumps(content), encoding="utf-8")
+
+
+def _next_run_folder(project: Project) -> Path:
+    """The next free folder for a run."""
+    return next(path for n in range(1, 100_000) if not (path := project.path / "runs" / f"run-{n}").exists())
+
+
+def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainTable:
+    """What the sites disclosed of the last round."""
+    last, sites = records[-1], read_manifest(out).get("sites", [])
+    names = sorted(
+        {name for values in last["clients"].values() for name in values} - {"bytes_down", "bytes_up", "seconds"}
+    )
+    table = PlainTable(title=f"round {last['round']}", title_justify="left", box=None, pad_edge=False)
+    for column in ("site", *names, "MB down", "MB up"):
+        table.add_column(column, justify="left" if column == "site" else "right")
+    for site in sites:
+        values = last["clients"].get(site, {})
+        shown = [f"{values[n]:.4f}" if isinstance(values.get(n), float) else str(values.get(n, "–")) for n in names]
+        table.add_row(site, *shown, *(f"{values.get(f'bytes_{way}', 0) / 2**20:.3f}" for way in ("down", "up")))
+    return table
+
+
+def show_status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
+    """Prints which nodes are connected, which runs there are, and how the newest run directory stands."""
+    require_flower()
+    console = console or Console()
+    project = Project(folder.resolve())
+    running = trials.read_trial_file(project)
+    home = trials.trial_folder_of(project) / "home" if running is not None else None
+    print(f"trial: {'SuperLink on port ' + str(running['port']) if running else 'none runs'}")
+    for flower_arguments, key, columns in (
+        (["supernode", "list", connection], "nodes", ("node-id", "status", "online-at", "offline-at")),
+        (["list", connection], "runs", ("run-id", "status", "elapsed")),
+    ):
+        process = trials.run_flwr(home, [*flower_arguments, "--format", "json"])
+        try:
+            rows = json.loads(process.stdout)[key]
+        except (ValueError, KeyError, TypeError):
+            print(
+                sanitise_for_terminal(
+                    f"{key}: the SuperLink does not answer ({' '.join((process.stderr or process.stdout).split())[:200]})"
+                )
+            )
+            continue
+        table = PlainTable(title=key, title_justify="left", box=None, pad_edge=False)
+        for column in columns:
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*(str(row.get(column, "")) for column in columns))
+        console.print(table)
+    show_newest_run(project.path / "runs", console)
+
+
+def show_newest_run(runs: Path, console: Console) -> None:
+    """Prints how the newest run directory of a folder stands: its last round, failures and warnings of it, and what the
+    sites disclosed, with the norm of each update where the server sees single ones."""
+    files = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not files or not (records := read_metrics(files[-1])):
+        return
+    config = read_config(files[-1].parent)
+    print(sanitise_for_terminal(f"{files[-1].parent}: round {records[-1]['round']} of {config.get('rounds')}"))
+    for failure in records[-1]["failures"]:
+        print(sanitise_for_terminal(f"  {failure['client']}, {failure['phase']}: {failure['reason']}"))
+    for sentence in records[-1].get("warnings", ()):
+        print(sanitise_for_terminal(f"  warning: {sentence}"))
+    if config.get("secure") is True:
+        print("  secure sums hide the norms of single updates")
+    console.print(_last_round_table(files[-1].parent, records))

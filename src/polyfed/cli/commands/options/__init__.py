@@ -1,0 +1,1 @@
+"""Parses command line options and configuration files."""

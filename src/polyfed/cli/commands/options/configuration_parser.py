@@ -1,0 +1,411 @@
+"""From command-line options and YAML to one complete, typed configuration.
+
+A configuration is a nested mapping. The sections `data`, `data.partition`, `model` and `algorithm` each name a choice
+from a registry (`name`) and hold the fields of that choice; everything else are the fields of `Settings`. The options of
+the command line are the same fields, with dots: `--algorithm fedprox --algorithm.mu 0.1`.
+"""
+
+import inspect
+import re
+from argparse import SUPPRESS
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import UnionType
+from typing import Any, Literal, Union, final, get_args, get_origin, get_type_hints
+
+import yaml
+from docstring_parser import parse as parse_docstring
+
+from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, option_name, user_code_names
+from polyfed.cli.commands.options.site_options import (
+    find_option_value,
+    networks_by_site,
+    parse_networks_by_site,
+    partition_of_site_column,
+)
+from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, resolve_without_import
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.trusted_code import import_object, trust_code
+from polyfed.simulation.settings import Settings
+
+DEFAULTS = {"data": "digits", "data.partition": "dirichlet", "model": "mlp", "algorithm": "fedavg"}
+_REGISTRIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "data": SOURCES, "data.partition": PARTITIONS, "model": MODELS, "algorithm": ALGORITHMS,
+}  # fmt: skip
+_KIND_OF_SECTION = {"data": "source", "data.partition": "partition", "model": "network", "algorithm": "method"}
+_FROM_DATA = frozenset({"input_shape", "num_classes"})  # arguments of a network that the data decide
+_EXTRA_OPTIONS: Mapping[str, tuple[Any, Any, str]] = {  # keys that belong to no class: type, default, help
+    "data.shifts": (list[dict[str, float]], [], "shift of each client in turn, e.g. [{rotation: 0}, {rotation: 90}]"),
+    "data.augment": (bool, False, "pad, crop and flip training images at random"),
+    "loss": (
+        str | None,
+        None,
+        "what training minimises, as module:name: a function of outputs and targets, or a class without arguments",
+    ),
+    "baselines": (
+        list[str | dict[str, Any]],
+        [],
+        "methods to run as well, with the same clients, rounds and local training: names, or mappings of which the fields "
+        "win over that, e.g. [local, {name: fedprox, mu: 0.1}]",
+    ),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Option:
+    """One option: its key, type, default, whether it must be given, and help."""
+
+    key: str
+    type: Any
+    default: Any
+    required: bool
+    help: str
+
+
+def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
+    """The fields of a dataclass, or the arguments of a network's constructor, with what their docstrings say.
+
+    >>> [option.key for option in options_of(MODELS["mlp"], "model")]
+    ['model.hidden']
+    """
+    hints = get_type_hints(choice.__init__ if inspect.isclass(choice) else choice)
+    docs: dict[str, str] = {}
+    for owner in reversed(inspect.getmro(choice)) if inspect.isclass(choice) else (choice,):
+        for entry in parse_docstring(owner.__doc__ or "").params:
+            docs |= {name.strip(): " ".join((entry.description or "").split()) for name in entry.arg_name.split(",")}
+    prefix = f"{section}." if section else ""
+    return [
+        Option(
+            prefix + p.name, hints.get(p.name, Any), None if p.default is p.empty else p.default, p.default is p.empty,
+            docs.get(p.name, "").replace("%", "%%"),
+        )
+        for p in inspect.signature(choice).parameters.values()
+        if p.name not in _FROM_DATA and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]  # fmt: skip
+
+
+def parse_configuration(
+    arguments: Sequence[str],
+    config: Mapping[str, Any],
+    program: str,
+    is_offered: Callable[[str], bool] = lambda key: True,
+) -> dict[str, Any]:
+    """The complete configuration.
+
+    Args:
+        arguments: options, e.g. ["--rounds", "5", "--algorithm", "fedprox"].
+        config: what a recipe or file says; options win over it, and it wins over the defaults of the classes.
+        program: how usage texts call this command.
+        is_offered: which keys a command takes, of a part of a configuration; what else `config` says is left out.
+
+    Raises:
+        UserError: an unknown name, option or key (with the nearest choices), or a value of the wrong type.
+        SystemExit: after `--help` or `--print-config`.
+
+    >>> parse_configuration(["--algorithm", "fedprox", "--algorithm.mu", "1"], {}, "polyfed run")["algorithm"]["mu"]
+    1.0
+    """
+    networks = networks_by_site(config.get("model"))
+    config = config if networks is None else {**config, "model": "mlp"}  # put back below
+    config_values = {key: value for key, value in _flatten_configuration(config).items() if is_offered(key)}
+    if isinstance(config_values.get("metrics"), str):
+        config_values["metrics"] = config_values["metrics"].split(",")
+    argv = bracket_metrics(_normalize_options(arguments))
+    print_config = "--print_config" in argv
+    if valued_flags := [word for word in argv if word.startswith("--print_config=")]:
+        raise UserError(f"--print-config takes no value, got {valued_flags[0]!r}")
+    argv = [word for word in argv if word != "--print_config"]
+    if code_names := user_code_names(argv):
+        trust_code(*code_names)
+    names_by_option = {section: _name_by_option(section, argv) for section in DEFAULTS}
+    if names_by_option["model"] is not None:
+        networks = parse_networks_by_site(names_by_option["model"])
+    if networks is not None:
+        names_by_option["model"], argv = None, _drop_model_choice(argv)
+        config_values = {key: value for key, value in config_values.items() if not key.startswith("model.")}
+    config_values = _drop_replaced_choices(config_values, names_by_option)
+    names = {
+        s: _validate_choice(s, names_by_option[s] or config_values.get(f"{s}.name", default))
+        for s, default in DEFAULTS.items()
+    }
+    if is_offered("data.partition.name"):
+        source_fields = [option.key for option in options_of(_class_of_choice("data", names["data"]), "data")]
+        partition_name = names_by_option["data.partition"] or config_values.get("data.partition.name")
+        implied = partition_of_site_column(source_fields, config_values, argv, partition_name)
+        names["data.partition"] = implied.pop("data.partition.name", names["data.partition"])
+        config_values |= implied
+    mixture = config_values.pop("model", None)
+    if "," in names["model"]:
+        mixture, argv = names["model"].split(","), _drop_model_choice(argv)
+    single_network = mixture is None and networks is None
+    options = [option for option in _all_options(names, with_model=single_network) if is_offered(option.key)]
+    resolved = _parse_values(options, config_values, argv, program)
+    if mixture is not None:
+        resolved["model"] = [_complete_model(entry, program) for entry in mixture]
+    if networks is not None:
+        resolved["model"] = {site: _complete_model(entry, program) for site, entry in networks.items()}
+    if "baselines" in resolved:
+        resolved["baselines"] = [_complete_baseline(entry, program) for entry in resolved["baselines"]]
+    if print_config:
+        print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
+        raise SystemExit(0)
+    return resolved
+
+
+def _drop_model_choice(argv: Sequence[str]) -> list[str]:
+    """The words without the choice of a network."""
+    remaining = [w for w, before in zip(argv, ["", *argv], strict=False) if "--model.name" not in (w, before)]
+    return [word for word in remaining if not word.startswith("--model.name=")]
+
+
+def _all_options(names: Mapping[str, str], *, with_model: bool) -> list[Option]:
+    options = [*options_of(Settings, "")]
+    for section, registry in _REGISTRIES.items():
+        if section == "model" and not with_model:
+            continue
+        name = names[section]
+        text = "a network of the zoo, several separated by commas, or module:factory" if section == "model" else ""
+        options.append(Option(f"{section}.name", str, name, False, text or f"one of {', '.join(registry)}"))
+        options += options_of(_class_of_choice(section, name), section)
+        if section == "data":
+            options += options_of(_split_class(), "data")
+    return options + [Option(key, kind, value, False, text) for key, (kind, value, text) in _EXTRA_OPTIONS.items()]
+
+
+def _split_class() -> Any:
+    return resolve_without_import("polyfed.data.partitioning.split", "Split")
+
+
+def _class_of_choice(section: str, name: str) -> Callable[..., Any]:
+    """What a name means: an outline of a registry's entry, or the user's own, whose arguments only an import can say."""
+    if name in _REGISTRIES[section]:
+        return _REGISTRIES[section][name]
+    choice, kind = import_object(name, _KIND_OF_SECTION[section]), _KIND_OF_SECTION[section]
+    if section != "model" and not inspect.isclass(choice):
+        raise UserError(f"{kind} {name!r}: it must be a dataclass on {kind.title()}, got {type(choice).__name__}")
+    return choice
+
+
+def _parse_values(
+    options: Sequence[Option], config_values: Mapping[str, Any], argv: Sequence[str], program: str
+) -> dict[str, Any]:
+    """Values of all options: the configuration's become options before the user's, so that both are checked alike."""
+    option_by_key = {option.key: option for option in options}
+    if unknown := sorted(config_values.keys() - option_by_key):
+        raise UserError(f"unknown key {_unknown_key_message(unknown[0], option_by_key)}")
+    for word in argv:
+        key = word.partition("=")[0].removeprefix("--")
+        if word.startswith("--") and key != "help" and not _is_option_or_entry(key.rstrip("+"), option_by_key):
+            raise UserError(f"unknown option {_unknown_key_message(key, option_by_key, '--')}")
+    from jsonargparse import ArgumentError, ArgumentParser  # which takes as long as all before
+
+    parser = ArgumentParser(prog=program, usage=SUPPRESS, exit_on_error=False,
+                            description="Options of the choices made; choose others (--model NAME ...) to see "
+                            "theirs. --print-config shows the resulting file.")  # fmt: skip
+    for option in options:
+        parser.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
+                            help=option.help or None)  # fmt: skip
+    if has_help_flag(argv):
+        print(re.sub(r"(?<!\S)--[\w.]+", lambda found: option_name(found[0]), parser.format_help()), end="")
+        raise SystemExit(0)
+    try:
+        parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in config_values.items()), *argv])
+    except (ArgumentError, TypeError, ValueError, KeyError) as error:
+        raise UserError(_rewrite_parser_error(str(error), option_by_key)) from error
+    values: dict[str, Any] = parsed.as_dict()
+    return values
+
+
+def _is_option_or_entry(key: str, option_by_key: Mapping[str, Option]) -> bool:
+    """Whether a key is an option, or an entry of one that is a mapping: `algorithm.teacher.name`."""
+    owner = option_by_key.get(key.rpartition(".")[0])
+    return key in option_by_key or (owner is not None and _is_mapping(owner.type))
+
+
+def _is_mapping(kind: Any) -> bool:
+    return any(get_origin(part) in (dict, Mapping) for part in (kind, *get_args(kind)))
+
+
+def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: str = "") -> str:
+    """What to do about a key that nothing has: another choice that has it, or the nearest fields of its section."""
+    shown = option_name(f"{prefix}{key}")
+    section, _, field = key.rpartition(".")
+    if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in option_by_key):
+        top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}
+        return f"{shown}; {did_you_mean(shown, top)}"
+    if f"{section}.name" not in option_by_key:
+        return f"{shown}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
+    name, registry = option_by_key[f"{section}.name"].default, _REGISTRIES[section]
+    other_choices = [
+        n for n, choice in registry.items() if key in {option.key for option in options_of(choice, section)}
+    ]
+    if other_choices:
+        example = f"--{section} {other_choices[0]}" if prefix else f"{section}: {{name: {other_choices[0]}}}"
+        verb = "have" if other_choices[1:] else "has"
+        return f"{shown}; {name} has no {field!r}, but {', '.join(other_choices)} {verb}: give {example}, for example"
+    section_fields = {k.rpartition(".")[2] for k in option_by_key if k.rpartition(".")[0] == section}
+    return f"{shown}; {name} has no {field!r}: {did_you_mean(field, section_fields)}"
+
+
+def _as_text(value: Any) -> str:
+    return (
+        value
+        if isinstance(value, str)
+        else yaml.safe_dump(value, default_flow_style=True, width=10**6).split("\n...")[0].strip()
+    )
+
+
+def _rewrite_parser_error(message: str, option_by_key: Mapping[str, Option]) -> str:
+    """jsonargparse's report as one sentence in plain words, with the value that it saw."""
+    text = " ".join(message.split())
+    if matched := re.match(r'Parser key "([^"]+)": .*Got value: (.*)', text) or re.match(
+        r'Parser key "([^"]+)": .*Given value: (.*)', text
+    ):
+        key, value = matched.groups()
+        expected = describe_type(option_by_key[key].type) if key in option_by_key else "of another type"
+        return f"{option_name(f'--{key}')} must be {expected}, got {value!r}"
+    if matched := re.match(r"argument --(\S+): expected one argument", text):
+        return f"{option_name(f'--{matched[1]}')} needs a value"
+    if matched := re.match(r"unrecognized arguments: (.*)", text, re.IGNORECASE):
+        return (
+            f"unexpected argument {matched[1]!r}; options begin with --, and a recipe or config.yaml comes before them"
+        )
+    if matched := re.match(r"the following arguments are required: ([\w.]+)", text):
+        return f"{option_name(f'--{matched[1]}')} is missing: give it a value"
+    return text
+
+
+_LISTS: Mapping[Any, str] = {
+    int: "[1, 2]",
+    str: "[fc1, fc2]",
+    str | dict[str, Any]: "[local, {name: fedprox, mu: 0.1}]",
+    tuple[int, ...]: "[[0, 1], [2, 3]]",
+}
+
+
+def describe_type(kind: Any) -> str:
+    """What a value of a type looks like.
+
+    >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])
+    ('a whole number or null', 'sgd or adam', 'a list such as [1, 2]')
+    >>> describe_type(tuple[tuple[int, ...], ...])
+    'a list such as [[0, 1], [2, 3]]'
+    """
+    plain: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+                             type(None): "null"}  # fmt: skip
+    if kind in plain:
+        return plain[kind]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " or ".join(filter(None, (", ".join(map(str, inner[:-1])), str(inner[-1]))))
+    if origin in (Union, UnionType):
+        inner = tuple(part for part in inner if part is not int or float not in inner)
+        return " or ".join(describe_type(part) for part in inner)
+    if origin in (dict, Mapping):
+        return "a mapping such as {name: mlp, hidden: [32]}"
+    if origin in (list, tuple):
+        return "a list such as " + _LISTS.get(inner[0], "[{rotation: 90}]")
+    return "a value of another type"
+
+
+def _normalize_options(arguments: Sequence[str]) -> list[str]:
+    """`--algorithm fedprox` means `--algorithm.name fedprox`, and so for each section; `--ray-address` is `--ray_address`.
+
+    >>> _normalize_options(["--algorithm=fedavg", "--evaluate-every", "2"])
+    ['--algorithm.name=fedavg', '--evaluate_every', '2']
+    """
+    argv = []
+    for word in arguments:
+        option, equals, value = word.partition("=")
+        if option.startswith("--"):
+            option = f"--{option[2:].replace('-', '_')}"
+        long = f"{option}.name" if option.removeprefix("--") in _REGISTRIES else option
+        argv.append(long + equals + value)
+    return argv
+
+
+def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys of nested sections with dots; `algorithm: fedprox` is short for its name. A mapping elsewhere is a value.
+
+    >>> _flatten_configuration({"rounds": 3, "algorithm": "fedprox", "data": {"partition": {"alpha": 0.1}}})
+    {'rounds': 3, 'algorithm.name': 'fedprox', 'data.partition.alpha': 0.1}
+    >>> _flatten_configuration({"algorithm": {"name": "fedavg_kd", "teacher": {"name": "mlp"}}})
+    {'algorithm.name': 'fedavg_kd', 'algorithm.teacher': {'name': 'mlp'}}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name in _REGISTRIES:
+            flat |= _flatten_configuration(value, f"{name}.")
+        elif name in _REGISTRIES and not (isinstance(value, str) or (name == "model" and isinstance(value, list))):
+            raise UserError(f"{name} must be a name, or a mapping with a name, got {value!r}")
+        else:
+            flat[f"{name}.name" if name in _REGISTRIES and isinstance(value, str) else name] = value
+    return flat
+
+
+def _name_by_option(section: str, argv: Sequence[str]) -> str | None:
+    """The name that the options choose for a section, if they do."""
+    return find_option_value(f"--{section}.name", argv)
+
+
+def _validate_choice(section: str, name: Any) -> str:
+    """The name of a choice, checked."""
+    for part in str(name).split(",") if section == "model" else [str(name)]:
+        if part not in _REGISTRIES[section] and ":" not in part:
+            raise UserError(f"unknown {section} {part!r}; {did_you_mean(part, _REGISTRIES[section])}")
+    return str(name)
+
+
+def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
+    """What still holds of a configuration when options choose another method, data set, partition or network: the local
+    training and the split, not what belonged to the choice that was replaced."""
+    shared = {
+        "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training.loop", "LocalTraining"))}
+        - {"buffers"},
+        "data": {f.name for f in fields(_split_class())},
+    }
+    remaining = dict(config_values)
+    for section, name in chosen.items():
+        mixture = section in config_values  # `model` as a list, which any name replaces
+        if name is None or (not mixture and name == config_values.get(f"{section}.name", DEFAULTS[section])):
+            continue
+        remaining.pop(section, None)
+        for key in config_values:
+            owner, _, field = key.rpartition(".")
+            if owner == section and field not in shared.get(section, set()):
+                remaining.pop(key)
+    return remaining
+
+
+def _complete_model(entry: Any, program: str) -> dict[str, Any]:
+    """One network of a mixture, complete."""
+    entry = {"name": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, Mapping) or "name" not in entry:
+        raise UserError(f"each entry of `model` is a name or a mapping with a name, got {entry!r}")
+    config_values = _flatten_configuration({"model": dict(entry)})
+    name = _validate_choice("model", config_values["model.name"])
+    options = [Option("model.name", str, name, False, "")]
+    options += options_of(_class_of_choice("model", name), "model")
+    model: dict[str, Any] = _parse_values(options, config_values, [], program)["model"]
+    return model
+
+
+def _complete_baseline(entry: Any, program: str) -> Any:
+    """A name, or a mapping with the fields that it gives, in the types that the method declares."""
+    if isinstance(entry, str):
+        return _validate_choice("algorithm", entry)
+    if "name" not in entry:
+        raise UserError(f"each entry of `baselines` is a name or a mapping with a name, got {entry!r}")
+    config_values = _flatten_configuration({"algorithm": entry})
+    name = _validate_choice("algorithm", config_values["algorithm.name"])
+    options = [
+        Option("algorithm.name", str, name, False, ""),
+        *options_of(_class_of_choice("algorithm", name), "algorithm"),
+    ]
+    try:
+        typed = _parse_values(options, config_values, [], program)["algorithm"]
+    except UserError as error:
+        raise UserError(f"baseline {name}: {error}") from error
+    return {field: typed[field] for field in entry}

@@ -1,0 +1,248 @@
+"""Recipes: YAML files of experiments, with variants (the columns of a table, say) and scales (how much of it to run).
+
+A file's sections `variants` and `scales` hold partial configurations. What is run is the file without these two, with the
+variant laid over it, with the scale laid over that, and with what the scale says of this variant laid over all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from polyfed.cli.commands.argv import pop_option
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.simulation.storage.directory import read_config
+
+RECIPE_FOLDER = Path(__file__).parents[2] / "recipes"
+SCALES = ("paper", "cpu", "smoke")
+_TABLE = "--data table --data.path {} --data.target COLUMN --data.site COLUMN"
+_AS_DATA = dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), _TABLE) | {".npz": "--data npz --data.path {}"}
+_DEFAULT_SCALE = "cpu"
+_CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a bare text is the `name`
+
+
+@final
+@dataclass(frozen=True)
+class Recipe:
+    """One file.
+
+    Args:
+        name: as it was asked for.
+        description: one line; empty if the file has none.
+        base: what holds for all variants and scales.
+        variants: partial configurations by name, laid over `base`; the first is the default.
+        scales: partial configurations by name, laid over that; each may hold `reduction_note`, a sentence, and
+            `variants`, what
+            it says of one variant only. The default is "cpu", or the first if there is no such scale.
+
+    >>> read_recipe("quickstart").configuration()["algorithm"]["name"]
+    'flha_ghn'
+    """
+
+    name: str
+    description: str
+    base: Mapping[str, Any]
+    variants: Mapping[str, Mapping[str, Any]]
+    scales: Mapping[str, Mapping[str, Any]]
+
+    def resolve_variant(self, name: str | None = None) -> str | None:
+        """The name of the variant to run; None for a recipe without variants.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        return _resolve_choice(self.name, "variant", name, self.variants, next(iter(self.variants), None))
+
+    def resolve_scale(self, name: str | None = None) -> str | None:
+        """The name of the scale to run; None for a recipe without scales.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        default = _DEFAULT_SCALE if _DEFAULT_SCALE in self.scales else next(iter(self.scales), None)
+        return _resolve_choice(self.name, "scale", name, self.scales, default)
+
+    def configuration(self, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
+        """What is run: base, variant and scale merged, without the sections that offer the choice.
+
+        Raises:
+            UserError: there is no such scale or variant.
+        """
+        chosen_scale, chosen_variant = self.resolve_scale(scale), self.resolve_variant(variant)
+        config = dict(self.base)
+        if chosen_variant is not None:
+            config = merge_configurations(config, self.variants[chosen_variant])
+        if chosen_scale is not None:
+            layer = dict(self.scales[chosen_scale])
+            layer.pop("reduced", None)
+            by_variant = layer.pop("variants", {})
+            config = merge_configurations(config, layer)
+            if chosen_variant in by_variant:
+                config = merge_configurations(config, by_variant[chosen_variant])
+        return config
+
+    def reduction_note(self, scale: str | None = None) -> str:
+        """What a scale leaves out of the paper's experiment; empty if nothing is known to be."""
+        chosen_scale = self.resolve_scale(scale)
+        return "" if chosen_scale is None else " ".join(str(self.scales[chosen_scale].get("reduced") or "").split())
+
+    def title(self, scale: str | None = None, variant: str | None = None) -> str:
+        """Name, variant and scale, for people.
+
+        >>> read_recipe("quickstart").title()
+        'quickstart'
+        """
+        parts = {"variant": self.resolve_variant(variant), "scale": self.resolve_scale(scale)}
+        return ", ".join([self.name, *(f"{kind} {name}" for kind, name in parts.items() if name is not None)])
+
+
+def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`: mappings key by key, all else replaced. A mapping that names another choice than the one
+    below replaces it whole, since the fields belong to the choice.
+
+    >>> merge_configurations({"data": {"name": "mnist", "path": "x"}, "rounds": 9}, {"data": {"name": "digits"}})
+    {'data': {'name': 'digits'}, 'rounds': 9}
+    >>> merge_configurations({"algorithm": {"name": "fedprox", "mu": 1}}, {"algorithm": {"lr": 0.1}})
+    {'algorithm': {'name': 'fedprox', 'mu': 1, 'lr': 0.1}}
+    """
+    result = dict(below)
+    for key, value in above.items():
+        under, over = _expand_name(key, result.get(key)), _expand_name(key, value)
+        if isinstance(under, Mapping) and isinstance(over, Mapping):
+            replaces = "name" in under and over.get("name", under["name"]) != under["name"]
+            result[key] = dict(over) if replaces else merge_configurations(under, over)
+        else:
+            result[key] = value
+    return result
+
+
+def recipe_files() -> dict[str, Path]:
+    """The recipes that polyfed ships, by name."""
+    return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}
+
+
+def load_shipped_yaml(file: Path) -> Any:
+    """The content of a YAML file of polyfed's own, by the parser in C where there is one, which is six times as fast."""
+    return yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def read_recipe(name: str) -> Recipe:
+    """A recipe by its name, a YAML file, or a run directory's `config.yaml` (which has no variants and scales).
+
+    Raises:
+        UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
+            and does not say its data.
+    """
+    recipe_paths = recipe_files()
+    if name in recipe_paths:
+        return _parse_recipe(name, load_shipped_yaml(recipe_paths[name]))
+    if data_options := _AS_DATA.get(Path(name).suffix.lower()):
+        raise UserError(f"{name} is no recipe or config.yaml; if it holds data, give {data_options.format(name)}")
+    if not name.strip():
+        raise UserError(f"there is no recipe or file {name!r}; {did_you_mean(name, recipe_paths)}")
+    place = expand_user_path(name, "the recipe or file")
+    if place.is_dir() and not (place / "config.yaml").exists():
+        data_hint = (
+            f"or if it holds data, say of which kind (polyfed list data), such as --data imagefolder --data.path {name}"
+        )
+        raise UserError(
+            f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {data_hint}"
+        )
+    if name.endswith((".yaml", ".yml")) or place.exists():
+        config = read_config(place)
+        _require_data_section(place, config)
+        return _parse_recipe(name, config)
+    raise UserError(f"there is no recipe or file {name!r}; {did_you_mean(name, recipe_paths)}")
+
+
+def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
+    """A run made in Python, or of a comparison in which another seed dealt the data, does not say which examples its clients
+    had. Run as a file, it would take the default data instead."""
+    folder = path if path.is_dir() else path.parent
+    if "data" in config or "deployment" in config or not (folder / "manifest.json").is_file():
+        return
+    raise UserError(
+        f"{path} is of a run, and does not say what data its clients had: they were given in Python, or dealt by another "
+        "seed of a comparison, which `polyfed compare` goes on with. To use its settings with other data, copy the file "
+        "to another folder and add a section `data`"
+    )
+
+
+def load_recipe_configuration(name: str, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
+    """The configuration of a recipe at a scale, with its `description` if it has one.
+
+    Raises:
+        UserError: there is no such recipe, file, scale or variant.
+
+    >>> load_recipe_configuration("pfedla_table1", scale="paper", variant="cifar10-100")["rounds"]
+    2500
+    """
+    recipe = read_recipe(name)
+    described = {"description": recipe.description} if recipe.description else {}
+    return described | recipe.configuration(scale, variant)
+
+
+def pop_recipe_configuration(argv: list[str]) -> tuple[str | None, dict[str, Any], str]:
+    """Takes recipe, scale and variant from the words: the recipe's name (quickstart if there are no options either), what
+    it configures, and which scale and variant that is, with what was reduced."""
+    scale, variant = pop_option(argv, "--scale"), pop_option(argv, "--variant")
+    name = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    if name is None:
+        if scale is not None or variant is not None:
+            option = "--variant" if scale is None else "--scale"
+            raise UserError(f"{option} needs a recipe before it; `polyfed list recipes` shows which have one")
+        if any(word not in ("-h", "--help") for word in argv):
+            return None, {}, ""
+        name = "quickstart"
+    recipe = read_recipe(name)
+    config, reduced = recipe.configuration(scale, variant), recipe.reduction_note(scale)
+    if not (recipe.scales or recipe.variants):
+        return name, config, ""
+    return name, config, recipe.title(scale, variant) + (f"; against the paper: {reduced}" if reduced else "")
+
+
+def _parse_recipe(name: str, content: Mapping[str, Any]) -> Recipe:
+    base = dict(content)
+    description = " ".join(str(base.pop("description", None) or "").split())
+    variants = _partial_configurations(name, "variants", base.pop("variants", None))
+    scales = _partial_configurations(name, "scales", base.pop("scales", None))
+    for scale, layer in scales.items():
+        if scale not in SCALES:
+            raise UserError(f"{name}: unknown scale {scale!r}; {did_you_mean(scale, SCALES)}")
+        for variant in _partial_configurations(name, f"scales.{scale}.variants", layer.get("variants")):
+            if variant not in variants:
+                raise UserError(
+                    f"{name}: scale {scale} speaks of a variant {variant!r}; {did_you_mean(variant, variants)}"
+                )
+    return Recipe(name, description, base, variants, scales)
+
+
+def _partial_configurations(name: str, section: str, content: Any) -> dict[str, Mapping[str, Any]]:
+    """A section as partial configurations by name; an empty one (`emnist:` and nothing more) changes nothing."""
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise UserError(f"{name}: {section} must be a mapping from names to settings, got {content!r}")
+    for key, part in content.items():
+        if not (part is None or isinstance(part, Mapping)):
+            raise UserError(f"{name}: {section}.{key} must be a mapping of settings, got {part!r}")
+    return {str(key): part or {} for key, part in content.items()}
+
+
+def _resolve_choice(
+    recipe: str, kind: str, name: str | None, choices: Mapping[str, Any], default: str | None
+) -> str | None:
+    if name is None:
+        return default
+    if not choices:
+        raise UserError(f"{recipe} has no {kind}s; leave --{kind} {name} out")
+    if name not in choices:
+        raise UserError(f"{recipe} has no {kind} {name!r}; {did_you_mean(name, choices)}")
+    return name
+
+
+def _expand_name(key: str, value: Any) -> Any:
+    return {"name": value} if key in _CHOICES and isinstance(value, str) else value

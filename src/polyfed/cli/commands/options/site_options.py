@@ -1,0 +1,95 @@
+"""Natural sites on the command line: networks by the names of sites, and the partition that a column of sites implies."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from polyfed.cli.static_registry import MODELS
+from polyfed.core.errors import UserError
+
+
+def networks_by_site(model: Any) -> dict[str, Any] | None:
+    """Networks by the names of sites, where a section `model` gives them; None where it is one network.
+
+    >>> networks_by_site({"north": "mlp", "south": {"name": "mlp", "hidden": [8]}})
+    {'north': 'mlp', 'south': {'name': 'mlp', 'hidden': [8]}}
+    >>> networks_by_site({"name": "mlp", "hidden": [8]}), networks_by_site("mlp"), networks_by_site({"hidden": [8]})
+    (None, None, None)
+    """
+    if not isinstance(model, Mapping) or not model or isinstance(model.get("name"), str):
+        return None
+    all_networks = all(_is_network(entry) for entry in model.values())
+    return {str(site): entry for site, entry in model.items()} if all_networks else None
+
+
+def _is_network(entry: Any) -> bool:
+    if isinstance(entry, Mapping):
+        return isinstance(entry.get("name"), str)
+    return isinstance(entry, str) and (entry in MODELS or ":" in entry)
+
+
+def parse_networks_by_site(name: str) -> dict[str, Any] | None:
+    """The same of what follows `--model`; None for one name, or several with commas.
+
+    Raises:
+        UserError: it begins as a mapping and is none of networks.
+
+    >>> parse_networks_by_site("{north: mlp, south: my_nets:make}"), parse_networks_by_site("mlp")
+    ({'north': 'mlp', 'south': 'my_nets:make'}, None)
+    """
+    if not name.lstrip().startswith("{"):
+        return None
+    try:
+        networks = networks_by_site(yaml.safe_load(name))
+    except yaml.YAMLError:
+        networks = None
+    if networks is None:
+        raise UserError(
+            f"--model takes a network, or one for each site, such as '{{north: mlp, south: my_nets:make}}', got {name!r}"
+        )
+    return networks
+
+
+def find_option_value(option: str, argv: Sequence[str]) -> str | None:
+    """The last value of an option among the words, which stay as they are."""
+    value = None
+    for word, following in zip(argv, [*argv[1:], None], strict=False):
+        if word == option and following is not None:
+            value = following
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def partition_of_site_column(
+    fields: Sequence[str], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
+) -> dict[str, Any]:
+    """What a source with a column of sites implies of the partition: natural, by this column.
+
+    Args:
+        fields: the options of the source.
+        config_values: what a file says, by key.
+        argv: of the command line.
+        partition_name: the partition that is asked for, by an option or a file; None if none is.
+
+    Raises:
+        UserError: neither a column nor a partition is given: rows would be dealt to simulated clients unasked.
+    """
+    if not {"data.site", "data.layout"} & set(fields) or partition_name not in (None, "natural"):
+        return {}
+    site = find_option_value("--data.site", argv) or config_values.get("data.site")
+    if "data.layout" in fields:
+        layout = find_option_value("--data.layout", argv) or config_values.get("data.layout")
+        if layout in (None, "class"):
+            return {}
+        site = "site"  # as the source calls the column
+    column = find_option_value("--data.partition.column", argv) or config_values.get("data.partition.column")
+    if site is None and column is None:
+        if {"-h", "--help"} & set(argv):
+            return {"data.partition.name": "natural"}
+        raise UserError(
+            "give --data.site with the column that says which client a row belongs to; or, to divide rows among simulated "
+            "clients, a partition such as --data.partition iid --data.clients 4"
+        )
+    return {"data.partition.name": "natural", "data.partition.column": column or site}

@@ -1,0 +1,1 @@
+"""The command `reproduce`: the tables of the papers."""

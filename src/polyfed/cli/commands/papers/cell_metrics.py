@@ -1,0 +1,351 @@
+"""What of a finished run makes a cell of a paper's table: scores, what training after it gives, weights, bytes."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, final
+
+import torch
+
+from polyfed.algorithms import registry_name
+from polyfed.cli.commands.papers.paper_tables import PaperCell
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.io.atomic_files import read_file, write_file_atomically
+from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.data import Shift
+from polyfed.graphs import LayerCatalogue, LayerType, extract
+from polyfed.hypernetworks.ghn import GHNConfig
+from polyfed.models import build
+from polyfed.nas import OPERATION_NAMES, SupernetPlan, count_edge_parameters, operations, plan_cell_stacks
+from polyfed.report.figures import aggregation
+from polyfed.report.figures.generation import generate_untrained_weights
+from polyfed.simulation import federate
+from polyfed.simulation.experiment import Experiment, build_experiment, load_participants
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.results.architecture_transfer import score_after_adaptation, transfer_network
+from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
+from polyfed.simulation.results.unseen_clients import compare_with_scratch, compute_warm_start, load_trained_server
+from polyfed.simulation.storage.directory import BASELINES, read_config, read_metrics
+
+MEASURED_FILE = "measured.json"  # in the folder of a run and its baselines: what took training to find out
+_FEW = 200  # images of a task that no client has seen (FedPNAS, section 4)
+_RATE = 0.002  # of the steps on them, as the authors' code has it
+_DRAWS = 8  # of operations, over which the two gradients of Proposition 1 are averaged
+_EPOCHS = {"smoke": 2}  # of an unseen client's training after its warm start, 20 at the other scales (ours)
+_PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, see models/cnn.py
+
+
+@final
+@dataclass(frozen=True)
+class RecipeRun:
+    """A run with its baselines, at the end: its folder, the scale of its recipe, and the runs of `others`, variants that a
+    cell compares it with."""
+
+    folder: Path
+    scale: str
+    others: tuple["RecipeRun", ...] = ()
+
+    def folder_of(self, method: str) -> Path:
+        """The run directory of one of its methods; empty is the recipe's own."""
+        recipe_method = read_config(self.folder)["algorithm"]["name"]
+        return self.folder if method in ("", recipe_method) else self.folder / BASELINES / method
+
+
+def measure_cell(cell: PaperCell, run: RecipeRun | None) -> float | None:
+    """Ours in the cell's unit; None where the run has no such method or the value is not defined.
+
+    Raises:
+        UserError: the run is damaged.
+    """
+    if run is not None and not (run.folder_of(cell.method) / "config.yaml").exists():
+        return None
+    value = CELL_METRICS[cell.metric](cell, run)
+    return None if value is None else 100 * value if cell.unit == "%" else value
+
+
+def _score_metric(prefix: str) -> Callable[[PaperCell, Any], float | None]:
+    """Mean over the cell's clients of the task's score, of the metric with this prefix, after the last round."""
+
+    def measure_score(cell: PaperCell, run: RecipeRun) -> float | None:
+        return _mean_of_defined(
+            _scores(prefix, run.folder_of(cell.method))[_parse_slice(cell.part.get("clients", ":"))]
+        )
+
+    return measure_score
+
+
+def _scores(prefix: str, folder: Path) -> list[float | None]:
+    """The task's score of each client, of the metric with this prefix, after the last round."""
+    rows = read_metrics(folder / "metrics.jsonl")[-1]["clients"]
+    names = [f"{prefix}{score}" for score in DEFAULT_METRIC.values()]
+    return [next((row[n] for n in names if n in row), None) for _, row in sorted(rows.items())]
+
+
+def _drop(cell: PaperCell, run: RecipeRun) -> float | None:
+    """How much clients' scores on the common test set fall from this run to each of its `others`, in which some clients have
+    another network: the mean over runs and over the clients that keep theirs, or with `over: cells` the standard deviation.
+    """
+
+    def clients(of: RecipeRun) -> list[tuple[Any, float | None]]:
+        folder = of.folder_of(cell.method)
+        return list(zip(read_config(folder)["model"], _scores("global_", folder), strict=True))
+
+    drops = [
+        None if before is None or after is None else before - after
+        for other in run.others
+        for (network, before), (now, after) in zip(clients(run), clients(other), strict=True)
+        if network == now
+    ]
+    return _stdev_of_defined(drops) if cell.part.get("over") == "cells" else _mean_of_defined(drops)
+
+
+def _mean_cka(cell: PaperCell, run: RecipeRun) -> float | None:
+    """FedHeNN's mean CKA between two clients' representations of public examples, after the last round."""
+    value = read_metrics(run.folder_of(cell.method) / "metrics.jsonl")[-1].get("analysis", {}).get("mean_cka")
+    return None if value is None else float(value)
+
+
+def _megabytes(cell: PaperCell, run: RecipeRun) -> float:
+    """What one client moves in a round, both ways, times the number that the paper has."""
+    history = read_metrics(run.folder_of(cell.method) / "metrics.jsonl")
+    moved = history[-1]["bytes_down_total"] + history[-1]["bytes_up_total"]
+    trained = sum("bytes_up" in row for record in history for row in record["clients"].values())
+    return float(_PER_ROUND * moved / trained / 2**20)
+
+
+def _aggregation_weight(cell: PaperCell, run: RecipeRun) -> float | None:
+    """Mean of pFedLA's weights after the last round, or over the rounds of a `period` (1 the first third, 2, 3): over the
+    layers, or one `layer`; from client `target` to those of `sources`, or between all clients whose positions differ by
+    `distance`. None where the run has no such layer or period."""
+    aggregation_weights, part = aggregation.read_aggregation_weights(run.folder_of(cell.method)), cell.part
+    thirds = aggregation.round_positions_by_third(aggregation_weights)
+    if part.get("period", 1) > len(thirds):
+        return None
+    mean = (
+        aggregation_weights.alpha[thirds[part["period"] - 1]].mean(axis=0)
+        if "period" in part
+        else aggregation_weights.alpha[-1]
+    )
+    alpha = torch.from_numpy(mean).transpose(1, 2)  # (client, source, layer)
+    if "layer" in part:
+        if part["layer"] not in aggregation_weights.layers:
+            return None
+        alpha = alpha[:, :, [aggregation_weights.layer_index(part["layer"])]]
+    if "distance" in part:
+        position = torch.arange(len(aggregation_weights.clients))
+        chosen = alpha[(position[:, None] - position).abs() == part["distance"]]
+    else:
+        chosen = alpha[part["target"], _parse_slice(part["sources"])]
+    return float(chosen.mean()) if chosen.numel() else None
+
+
+def _warm_start_metric(curve_name: str) -> Callable[[PaperCell, Any], float | None]:
+    """The last point of an unseen client's training from generated weights ("warm") or from scratch, mean over unseen
+    clients. The cell's `scratch_lr` has the rate from scratch by scale; where it has none, that is the run's."""
+
+    def compute(folder: Path, experiment: Experiment, scale: str, scratch_lr: float | None) -> dict[str, float | None]:
+        server, unseen = load_trained_server(folder), load_participants(experiment).unseen
+        epochs = _EPOCHS.get(scale, 20)
+        curves = [
+            compare_with_scratch(server, compute_warm_start(server, c), epochs, scratch_lr=scratch_lr) for c in unseen
+        ]
+        ends = {"warm": [c.warm[-1] for c in curves], "scratch": [c.scratch[-1] for c in curves]}
+        return {name: _mean_of_defined(values) for name, values in ends.items()}
+
+    def measure_curve_end(cell: PaperCell, run: RecipeRun) -> float | None:
+        rate = cell.part.get("scratch_lr", {}).get(run.scale)
+        key = "unseen" if rate is None else f"unseen, from scratch at {rate:g}"
+        return _measure_once(run, cell, key, lambda f, e, s: compute(f, e, s, rate))[curve_name]
+
+    return measure_curve_end
+
+
+def _accuracy_after_adaptation(cell: PaperCell, run: RecipeRun) -> float | None:
+    """Mean accuracy over the cell's clients after the epoch of adaptation that the run's own method has, for one that has
+    none in the run."""
+
+    def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
+        experiment_data = load_participants(experiment)
+        resumed_run = federate.resume(
+            folder, clients=experiment_data.clients, public=experiment_data.public, progress=SilentProgress()
+        )
+        return {
+            client.id: score_after_adaptation(resumed_run, client.id)["accuracy"] for client in experiment_data.clients
+        }
+
+    values = [value for _, value in sorted(_measure_once(run, cell, "adapted", compute).items())]
+    return _mean_of_defined(values[_parse_slice(cell.part.get("clients", ":"))])
+
+
+def _step_weights(cell: PaperCell, run: RecipeRun) -> float | None:
+    """FedPNAS's α_i of normalised gradients ("cosine"), a client's own gradient along the "federated" one, or the "gap"
+    between both (Proposition 1), at the server's θ after the last round; mean over the cell's clients."""
+
+    def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
+        experiment_data = load_participants(experiment)
+        resumed_run = federate.resume(
+            folder, clients=experiment_data.clients, public=experiment_data.public, progress=SilentProgress()
+        )
+        ids, weights = measure_gradient_conflicts(resumed_run, draws=_DRAWS)
+        by_name = {"cosine": weights.cosine, "federated": weights.federated_cosine, "gap": weights.cosine_gap}
+        return {
+            f"{client}, {name}": value
+            for name, values in by_name.items()
+            for client, value in zip(ids, values.tolist(), strict=True)
+        }
+
+    values = [
+        value
+        for name, value in sorted(_measure_once(run, cell, "step weights", compute).items())
+        if name.endswith(f", {cell.part['of']}")
+    ]
+    return _mean_of_defined(values[_parse_slice(cell.part.get("clients", ":"))])
+
+
+def _training_seconds(cell: PaperCell, run: RecipeRun) -> float | None:
+    """Seconds of clients and server over all rounds, without evaluation; with `against` how many times those of another
+    method of the run."""
+
+    def seconds_of(method: str) -> float:
+        history = read_metrics(run.folder_of(method) / "metrics.jsonl")
+        return sum(float(record["seconds_clients"] + record["seconds_server"]) for record in history)
+
+    if "against" not in cell.part:
+        return seconds_of(cell.method)
+    other_seconds = seconds_of(cell.part["against"])
+    return seconds_of(cell.method) / other_seconds if other_seconds else None
+
+
+def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]:
+    """Accuracy of the clients' networks on their images rotated otherwise, "before" and "after" a few steps on them: the
+    mean over clients, or with `over: clients` its standard deviation over them."""
+
+    def compute(folder: Path, experiment: Experiment, degrees: float) -> dict[str, float | None]:
+        experiment_data = load_participants(experiment)
+        run = federate.resume(
+            folder, clients=experiment_data.clients, public=experiment_data.public, progress=SilentProgress()
+        )
+        rotated = load_participants(replace(experiment, shifts=(Shift(rotation=degrees),))).clients
+        transfers = []
+        for client in rotated:
+            few = client.train.select(torch.arange(min(_FEW, len(client.train))))
+            transfers.append(transfer_network(run, client.id, Client(client.id, None, few, client.test), lr=_RATE))
+        scores = {
+            "before": [d.before["accuracy"] for d in transfers],
+            "after": [d.after["accuracy"] for d in transfers],
+        }
+        spread = {f"{name}, over clients": _stdev_of_defined(values) for name, values in scores.items()}
+        return {**{name: _mean_of_defined(values) for name, values in scores.items()}, **spread}
+
+    def measure_unseen(cell: PaperCell, run: RecipeRun) -> float | None:
+        degrees = float(cell.part["rotation"])
+        scores = _measure_once(run, cell, f"rotation {degrees:g}", lambda f, e, _: compute(f, e, degrees))
+        return scores.get(f"{when}, over clients" if cell.part.get("over") == "clients" else when)
+
+    return measure_unseen
+
+
+def _parameter_count(cell: PaperCell, run: None) -> float:
+    """Numbers of parameters of one operation of the search space, of all of an edge, or of a network of 32 such edges (4
+    base and 4 personal cells of 2 nodes); needs no run."""
+    if cell.part["operation"] == "network":
+        base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
+        return float(count_edge_parameters(SupernetPlan(1, 10, cell.part["channels"], base, personal)))
+    edge, name = operations(cell.part["channels"]), cell.part["operation"]
+    return float(sum(p.numel() for p in (edge if name == "all" else edge[name]).parameters()))
+
+
+def _untrained_weight_deviation(cell: PaperCell, run: None) -> float:
+    """Standard deviation of a fresh hypernetwork's weights for a convolution of the small CNN, over Kaiming's √(2/fan_in) or
+    √(2/fan_out), by the cell's `fan`; needs no run. Three hypernetworks of the paper's sizes, of that network's layer
+    types."""
+    shape = (1, 28, 28)
+    graph = extract(build("flha_small", shape, 10), torch.zeros(2, *shape))
+    form = GHNConfig(LayerCatalogue.from_graphs([graph]), normalise=cell.part["normalise"])
+    parameter = next(
+        n.parameters["weight"]
+        for n in graph.nodes
+        if isinstance(n.type, LayerType) and n.type.key.startswith(cell.part["layer"])
+    )
+    weights = [
+        generate_untrained_weights(graph, parameter, cell.part["start"], form=form, seed=seed) for seed in range(3)
+    ]
+    share = {"in": weights[0][0], "out": weights[0][:, 0]}[cell.part["fan"]]  # what one output, or one input, has
+    return fmean(float(weight.std()) * (share.numel() / 2) ** 0.5 for weight in weights)
+
+
+CELL_METRICS: Mapping[str, Callable[[PaperCell, Any], float | None]] = {
+    "score": _score_metric(""),
+    "server_score": _score_metric("server_"),
+    "cohort_score": _score_metric("cohort_"),
+    "global_score": _score_metric("global_"),
+    "drop": _drop,
+    "mean_cka": _mean_cka,
+    "trained_score": _score_metric("trained_"),
+    "megabytes": _megabytes,
+    "weight": _aggregation_weight,
+    "warm_start": _warm_start_metric("warm"),
+    "from_scratch": _warm_start_metric("scratch"),
+    "adapted": _accuracy_after_adaptation,
+    "step_weights": _step_weights,
+    "seconds": _training_seconds,
+    "unseen": _unseen_images_metric("before"),
+    "unseen_retrained": _unseen_images_metric("after"),
+    "parameters": _parameter_count,
+    "fresh_deviation": _untrained_weight_deviation,
+}
+"""What a cell can be."""
+
+
+def _measure_once(
+    run: RecipeRun, cell: PaperCell, key: str, compute: Callable[[Path, Experiment, str], dict[str, float | None]]
+) -> dict[str, float | None]:
+    """What `compute` finds of the run of the cell's method; written beside the run, and not computed a second time."""
+    file, folder = run.folder / MEASURED_FILE, run.folder_of(cell.method)
+    measured = _read_measured(file)
+    experiment = build_experiment(read_config(folder))
+    key = f"{registry_name(experiment.algorithm)}, {key}"
+    if key not in measured:
+        measured[key] = compute(folder, experiment, run.scale)
+        write_file_atomically(file, json.dumps(measured, indent=1).encode())
+    return measured[key]
+
+
+def _read_measured(file: Path) -> dict[str, dict[str, float | None]]:
+    """What was measured before.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    if not file.exists():
+        return {}
+    try:
+        measured: dict[str, dict[str, float | None]] = parse_json(read_file(file))
+        if error_text := validation_error(measured, dict[str, dict[str, float | None]]):
+            raise ValueError(error_text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({error}); delete it, and what it holds is computed again") from error
+    return measured
+
+
+def _parse_slice(text: str) -> slice:
+    """Which of a list, as Python writes it.
+
+    >>> list(range(8))[_parse_slice("1::4")], list(range(8))[_parse_slice("6:")], list(range(3))[_parse_slice(":")]
+    ([1, 5], [6, 7], [0, 1, 2])
+    """
+    return slice(*(int(part) if part else None for part in text.split(":")))
+
+
+def _mean_of_defined(values: list[float | None]) -> float | None:
+    defined = [value for value in values if value is not None]
+    return fmean(defined) if defined else None
+
+
+def _stdev_of_defined(values: list[float | None]) -> float | None:
+    defined = [value for value in values if value is not None]
+    return stdev(defined) if len(defined) > 1 else None

@@ -1,0 +1,127 @@
+"""The runs that a paper's table needs: those of its methods, one after another or side by side."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from polyfed.simulation.storage.directory import read_config, read_metrics
+
+if TYPE_CHECKING:
+    from polyfed.simulation.experiment import Experiment, Participants
+
+# Of the cores, while a round waits for the last of its clients: benchmarks/results/papers/minutes_one_by_one.json,
+# processor seconds over seconds of two cores.
+_BUSY = 0.85
+
+
+@final
+@dataclass(frozen=True)
+class PaperJob:
+    """An experiment that the table needs, with its baselines, and the folder that it gets."""
+
+    title: str
+    experiment: "Experiment"
+    folder: Path
+
+
+@final
+@dataclass(frozen=True)
+class _MethodRun:
+    """The run of one method of a job."""
+
+    job: PaperJob
+    method: str
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.job.title}, {self.method}"
+
+
+def is_complete_run(folder: Path) -> bool:
+    """Whether there is a run, and complete."""
+    if not (folder / "config.yaml").exists():
+        return False
+    return len(read_metrics(folder / "metrics.jsonl")) == int(read_config(folder)["rounds"])
+
+
+def is_complete_job(job: PaperJob) -> bool:
+    """Whether a job's run and its baselines have all of their rounds."""
+    return not _unfinished_runs(job)
+
+
+def run_paper_jobs(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
+    """Runs what is missing of the jobs, and goes on with what was stopped. A method that cannot finish its run does not keep
+    the others from theirs; returned is why, a sentence each.
+
+    Raises:
+        UserError: clients whom a method does not suit, or data that cannot be read.
+    """
+    from polyfed.comparison.process_pool import run_in_processes  # imported late, here and below: torch takes a second
+
+    unfinished = [method_run for job in jobs for method_run in _unfinished_runs(job)]
+    if not unfinished:
+        return []
+    processes = min(_process_count(method_run.job, len(unfinished)) for method_run in unfinished)
+    if not quiet and processes > 1:
+        print(f"{len(unfinished)} runs, {processes} at once", file=sys.stderr, flush=True)
+    failed, results = [], run_in_processes(_tasks(unfinished, quiet, single_process=processes == 1), processes)
+    for finished_count, (method_run, result) in enumerate(results, 1):
+        if isinstance(result, Exception):
+            failed.append(f"{method_run} could not be finished: {result}")
+        if not quiet:
+            outcome = "failed" if isinstance(result, Exception) else "done"
+            print(f"[{finished_count}/{len(unfinished)}] {method_run}: {outcome}", file=sys.stderr, flush=True)
+    return failed
+
+
+def _unfinished_runs(job: PaperJob) -> list[_MethodRun]:
+    from polyfed.cli.commands.run.run_command import run_folders_by_method
+
+    every = [
+        _MethodRun(job, method, folder) for method, folder in run_folders_by_method(job.experiment, job.folder).items()
+    ]
+    return [part for part in every if not is_complete_run(part.folder)]
+
+
+def _process_count(job: PaperJob, runs: int) -> int:
+    """How many of `runs` go at once. Some end sooner than others, so that few are sooner done one after another, each on all
+    cores."""
+    from polyfed.comparison.process_pool import default_parallel_runs
+
+    settings, clients = job.experiment.settings, job.experiment.split.clients
+    if clients is None:  # as many as the data have
+        return 1
+    processes = default_parallel_runs(settings, clients)
+    one_by_one = runs / (_BUSY * min(processes, settings.cohort_size(clients)))  # in runs on one core, alike in length
+    at_worst = (runs - 1) / processes + 1  # the last run goes alone, when all others have ended
+    return processes if at_worst < one_by_one else 1
+
+
+def _tasks(
+    missing: Sequence[_MethodRun], quiet: bool, *, single_process: bool
+) -> Iterator[tuple[_MethodRun, Callable[[], None]]]:
+    from polyfed.cli.commands.run.run_command import load_checked_participants
+
+    for job, parts in groupby(missing, key=lambda part: part.job):
+        experiment_data, experiment = load_checked_participants(job.experiment), job.experiment
+        if not single_process:
+            local_settings = dataclasses.replace(experiment.settings, engine="inprocess", workers=0)
+            experiment = dataclasses.replace(experiment, settings=local_settings)
+        for part in parts:
+            yield part, partial(_run_one_method, part, experiment, experiment_data, quiet or not single_process)
+
+
+def _run_one_method(part: _MethodRun, experiment: "Experiment", experiment_data: "Participants", quiet: bool) -> None:
+    from polyfed.cli.commands.run import run_command
+    from polyfed.simulation.monitoring.progress import build_terminal_progress
+
+    if not quiet:
+        print(part, file=sys.stderr, flush=True)
+    run_command.run_or_resume_method(
+        experiment, part.method, experiment_data, part.folder, build_terminal_progress(quiet=quiet)
+    )

@@ -1,0 +1,401 @@
+"""What the command `reproduce` does: runs the recipes of a paper's table, and prints what they reach next to it."""
+
+import fnmatch
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any, final
+
+from rich.console import Console
+
+from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.recipes import SCALES, Recipe, read_recipe
+from polyfed.cli.commands.papers import job_runner
+from polyfed.cli.commands.papers.paper_tables import PaperCell, PaperTable, find_paper, find_table, load_papers
+from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.core.errors import RoundError, RunInterrupt, UserError, did_you_mean
+from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, write_file_atomically
+from polyfed.simulation.storage.directory import read_config, to_plain_values
+
+if TYPE_CHECKING:
+    from polyfed.simulation.experiment import Experiment
+
+RESULT_FILE = "reproduce.json"  # the cells, in the folder of --out
+_DECIMALS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
+# What may differ between a run that is there and the one that is asked for: where data lie and where it is computed.
+_PLACES = ("engine", "workers", "ray_address", "gpus_per_worker", "device")
+_PATHS = ("path", "cache")
+
+
+@final
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """What the command was asked for beside paper, table and the options of `polyfed run`.
+
+    Args:
+        scale: of the recipes; None is "cpu".
+        variant: names or patterns with commas between, of the recipes' variants to run; None runs all that make a cell.
+        seeds: whole numbers with commas between; None takes the recipe's.
+        out: folder of the runs and of `reproduce.json`; None is runs/reproduce-PAPER-TABLE-SCALE.
+
+    Raises:
+        UserError: an unknown scale, or seeds that are none.
+    """
+
+    scale: str | None = None
+    variant: str | None = None
+    seeds: str | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and self.scale not in SCALES:
+            raise UserError(f"unknown scale {self.scale!r}; {did_you_mean(self.scale, SCALES)}")
+        parts = [] if self.seeds is None else [part.strip() for part in self.seeds.split(",")]
+        if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
+            raise UserError(
+                f"--seeds must be different whole numbers with commas between, e.g. --seeds 0,1,2, got {self.seeds!r}"
+            )
+
+    @property
+    def seed_numbers(self) -> list[int | None]:
+        """The seeds; None is the recipe's.
+
+        >>> ReproduceOptions(seeds="0, 7").seed_numbers, ReproduceOptions().seed_numbers
+        ([0, 7], [None])
+        """
+        return [None] if self.seeds is None else [int(part) for part in self.seeds.split(",")]
+
+    def output_folder(self, table: PaperTable) -> Path:
+        """Where everything goes."""
+        default_folder = Path("runs") / f"reproduce-{table.paper}-{table.name}-{self.scale or 'cpu'}"
+        return default_folder if self.out is None else expand_user_path(self.out, "--out")
+
+
+@final
+@dataclass(frozen=True)
+class CellResult:
+    """A cell with what polyfed reached: the value of each seed that has one, in the unit of the cell, and the folders of
+    the runs."""
+
+    cell: PaperCell
+    value_by_seed: Mapping[int, float]
+    run_folders: tuple[str, ...]
+
+    @property
+    def mean_value(self) -> float | None:
+        """Mean over seeds."""
+        return fmean(self.value_by_seed.values()) if self.value_by_seed else None
+
+    @property
+    def standard_deviation(self) -> float | None:
+        """Standard deviation over seeds, where there are several."""
+        return stdev(self.value_by_seed.values()) if len(self.value_by_seed) > 1 else None
+
+    @property
+    def difference_to_paper(self) -> float | None:
+        """Ours less the paper's."""
+        return None if self.mean_value is None or self.cell.paper is None else self.mean_value - self.cell.paper
+
+
+def run_reproduction(argv: Sequence[str], reproduce_options: ReproduceOptions, *, quiet: bool = False) -> None:
+    """Carries out the command.
+
+    Args:
+        argv: paper and table, then options of `polyfed run`; nothing, or a paper alone, lists what there is.
+        reproduce_options: the other options.
+        quiet: no progress.
+
+    Raises:
+        UserError: no such paper, table or option, or data that are not there.
+        RoundError: a method could not finish its run (it diverged, say); the table has all others.
+    """
+    console = Console()
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    run_arguments = list(argv[len(names) :])
+    if len(names) == 1 and "_" in names[0]:
+        names = [names[0].split("_")[0], names[0]]  # the name of a recipe
+    if len(names) > 1:
+        _reproduce_table(
+            find_table(names[0], " ".join(names[1:])), run_arguments, reproduce_options, console, quiet=quiet
+        )
+    elif run_arguments or reproduce_options != ReproduceOptions():
+        raise UserError("polyfed reproduce takes a paper and a table before its options, e.g. fedhenn table1")
+    else:
+        show_papers(console, names[0] if names else None)
+
+
+def _reproduce_table(
+    table: PaperTable,
+    run_arguments: Sequence[str],
+    reproduce_options: ReproduceOptions,
+    console: Console,
+    *,
+    quiet: bool,
+) -> None:
+    if table.reason_not_run:
+        raise UserError(table.reason_not_run)
+    if any(word.partition("=")[0] == "--seed" for word in run_arguments):
+        raise UserError("polyfed reproduce takes --seeds, one or several with commas between, instead of --seed")
+    scale, folder = reproduce_options.scale or "cpu", reproduce_options.output_folder(table)
+    recipes = {name: read_recipe(name) for name in table.variants_by_recipe()}
+    jobs = _build_jobs(table, recipes, reproduce_options, run_arguments)
+    _check_data_available(jobs)
+    try:
+        failed = job_runner.run_paper_jobs(jobs, quiet=quiet)
+    except KeyboardInterrupt as stop:
+        raise RunInterrupt("interrupted; the complete rounds are saved: the same command goes on") from stop
+    results = [_cell_result(cell, recipes, scale, reproduce_options.seed_numbers, folder) for cell in table.cells]
+    reduced = {name: recipe.reduction_note(scale) for name, recipe in recipes.items()}
+    create_private_folder(folder, parents=True)
+    content = _result_content(table, results, scale, reduced, run_arguments)
+    write_file_atomically(folder / RESULT_FILE, json.dumps(content, indent=1, ensure_ascii=False).encode())
+    show_cells(table, results, scale, reduced, run_arguments, console)
+    print_line(console, f"Runs and cells ({RESULT_FILE}) are in {folder}")
+    if failed:
+        raise RoundError("\n".join(failed))
+
+
+def show_papers(console: Console, paper: str | None = None) -> None:
+    """Prints the tables and figures of one paper or of all.
+
+    Raises:
+        UserError: there is no such paper.
+    """
+    for name, publication in load_papers().items() if paper is None else [(find_paper(paper).name, find_paper(paper))]:
+        shown = PlainTable(title=f"{name}: {publication.title}", title_justify="left", box=None, pad_edge=False)
+        for column in ("table", "", "recipes"):
+            shown.add_column(column, overflow="fold", no_wrap=column == "table")
+        for table in publication.tables.values():
+            also = f" (also: {', '.join(table.aliases)})" if table.aliases else ""
+            shown.add_row(table.name, table.title + also, ", ".join(table.variants_by_recipe()) or "–")
+        console.print(shown)
+    print_line(console, "polyfed reproduce PAPER TABLE --scale smoke|cpu|paper")
+
+
+def _variants_to_run(table: PaperTable, patterns: str | None) -> dict[str, list[str | None]]:
+    """The variants to run, by recipe."""
+    all_variants = table.variants_by_recipe()
+    if patterns is None:
+        return {recipe: list(variants) for recipe, variants in all_variants.items()}
+    variant_names = dict.fromkeys(v for variants in all_variants.values() for v in variants if v is not None)
+    if not variant_names:
+        raise UserError(f"{table.paper} {table.name} has no variants; leave --variant {patterns} out")
+    selection: set[str] = set()
+    for pattern in (part.strip() for part in patterns.split(",")):
+        matched = fnmatch.filter(variant_names, pattern)
+        if not matched:
+            raise UserError(
+                f"{table.paper} {table.name} has no variant {pattern!r}; {did_you_mean(pattern, variant_names)}"
+            )
+        selection.update(matched)
+    return {recipe: [v for v in variants if v in selection] for recipe, variants in all_variants.items()}
+
+
+def _build_jobs(
+    table: PaperTable, recipes: Mapping[str, Recipe], reproduce_options: ReproduceOptions, run_arguments: Sequence[str]
+) -> list[job_runner.PaperJob]:
+    """The runs that the chosen variants need; variants that are the same at this scale share one. Runs of other variants
+    that are there are shown, too, and so must have the same settings."""
+    scale, selected = reproduce_options.scale or "cpu", _variants_to_run(table, reproduce_options.variant)
+    _check_single_data_path(
+        table,
+        {recipes[n].configuration(scale, v)["data"]["name"] for n, of in selected.items() for v in of},
+        run_arguments,
+    )
+    jobs: dict[Path, job_runner.PaperJob] = {}
+    for name, variants in table.variants_by_recipe().items():
+        recipe = recipes[name]
+        chosen = {_first_equal_variant(recipe, scale, v) for v in selected[name]}
+        for variant in dict.fromkeys(_first_equal_variant(recipe, scale, v) for v in variants):
+            config = recipe.configuration(scale, variant)
+            for number in reproduce_options.seed_numbers:
+                seed = config["seed"] if number is None else number
+                folder = _run_folder(reproduce_options.output_folder(table), name, variant, seed)
+                if variant not in chosen and not folder.exists():
+                    continue
+                argv = run_arguments if variant in chosen else _without_paths(run_arguments)
+                experiment = _experiment_from_config(
+                    configuration_parser.parse_configuration([*argv, "--seed", str(seed)], config, "polyfed reproduce")
+                )
+                _check_same_settings(folder, experiment)
+                if variant in chosen:
+                    jobs[folder] = job_runner.PaperJob(
+                        f"{recipe.title(scale, variant)}, seed {seed}", experiment, folder
+                    )
+    return list(jobs.values())
+
+
+def _experiment_from_config(config: Mapping[str, Any]) -> "Experiment":
+    from polyfed.simulation.experiment import build_experiment  # here and below: after the words have been checked
+
+    return build_experiment(config)
+
+
+def _first_equal_variant(recipe: Recipe, scale: str, variant: str | None) -> str | None:
+    """The first variant whose configuration at this scale is that of `variant`: at scale smoke many are the same."""
+    config = recipe.configuration(scale, variant)
+    return next((v for v in recipe.variants if recipe.configuration(scale, v) == config), variant)
+
+
+def _run_folder(out: Path, recipe: str, variant: str | None, seed: int) -> Path:
+    return out / "-".join([recipe, *([variant] if variant else []), f"seed{seed}"])
+
+
+def _check_same_settings(folder: Path, experiment: "Experiment") -> None:
+    """Refuses a folder whose runs have other settings than those that are asked for."""
+    from polyfed.cli.commands.run.run_command import run_folders_by_method
+    from polyfed.simulation.storage.configuration import describe_method_and_settings
+
+    for name, run_folder in run_folders_by_method(experiment, folder).items():
+        if not (run_folder / "config.yaml").exists():
+            continue
+        method, config = experiment.baselines.get(name, experiment.algorithm), dict(experiment.config)
+        if run_folder != folder:
+            config.pop("baselines", None)
+        new_config = {**to_plain_values(config, "config"), **describe_method_and_settings(method, experiment.settings)}
+        stored_config = read_config(run_folder)
+        for key in sorted(new_config):
+            stored_value, new_value = (
+                _without_data_paths(key, stored_config.get(key)),
+                _without_data_paths(key, new_config.get(key)),
+            )
+            if key not in _PLACES and stored_value != new_value:
+                raise UserError(
+                    f"{run_folder} is a run with other settings ({key} was {stored_value!r} and is now {new_value!r}); "
+                    "choose another --out, or delete the folder"
+                )
+
+
+def _check_single_data_path(table: PaperTable, sources: set[str], argv: Sequence[str]) -> None:
+    """Refuses one path for several data sets."""
+    option_names = {word.partition("=")[0] for word in argv}
+    if len(sources) > 1 and "--data.path" in option_names and not option_names & {"--data", "--data.name"}:
+        several = f"{table.paper} {table.name} is of several data sets ({', '.join(sorted(sources))})"
+        how = "choose with --variant, in one call for each, with the same --out"
+        raise UserError(f"{several}, and --data.path says where one lies; {how}")
+
+
+def _without_paths(argv: Sequence[str]) -> list[str]:
+    """The words for a variant that only is shown: where the chosen one's data lie is no option of data without files."""
+    paths, before = {f"--data.{path}" for path in _PATHS}, ["", *argv]
+    return [word for word, last in zip(argv, before, strict=False) if not {word.partition("=")[0], last} & paths]
+
+
+def _without_data_paths(key: str, value: Any) -> Any:
+    return {k: v for k, v in value.items() if k not in _PATHS} if key == "data" and isinstance(value, dict) else value
+
+
+def _check_data_available(jobs: Sequence[job_runner.PaperJob]) -> None:
+    """Finds before the first run whether a later one lacks its data."""
+    sources = list(dict.fromkeys(job.experiment.source for job in jobs if not job_runner.is_complete_job(job)))
+    for source in sources[1:]:
+        source.load()
+
+
+def _cell_result(
+    cell: PaperCell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequence[int | None], out: Path
+) -> CellResult:
+    """Ours of the runs that are there, those of an earlier call too."""
+    from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
+
+    if not cell.recipe:
+        value = measure_cell(cell, None)
+        return CellResult(cell, {} if value is None else {0: value}, ())
+    recipe, places = recipes[cell.recipe], []
+    by_seed: dict[int, float] = {}
+    variants = [_first_equal_variant(recipe, scale, variant) for variant in cell.variants]
+    for seed in seeds:
+        number = recipe.configuration(scale, variants[0])["seed"] if seed is None else seed
+        run, *others = (RecipeRun(_run_folder(out, recipe.name, variant, number), scale) for variant in variants)
+        if all(
+            (of.folder / "config.yaml").exists() and job_runner.is_complete_run(of.folder_of(cell.method))
+            for of in (run, *others)
+        ):
+            places.append(run.folder.name)
+            value = measure_cell(cell, replace(run, others=tuple(others)))
+            by_seed |= {} if value is None else {number: value}
+    return CellResult(cell, by_seed, tuple(places))
+
+
+def _result_content(
+    table: PaperTable,
+    results: Sequence[CellResult],
+    scale: str,
+    reduced: Mapping[str, str],
+    run_arguments: Sequence[str],
+) -> dict[str, Any]:
+    cells = [
+        {
+            **asdict(result.cell),
+            "ours": result.mean_value,
+            "ours_spread": result.standard_deviation,
+            "difference": result.difference_to_paper,
+            "seeds": dict(result.value_by_seed),
+            "runs": result.run_folders,
+        }
+        for result in results
+    ]
+    return {
+        "paper": table.paper, "table": table.name, "title": table.title, "note": table.note, "scale": scale,
+        "reduced": dict(reduced), "options": list(run_arguments), "cells": cells,
+    }  # fmt: skip
+
+
+def show_cells(
+    table: PaperTable,
+    results: Sequence[CellResult],
+    scale: str,
+    reduced: Mapping[str, str],
+    run_arguments: Sequence[str],
+    console: Console,
+) -> None:
+    """Prints the cells next to the paper's, and what was reduced against the paper."""
+    several = max((len(f.value_by_seed) for f in results), default=0)
+    over = f", means over {several} seeds" if several > 1 else ""
+    units = dict.fromkeys(f.cell.unit for f in results)
+    at = f", scale {scale}{over}" if reduced else ""
+    title = f"{find_paper(table.paper).title}, {table.printed_name}: {table.title} ({', '.join(units)}){at}"
+    shown = PlainTable(title=title, title_justify="left")
+    for column in ("row", "column"):
+        shown.add_column(column)
+    for column in ("polyfed", "paper", "difference"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    previous_row = None
+    for f in results:
+        if previous_row is not None and f.cell.row != previous_row:
+            shown.add_section()
+        decimals = _DECIMALS[f.cell.unit]
+        ours = (
+            _with_spread(f.mean_value, f.standard_deviation, decimals)
+            if f.mean_value is not None
+            else "–"
+            if f.run_folders
+            else "not run"
+        )
+        difference = "–" if f.difference_to_paper is None else f"{f.difference_to_paper:+.{decimals}f}"
+        shown.add_row("" if f.cell.row == previous_row else f.cell.row, f.cell.column, ours, f.cell.printed, difference)
+        previous_row = f.cell.row
+    console.print(shown)
+    for sentence, recipes in _recipes_by_sentence(reduced).items():
+        reduction_text = (
+            f"reduced against the paper: {sentence}" if sentence else "nothing is reduced against the paper"
+        )
+        print_line(console, f"{', '.join(recipes)}, scale {scale}: {reduction_text}")
+    if run_arguments:
+        print_line(console, f"changed besides: {' '.join(run_arguments)}")
+    if table.note:
+        print_line(console, f"note: {table.note}")
+
+
+def _recipes_by_sentence(reduced: Mapping[str, str]) -> dict[str, list[str]]:
+    recipes_by_sentence: dict[str, list[str]] = {}
+    for recipe, sentence in reduced.items():
+        recipes_by_sentence.setdefault(sentence, []).append(recipe)
+    return recipes_by_sentence
+
+
+def _with_spread(value: float, spread: float | None, decimals: int) -> str:
+    return f"{value:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")

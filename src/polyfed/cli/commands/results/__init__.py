@@ -1,0 +1,1 @@
+"""The commands `report`, `predict` and `export`."""

@@ -1,0 +1,386 @@
+"""What the commands `run`, `resume` and `data` do: an experiment with its baselines, its directory, and its table."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.measure import Measurement
+
+from polyfed.algorithms import registry_name
+from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.core.algorithm import Algorithm, Client, describe_evaluated_network
+from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.io.atomic_files import create_private_folder
+from polyfed.data import draw_class_counts
+from polyfed.data.tabular.columns import sorted_unique_texts
+from polyfed.data.tabular.preprocessing import TablePreprocessor
+from polyfed.simulation import federate
+from polyfed.simulation.checks.requirements import check_networks_run, check_requirements
+from polyfed.simulation.experiment import (
+    Experiment,
+    Participants,
+    build_experiment,
+    check_ray_cluster_trusted,
+    describe_participants,
+    load_participants,
+)
+from polyfed.simulation.monitoring.progress import Progress, build_terminal_progress
+from polyfed.simulation.monitoring.trackers import build_tracker, list_loggers_of_run, validate_logger_names
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
+from polyfed.simulation.storage.directory import BASELINES, check_not_taken, read_config
+
+
+def run_experiment(
+    experiment: Experiment,
+    out: Path,
+    *,
+    quiet: bool = False,
+    logger: Sequence[str] = (),
+    console: Console | None = None,
+) -> None:
+    """Runs an experiment and its baselines into `out`, tracked with the names of `logger`, and prints a table.
+
+    Raises:
+        UserError: what `federate` refuses; nothing has been computed.
+        RoundError: a baseline could not be finished; all others were, and the table has them.
+    """
+    for folder in run_folders_by_method(
+        experiment, out
+    ).values():  # a baseline's too: found before the first run, not after it
+        check_not_taken(folder)
+    experiment_data = load_checked_participants(experiment)
+    runs = {
+        registry_name(experiment.algorithm): _run_method(
+            experiment, experiment.algorithm, experiment_data, out, _new_progress(out, quiet, logger)
+        )
+    }
+    failed: dict[str, str] = {}
+    for name, baseline in experiment.baselines.items():
+        folder = create_private_folder(out / BASELINES) / name
+        try:
+            runs[name] = _run_method(
+                experiment, baseline, experiment_data, folder, _new_progress(folder, quiet, logger)
+            )
+        except (ClientError, RoundError) as error:  # the others are worth having
+            failed[name] = str(error)
+    show_run(runs, experiment_data, out, console or Console())
+    _log_networks_to_mlflow(out, logger, console)
+    _raise_if_failed(failed)
+
+
+def _raise_if_failed(failed: Mapping[str, str]) -> None:
+    """Raises if baselines could not be finished."""
+    if failed:
+        raise RoundError("; ".join(f"{name} could not be finished: {reason}" for name, reason in failed.items()))
+
+
+def _log_networks_to_mlflow(out: Path, logger: Sequence[str], console: Console | None) -> None:
+    """Logs the networks of a run to MLflow, if it is tracked there. What fails there costs no run."""
+    if "mlflow" not in logger:
+        return
+    # imported late: most runs do without
+    from polyfed.report.export.mlflow_models import log_models_to_mlflow
+
+    try:
+        logged = log_models_to_mlflow(out)
+    except Exception as error:  # of whatever kind the package has
+        warnings.warn(
+            f"the networks are not in MLflow: {error}; polyfed resume {out} tries again", RuntimeWarning, stacklevel=2
+        )
+    else:
+        if logged:
+            print_line(console or Console(), f"MLflow has {logged} networks of this run, as models with a signature")
+
+
+def _check_methods_and_models(experiment: Experiment, experiment_data: Participants) -> None:
+    """Finds before the first round what would be found wrong only after it: a baseline that does not suit the clients, and
+    a network whose outputs are not the classes."""
+    resolve_metrics(experiment.settings.metrics, experiment_data.pool.task)
+    check_networks_run((*experiment_data.clients, *experiment_data.unseen), experiment_data.pool.num_classes)
+    for method in (experiment.algorithm, *experiment.baselines.values()):
+        check_requirements(experiment_data.clients, method, experiment_data.public)
+
+
+def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
+    """Goes on with the run in `out` and with its baselines, tracked as it was, and prints the table.
+
+    Raises:
+        UserError: `out` is not a run directory that can be resumed.
+        RoundError: a baseline could not be finished; all others were, and the table has them.
+    """
+    if not (out / "config.yaml").exists():
+        raise UserError(f"{out} is not a run directory: it has no config.yaml")
+    config = read_config(out)
+    if "data" not in config:
+        federate.resume(out)  # explains that its clients are needed
+    experiment = build_experiment(config)
+    check_ray_cluster_trusted(experiment.settings)
+    experiment_data = load_participants(experiment)
+    clients, public = experiment_data.clients, experiment_data.public
+    logger = validate_logger_names(list_loggers_of_run(out))
+    main = federate.resume(out, clients=clients, public=public, progress=_new_progress(out, quiet, logger))
+    runs = {registry_name(experiment.algorithm): main}
+    failed: dict[str, str] = {}
+    for name, baseline in experiment.baselines.items():
+        folder = create_private_folder(out / BASELINES) / name
+        progress = _new_progress(folder, quiet, logger)
+        try:
+            if (folder / "config.yaml").exists():
+                runs[name] = federate.resume(folder, clients=clients, public=public, progress=progress)
+            else:
+                runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
+        except (ClientError, RoundError) as error:
+            failed[name] = str(error)
+    show_run(runs, experiment_data, out, console or Console())
+    _log_networks_to_mlflow(out, logger, console)
+    _raise_if_failed(failed)
+
+
+def run_folders_by_method(experiment: Experiment, out: Path) -> dict[str, Path]:
+    """Folders of the runs of an experiment in `out`, by method: its own, and then the baselines."""
+    baseline_folders = {name: out / BASELINES / name for name in experiment.baselines}
+    return {registry_name(experiment.algorithm): out, **baseline_folders}
+
+
+def run_or_resume_method(
+    experiment: Experiment, name: str, experiment_data: Participants, folder: Path, progress: Progress
+) -> Run:
+    """Runs one method of an experiment, or goes on with it if it is in `folder`. `load_checked_participants` belongs
+    before it."""
+    if not (folder / "config.yaml").exists():
+        method = experiment.baselines.get(name, experiment.algorithm)
+        return _run_method(
+            experiment,
+            method,
+            experiment_data,
+            create_private_folder(folder.parent, parents=True) / folder.name,
+            progress,
+        )
+    settings = experiment.settings
+    return federate.resume(
+        folder,
+        clients=experiment_data.clients,
+        public=experiment_data.public,
+        progress=progress,
+        engine=settings.engine,
+        workers=settings.workers,
+        ray_address=settings.ray_address,
+        gpus_per_worker=settings.gpus_per_worker,
+        device=settings.device,
+    )
+
+
+def load_checked_participants(experiment: Experiment) -> Participants:
+    """Who takes part in an experiment, once it is known that all of its methods suit them.
+
+    Raises:
+        UserError: they do not.
+    """
+    check_ray_cluster_trusted(experiment.settings)
+    experiment_data = load_participants(experiment)
+    _check_methods_and_models(experiment, experiment_data)
+    return experiment_data
+
+
+def _new_progress(out: Path, quiet: bool, logger: Sequence[str]) -> Progress:
+    return (
+        build_tracker(logger, out, build_terminal_progress(quiet=quiet))
+        if logger
+        else build_terminal_progress(quiet=quiet)
+    )
+
+
+def _run_method(
+    experiment: Experiment, method: Algorithm[Any, Any], experiment_data: Participants, out: Path, progress: Progress
+) -> Run:
+    settings = experiment.settings
+    is_main_method = method is experiment.algorithm
+    run_config = {k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"}
+    return federate.federate(
+        experiment_data.clients, method, rounds=settings.rounds, seed=settings.seed,
+        clients_per_round=settings.clients_per_round, public=experiment_data.public, engine=settings.engine,
+        workers=settings.workers, ray_address=settings.ray_address, gpus_per_worker=settings.gpus_per_worker,
+        device=settings.device, evaluate_every=settings.evaluate_every, checkpoint_every=settings.checkpoint_every,
+        on_error=settings.on_error, min_replies=settings.min_replies, metrics=settings.metrics or None,
+        keep=settings.keep, compress=settings.compress, compress_down=settings.compress_down,
+        secure=settings.secure and (is_main_method or supports_secure_sum(method)), out=out, config=run_config,
+        facts={**describe_participants(experiment_data), **_preparation_facts(experiment_data)}, progress=progress,
+    )  # fmt: skip
+
+
+def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, int]]:
+    return {"preparation": experiment_data.preparation} if experiment_data.preparation else {}
+
+
+def show_run(runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console) -> None:
+    """Prints the table of a run and its baselines: per client and overall, with the gain over the first baseline; overall
+    only where so many methods do not fit the terminal."""
+    main, *baseline_names = runs
+    score = runs[main].federation.metrics[0]
+    at_round: Literal["last", "best"] = (
+        "best"
+        if all(run.best is not None and run.federation.settings.keep in ("best", "loss") for run in runs.values())
+        else "last"
+    )
+    tables = {name: {row["client"]: row for row in run.table(at_round)} for name, run in runs.items()}
+    criterion = "lowest validation loss" if runs[main].federation.settings.keep == "loss" else "best validation score"
+    when = f"after round {runs[main].last.round}" if at_round == "last" else f"after the round with the {criterion}"
+    title = f"{score.label} on each client's own test examples, {when}"
+    table = PlainTable(title=title, title_justify="left")
+    table.add_column("client")
+    for column in (
+        "examples",
+        *(["classes"] if experiment_data.classes else []),
+        *baseline_names,
+        main,
+        *(["gain"] if baseline_names else []),
+    ):
+        table.add_column(column, justify="right")
+    for client, row in tables[main].items():
+        uses_default_mean = client == "mean"
+        if uses_default_mean:
+            table.add_section()
+        cells = [f"{row['num_examples']:.0f}"]
+        if experiment_data.classes:
+            client_ids = [c.id for c in experiment_data.clients] if uses_default_mean else [client]
+            counts = [sum(n > 0 for n in experiment_data.classes[c]) for c in client_ids]
+            cells.append(f"{sum(counts) / len(counts):.1f}" if uses_default_mean else str(counts[0]))
+        scores = [tables[name][client][score.name] for name in (*baseline_names, main)]
+        cells += [_format_score(value, score) for value in scores]
+        if baseline_names:
+            cells.append(_format_gain(scores[-1], scores[0], score))
+        table.add_row(client, *cells)
+    if (
+        baseline_names
+        and Measurement.get(console, console.options.update(max_width=10**4), table).maximum > console.width
+    ):
+        table = _table_by_method(tables, main, score, when)
+    console.print(table)
+    for name, run in runs.items():
+        record = run.history[-1]
+        megabytes_down, megabytes_up = (record[f"bytes_{way}_total"] / 2**20 for way in ("down", "up"))
+        traffic_text = f"{name}: {megabytes_down:.1f} MB down, {megabytes_up:.1f} MB up in {len(run.history)} rounds"
+        print_line(console, f"{traffic_text}{_seconds_text(run)}")
+        if network_text := describe_evaluated_network(run.federation.algorithm):
+            print_line(console, f"{name}: scores are of {network_text}")
+    if cost := experiment_data.preparation:
+        traffic_text = f"{cost['bytes_up'] / 1024:.1f} kB up, {cost['bytes_down'] / 1024:.1f} kB down"
+        print_line(console, f"preprocessing from sums over all clients: {traffic_text} in {cost['rounds']} rounds")
+    print_line(console, f"Everything about this run is in {out}")
+    if experiment_data.unseen:
+        unseen_text = f"{', '.join(c.id for c in experiment_data.unseen)} took no part"
+        if "flha_ghn" in runs:
+            folder = out if main == "flha_ghn" else out / BASELINES / "flha_ghn"
+            unseen_text += f"; `polyfed warmstart {folder}` gives unseen clients their networks"
+        print_line(console, unseen_text)
+
+
+def _format_score(value: float | None, metric: Metric) -> str:
+    """A value as people read it.
+
+    >>> (_format_score(0.871, resolve_metrics("accuracy", "classification")[0]),
+    ...  _format_score(0.871, resolve_metrics("auc", "classification")[0]))
+    ('87.1 %', '0.871')
+    """
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f} %" if metric.unit == "%" else f"{value:.3f}"
+
+
+def _format_gain(value: float | None, base: float | None, metric: Metric) -> str:
+    """By how much a value is better than another; of shares in points."""
+    if value is None or base is None:
+        return "–"
+    gain = value - base if metric.higher_is_better else base - value
+    return f"{100 * gain:+.1f}" if metric.unit == "%" else f"{gain:+.3f}"
+
+
+def _table_by_method(
+    tables: Mapping[str, Mapping[str, Mapping[str, Any]]], main: str, score: Metric, when: str
+) -> PlainTable:
+    """One row a method, for so many methods that the columns of one row a client do not fit the terminal."""
+    baseline_names = [name for name in tables if name != main]
+    table = PlainTable(title=f"{score.label} on each client's own test examples, {when}; metrics.jsonl has each client's",
+                  title_justify="left")  # fmt: skip
+    table.add_column("method")
+    for column in ("mean", "worst client", "best client", f"gain over {baseline_names[0]}"):
+        table.add_column(column, justify="right")
+    means = {name: rows["mean"][score.name] for name, rows in tables.items()}
+    base = means[baseline_names[0]]
+    for name in (*baseline_names, main):
+        values = [row[score.name] for client, row in tables[name].items() if client != "mean"]
+        defined_scores = sorted((v for v in values if v is not None), reverse=not score.higher_is_better)
+        cells = [means[name], *((defined_scores[0], defined_scores[-1]) if defined_scores else (None, None))]
+        table.add_row(name, *(_format_score(value, score) for value in cells), _format_gain(means[name], base, score))
+    return table
+
+
+def _seconds_text(run: Run) -> str:
+    """Mean seconds of a round; empty for a run that did not record them."""
+    if not all("seconds_clients" in record and "seconds_server" in record for record in run.history):
+        return ""
+    clients, server = (fmean(record[f"seconds_{side}"] for record in run.history) for side in ("clients", "server"))
+    return f"; a round took {clients:.2f} s on clients, {server:.2f} s on the server"
+
+
+def show_class_counts(experiment: Experiment, plot: Path, console: Console | None = None) -> None:
+    """Prints and draws the number of training examples per client and class, or that have each label; of regression prints
+    how many there are, and mean and standard deviation of their targets.
+
+    Raises:
+        UserError: a picture that cannot be written.
+    """
+    console = console or Console()
+    experiment_data = load_participants(experiment)
+    names, task = experiment_data.pool.class_names, experiment_data.pool.task
+    all_clients, participant_count = (
+        (*_sorted_by_name(experiment_data.clients), *_sorted_by_name(experiment_data.unseen)),
+        len(experiment_data.clients),
+    )
+    grouping_text = {
+        "classification": "by class",
+        "multilabel": "that have each label",
+        "regression": "and their targets",
+    }[task]
+    table = PlainTable(
+        title=f"training examples {grouping_text} (partition {experiment_data.partition_fingerprint})",
+        title_justify="left",
+    )
+    table.add_column("client")
+    for name in (*names, "all", "test"):
+        table.add_column(name, justify="right")
+    counts = {
+        c.id: experiment_data.classes.get(c.id) or tuple(c.train.labels.sum(0).long().tolist()) for c in all_clients
+    }
+    for position, client in enumerate(all_clients):
+        cells = [str(n) if n else "·" for n in counts[client.id]]
+        mark = " (unseen client)" if position >= participant_count else ""
+        if task == "regression":
+            cells = [f"{mean:.4g} ± {spread:.2g}" for mean, spread in _target_moments(client)]
+        table.add_row(f"{client.id}{mark}", *cells, str(len(client.train)), str(len(client.test)))
+    # Drawn first: if the picture cannot be written, there is an error and nothing else.
+    if task != "regression":
+        draw_class_counts(np.array([counts[c.id] for c in all_clients]), names, plot, unseen=len(experiment_data.unseen),
+                         clients=[c.id for c in all_clients])  # fmt: skip
+    console.print(table)
+    if task != "regression":
+        print_line(console, f"drawn in {plot}")
+
+
+def _sorted_by_name(clients: Sequence[Client]) -> list[Client]:
+    """Clients in the order of their names; names that are numbers as numbers."""
+    place = {name: position for position, name in enumerate(sorted_unique_texts([client.id for client in clients]))}
+    return sorted(clients, key=lambda client: place[client.id])
+
+
+def _target_moments(client: Client) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each target of the training examples, in the unit of the data."""
+    y, transform = client.train.labels.double(), client.train.transform
+    y = transform.unscale_outputs(y).double() if isinstance(transform, TablePreprocessor) else y
+    return list(zip(y.mean(0).tolist(), y.std(0, correction=0).tolist(), strict=True))

@@ -1,0 +1,303 @@
+"""Which checks a folder gets, before anything is started and while it runs."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import UserError
+from polyfed.deploy.doctor import Findings, note_finding, ok_finding, problem_finding
+from polyfed.deploy.doctor.certificates import (
+    check_authority_file,
+    check_peer_keys,
+    check_server_certificate,
+    check_site_key,
+    first_certificate_name,
+    read_public_key,
+)
+from polyfed.deploy.doctor.folders import SERVER_UNIT, SITE_UNIT, SystemdUnit, detect_folder_kinds, read_systemd_unit
+from polyfed.deploy.doctor.machine import (
+    check_package_versions,
+    check_state_folder,
+    check_token_file,
+    check_unit_program,
+    find_read_obstacle,
+)
+from polyfed.deploy.doctor.network import check_port_free, check_tls_server, is_port_listening, parse_address
+from polyfed.deploy.doctor.site_config import check_node_config, check_site_file, parse_node_config
+from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
+from polyfed.deploy.trial.project import Project
+
+ConfigurationCheck = Callable[[Mapping[str, Any], Path], Findings]
+"""Checks the words of a server's configuration, without torch; given by the command, which knows the outlines of methods."""
+
+
+def diagnose_folder(
+    folder: Path, protocol: int, check_configuration: ConfigurationCheck, port: int = 8000, address: str | None = None
+) -> Findings:
+    """What is found in a folder.
+
+    Args:
+        folder: of a project, a server or a site.
+        protocol: of the messages.
+        check_configuration: checks that of a project.
+        port: of a trial that is to be started.
+        address: HOST:PORT by which sites reach the server, where the folder does not tell.
+
+    Raises:
+        UserError: the folder is none of these, or cannot be read.
+    """
+    folder = folder.resolve()
+    kinds = detect_folder_kinds(folder)
+    if kinds[0] in ("project", "trial"):
+        yield from _check_project(
+            Project(folder if kinds[0] == "project" else folder.parent), check_configuration, port
+        )
+    if "server" in kinds:
+        yield from _check_server_folder(read_systemd_unit(folder / SERVER_UNIT), address)
+    if "site" in kinds:
+        yield from _check_site_folder(read_systemd_unit(folder / SITE_UNIT), address)
+    yield from check_package_versions("versions", protocol)
+
+
+# -- a project, and its trial ------------------------------------------------------------------------------------------
+
+
+def _check_project(project: Project, check_configuration: ConfigurationCheck, port: int) -> Findings:
+    names: list[str] = []
+    try:
+        words = project.read_configuration()
+        names = project.read_site_names()
+        yield ok_finding("sites", ", ".join(names))
+        yield from check_configuration(words, project.app_folder / "pyproject.toml")
+    except UserError as error:
+        yield problem_finding("configuration", str(error))
+    certificates = project.certificates_folder
+    if certificates.is_dir() and (mode := certificates.stat().st_mode) & 0o077:
+        yield problem_finding(
+            "certificates", f"others can enter {certificates} (mode {mode & 0o777:o}); chmod 700 {certificates}"
+        )
+    yield from check_authority_file("certificates", certificates / "ca.crt")
+    pair = certificates / "server.pem", certificates / "server.key"
+    yield from check_server_certificate("certificates", *pair, certificates / "ca.crt", "127.0.0.1")
+    yield from _check_site_keys(certificates, names)
+    yield from check_site_file("site.py", project.site_file)
+    running = read_trial_file(project)
+    folder = trial_folder_of(project)
+    if running is not None:
+        yield from _check_running_trial(folder, certificates / "ca.crt", running, names)
+    else:
+        yield from check_port_free("port", "127.0.0.1", port, "end that program, or choose another --port")
+        if (folder / "trial.json").exists():
+            yield problem_finding(
+                "trial", f"{folder / 'trial.json'} is damaged; end the trial's processes, and delete it"
+            )
+    yield from check_state_folder("disk", folder)
+
+
+def _check_site_keys(folder: Path, names: list[str]) -> Findings:
+    site_by_key: dict[bytes, str] = {}
+    for name in names:
+        key = folder / f"{name}.key"
+        if not key.exists():
+            yield note_finding(
+                "keys", f"{key} is not there yet; polyfed flower up makes it, or the site brings its own"
+            )
+            continue
+        yield from check_site_key("keys", key)
+        if (public := read_public_key(folder / f"{name}.key.pub")) is not None and site_by_key.setdefault(
+            public, name
+        ) != name:
+            yield problem_finding(
+                "keys", f"{name} and {site_by_key[public]} have one key; each site needs its own, which pins its name"
+            )
+
+
+def _check_running_trial(folder: Path, authority: Path, running: Mapping[str, Any], names: list[str]) -> Findings:
+    """A trial that runs, or was killed."""
+    ended_names = sorted(name for name, number in running["processes"].items() if not _is_alive(number))
+    if ended_names == sorted(running["processes"]):
+        yield problem_finding("trial", f"it was killed: none of its processes runs; delete {folder / 'trial.json'}")
+        return
+    for name in ended_names:
+        yield problem_finding(
+            "trial",
+            f"the process of {name} has ended; see {folder / name}.log (polyfed flower up starts a site again "
+            "after some seconds)",
+        )
+    if not ended_names:
+        yield ok_finding("trial", f"it runs, with {', '.join(running['sites'])}")
+    if sorted(running["sites"]) != sorted(names):
+        yield note_finding(
+            "trial",
+            f"it has the sites {', '.join(running['sites'])}, and the configuration {', '.join(names)}; runs "
+            "have those of the trial",
+        )
+    yield from check_tls_server("server", "127.0.0.1", running["port"], authority)
+    yield from check_token_file("token", folder / "control.token")
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+# -- a server ------------------------------------------------------------------------------------------------------------
+
+
+def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
+    options = unit.options
+    if unit.program is None:
+        yield note_finding(
+            "unit", f"{unit.file} is not there; files are looked for beside it, under the names that it would have"
+        )
+    else:
+        yield from check_unit_program("unit", unit.program)
+    host, port = options.get("--host") or "127.0.0.1", options.get("--port") or "8000"
+    public_address = None
+    if address is not None:
+        public_address = _address_or_none("address", address)
+    if "--insecure" in options:
+        yield problem_finding(
+            "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
+        )
+    authority = unit.option_path("--ssl-ca-certfile", "ca.crt")
+    pair = unit.option_path("--ssl-certfile", "server.pem"), unit.option_path("--ssl-keyfile", "server.key")
+    yield from check_authority_file("certificates", authority)
+    yield from check_server_certificate("certificates", *pair, authority, public_address[0] if public_address else None)
+    if (stray := unit.file.parent / "ca.key").exists():
+        yield note_finding(
+            "certificates", f"{stray} signs certificates for anybody who has it; keep it off this machine"
+        )
+    if unit.program is not None and "--control-token-file" not in options:
+        yield problem_finding(
+            "token",
+            f"{unit.file} names no --control-token-file: whoever reaches the port can start runs; see "
+            "docs/deploy.md, ports and proxies",
+        )
+    else:
+        yield from check_token_file("token", unit.option_path("--control-token-file", "control.token"))
+    if unit.program is not None and "--enable-supernode-auth" not in options:
+        yield problem_finding(
+            "keys", f"{unit.file} lacks --enable-supernode-auth: anybody could take part under any name; add it"
+        )
+    yield from _check_key_files(unit.file.parent)
+    if host in ("0.0.0.0", "::"):
+        yield note_finding(
+            "port",
+            "the SuperLink listens on all networks; let it listen on 127.0.0.1 behind a proxy that passes the "
+            "sites' path alone (docs/deploy.md)",
+        )
+    if (
+        listen_address := _address_or_none("port", f"{host}:{port}" if ":" not in host else f"[{host}]:{port}")
+    ) is None:
+        yield problem_finding("port", f"{unit.file}: --host {host} --port {port} is no address")
+    elif is_port_listening("127.0.0.1" if host in ("0.0.0.0", "::") else host, listen_address[1]):
+        name = public_address[0] if public_address else None
+        yield from _check_taken_port(listen_address, authority, name, pair[0])
+    else:
+        yield from check_port_free("port", *listen_address, "end that program, or choose another --port")
+    if address is not None and public_address is None:
+        yield problem_finding("address", f"{address!r} is no address; HOST:PORT, such as federation.example.org:443")
+    elif public_address is not None and is_port_listening(*public_address):
+        yield from check_tls_server("address", *public_address, authority)
+    elif public_address is not None:
+        yield note_finding(
+            "address", f"{address} takes no connection yet; look again when the server runs, best from a site"
+        )
+    for folder in {
+        Path(options.get("--database") or "state.db").parent,
+        Path(unit.environment.get("FLWR_HOME", ".")).parent,
+    }:
+        if folder != Path():
+            yield from check_state_folder("disk", folder)
+
+
+def _check_taken_port(address: tuple[str, int], authority: Path, name: str | None, certificate: Path) -> Findings:
+    """A port that is taken, which is well if it is by this server."""
+    host = "127.0.0.1" if address[0] in ("0.0.0.0", "::") else address[0]
+    findings = list(check_tls_server("port", host, address[1], authority, name or first_certificate_name(certificate)))
+    if findings and findings[0].level == "ok":
+        yield from findings
+    else:
+        yield problem_finding(
+            "port",
+            f"port {address[1]} of {address[0]} is taken, but not by this server "
+            f"({findings[0].text if findings else 'its certificate cannot be checked'}); end that program, or choose "
+            "another --port",
+        )
+
+
+def _check_key_files(folder: Path) -> Findings:
+    """Public keys that lie beside the unit, to be registered."""
+    for file in sorted(folder.glob("*.pub")):
+        if read_public_key(file) is None:
+            yield problem_finding("keys", f"{file} is no public key in OpenSSH's form; ask the site for it again")
+    for file in sorted(folder.glob("*.key")):
+        if file.name not in ("server.key", "ca.key", "site.key"):
+            yield note_finding(
+                "keys",
+                f"{file} is a private key; a site's never leaves the site, the server needs {file.name}.pub alone",
+            )
+
+
+# -- a site ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
+    options, unit_folder = unit.options, unit.file.parent
+    if unit.program is None:
+        yield note_finding(
+            "unit", f"{unit.file} is not there; files are looked for beside it, under the names that it would have"
+        )
+    else:
+        yield from check_unit_program("unit", unit.program)
+    if "--insecure" in options:
+        yield problem_finding(
+            "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
+        )
+    authority, key = (
+        unit.option_path("--root-certificates", "ca.crt"),
+        unit.option_path("--auth-supernode-private-key", "site.key"),
+    )
+    yield from check_authority_file("certificates", authority)
+    yield from check_site_key("keys", key)
+    words: dict[str, Any] = {}
+    if unit.program is not None:
+        try:
+            words = parse_node_config(options.get("--node-config", ""))
+            yield from check_node_config("configuration", words)
+        except ValueError as error:
+            yield problem_finding(
+                "configuration", f"{unit.file}: --node-config cannot be read ({error}); texts need double quotes"
+            )
+    site_file = Path(str(words.get("site") or unit_folder / "site.py")).expanduser()
+    yield from check_site_file("site.py", unit_folder / site_file.name if not site_file.exists() else site_file)
+    if words.get("secure") and words.get("key") and words.get("peers"):
+        key, peers = (Path(str(words[name])).expanduser() for name in ("key", "peers"))
+        yield from check_peer_keys("keys", peers, str(words.get("client-id")), key)
+        if (unreadable := find_read_obstacle("keys", key)) is not None:
+            yield unreadable
+    if words.get("state-dir"):
+        yield from check_state_folder("disk", Path(str(words["state-dir"])).expanduser())
+    else:
+        yield note_finding("disk", "the folder for states (state-dir) is not known")
+    target = address or options.get("--superlink")
+    if target is None:
+        yield note_finding("server", "its address is not known; --address HOST:PORT looks for it")
+    elif (server_address := _address_or_none("server", target)) is None:
+        yield problem_finding("server", f"{target!r} is no address; HOST:PORT, such as federation.example.org:443")
+    else:
+        yield from check_tls_server("server", *server_address, authority)
+
+
+def _address_or_none(part: str, text: str) -> tuple[str, int] | None:
+    try:
+        return parse_address(text)
+    except ValueError:
+        return None

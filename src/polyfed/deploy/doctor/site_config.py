@@ -1,0 +1,112 @@
+"""The words of a site (`flower-supernode --node-config`) and its `site.py`, without executing that."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import did_you_mean
+from polyfed.core.io.atomic_files import read_file
+from polyfed.deploy.doctor import Findings, note_finding, ok_finding, problem_finding
+from polyfed.deploy.doctor.machine import find_read_obstacle
+from polyfed.deploy.trial.project import SITE_NAME_PATTERN
+
+NODE_CONFIG_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "client-id": str, "site": str, "state-dir": str, "disclose": str, "allow-disclosure": bool, "methods": str,
+    "device": str, "data-set": str, "loss": str, "secure": bool, "key": str, "peers": str,
+    "secure-threshold": int, "clip-norm": (int, float),
+    "noise-multiplier": (int, float), "delta": (int, float), "max-epsilon": (int, float), "partition-id": int,
+    "num-partitions": int,
+}  # fmt: skip
+"""The words that `polyfed.deploy.site.node_config` knows, and Flower's own."""
+_PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # as Flower reads them
+
+
+def parse_node_config(text: str) -> dict[str, Any]:
+    """The words of `--node-config`, as Flower reads them.
+
+    Raises:
+        ValueError: they are none.
+
+    >>> parse_node_config('client-id="north" secure=true')
+    {'client-id': 'north', 'secure': True}
+    """
+    return tomllib.loads("\n".join(f"{key} = {value}" for key, value in _PAIR.findall(text)))
+
+
+def check_node_config(part: str, node_config: Mapping[str, Any]) -> Findings:
+    """Whether a site's words are known, of their types, and fit one another."""
+    has_problem = False
+    for word in (word for word in ("client-id", "site", "state-dir") if not node_config.get(word)):
+        has_problem = True
+        yield problem_finding(
+            part, f'node-config lacks {word}; \'client-id="north" site="/path/site.py" state-dir="/path/state"\''
+        )
+    for word, value in node_config.items():
+        if word not in NODE_CONFIG_TYPES:
+            has_problem = True
+            yield problem_finding(part, f"node-config has no {word!r}; {did_you_mean(word, NODE_CONFIG_TYPES)}")
+        elif not isinstance(value, NODE_CONFIG_TYPES[word]) or (
+            isinstance(value, bool) and NODE_CONFIG_TYPES[word] is not bool
+        ):
+            has_problem = True
+            yield problem_finding(
+                part,
+                f"node-config: {word} = {value!r} is of another type; write true, false, a number, or text in quotes",
+            )
+    if (name := node_config.get("client-id")) and not SITE_NAME_PATTERN.fullmatch(str(name)):
+        has_problem = True
+        yield problem_finding(part, f"node-config: client-id = {name!r} is no name; letters, digits, '-', '_' and '.'")
+    if node_config.get("secure") and not (node_config.get("key") and node_config.get("peers")):
+        has_problem = True
+        yield problem_finding(
+            part,
+            'node-config: secure=true needs key="/path/site.key" and peers="/path/keys", a folder with NAME.pub of '
+            "every site",
+        )
+    if node_config.get("noise-multiplier") and not node_config.get("clip-norm"):
+        has_problem = True
+        yield problem_finding(
+            part, "node-config: noise-multiplier needs clip-norm, the norm to which a change is limited"
+        )
+    if node_config.get("noise-multiplier") and node_config.get("disclose"):
+        has_problem = True
+        yield problem_finding(
+            part, "node-config: with noise-multiplier no numbers may leave the site; take disclose out"
+        )
+    if not has_problem:
+        yield ok_finding(part, f"node-config of {node_config['client-id']!r} can be read")
+
+
+def check_site_file(part: str, file: Path) -> Findings:
+    """Whether `site.py` can be parsed and defines `client()`; it is not executed."""
+    yield from check_functions_defined(part, file, {"client": "a site's network and data"})
+
+
+def check_functions_defined(part: str, file: Path, purpose_by_name: Mapping[str, str]) -> Findings:
+    """Whether a Python file defines functions, without executing it; `purpose_by_name` says what each is for."""
+    if unreadable := find_read_obstacle(part, file):
+        yield unreadable
+        return
+    try:
+        body = ast.parse(read_file(file), str(file)).body
+    except (SyntaxError, ValueError) as error:
+        yield problem_finding(part, f"{file} is no Python: {error}")
+        return
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {t.id for node in body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
+    names |= {
+        alias.asname or alias.name
+        for node in body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    lacking = [name for name in purpose_by_name if name not in names]
+    for name in lacking:
+        yield problem_finding(part, f"{file} does not define {name}(), {purpose_by_name[name]}")
+    if purpose_by_name and not lacking:
+        yield ok_finding(part, f"{file} defines {', '.join(f'{name}()' for name in purpose_by_name)}")
+    if any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in body):
+        yield note_finding(part, f"{file} calls functions when it is read, for each message again; keep that short")

@@ -1,0 +1,82 @@
+"""Starts the ServerApp and the ClientApp of a Flower project."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from flwr.app import Context
+from flwr.app import Message as FlowerMessage
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from polyfed.core.errors import ClientError, RoundError, UserError
+from polyfed.deploy.flower.engine import _LOG, FlowerEngine, SiteRegistry, envelope_to_record, packed_from_record
+from polyfed.deploy.flower.private_api import shorten_reply_polling
+from polyfed.deploy.logs import log_to_stderr
+from polyfed.deploy.protocol.wire import (
+    SERVER_HEAD_BYTES,
+    Envelope,
+)
+from polyfed.deploy.server.preprocessing import agree_on_preprocessing
+from polyfed.deploy.server.server import configure_server
+from polyfed.deploy.site.node_config import answer_message, build_site
+from polyfed.simulation.monitoring.progress import LineProgress, Progress
+from polyfed.simulation.results.run import Run
+
+
+def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:
+    """Plays the run that a configuration describes (`polyfed.deploy.server.server.configure_server`) with the sites behind a grid.
+
+    Raises:
+        UserError: the configuration does not fit, sites are missing, or one refuses.
+        ClientError, RoundError: as `federate`.
+    """
+    server = configure_server(config)
+    sites = SiteRegistry(grid, server.deployment.sites, server.introduction_head(), server.first_introductions)
+    introductions = sites.wait_for_all_sites(server.deployment.join_seconds)
+    unprepared_server, server = (
+        server,
+        agree_on_preprocessing(server, introductions, partial(FlowerEngine, grid, sites)),
+    )
+    if server is not unprepared_server:  # sites are introduced anew, with what they have agreed on
+        sites = SiteRegistry(grid, server.deployment.sites, server.introduction_head(), server.first_introductions)
+        introductions = sites.wait_for_all_sites(server.deployment.join_seconds)
+    federation, engine = server.build_federation(introductions), FlowerEngine(grid, sites, server)
+    engine.bind_federation(federation)
+    return server.run_federation(federation, engine, progress or LineProgress(norms=True), introductions)
+
+
+def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: context.run_config) -> ServerApp:
+    """The ServerApp of a project: `app = server_app()`."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        log_to_stderr()
+        shorten_reply_polling()
+        try:
+            run_deployment(grid, config(context))
+        except (UserError, ClientError, RoundError) as error:
+            _LOG.error("%s", " ".join(str(error).split()))
+            raise
+
+    return app
+
+
+def client_app() -> ClientApp:
+    """The ClientApp of a project: `app = client_app()`. What it does is said by the site's own node configuration."""
+    app = ClientApp()
+
+    def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
+        return FlowerMessage(envelope_to_record(_answer_flower_message(message, context.node_config)), reply_to=message)
+
+    for register in (app.query, app.train, app.evaluate):
+        register()(answer)
+    return app
+
+
+def _answer_flower_message(message: FlowerMessage, config: Mapping[str, Any]) -> Envelope:
+    log_to_stderr()
+    return answer_message(
+        config, lambda: build_site(config), lambda: packed_from_record(message.content, SERVER_HEAD_BYTES)
+    )

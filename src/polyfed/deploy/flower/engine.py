@@ -1,0 +1,383 @@
+"""Flower: clients at real sites, each behind a SuperNode; the server runs as a ServerApp on a SuperLink.
+
+This file and `link.py` are the only ones that import flwr. It carries letters (`polyfed.deploy.protocol.wire`) as Flower's records:
+the head as one JSON text, a group of tensors as one array of bytes, since Flower makes two HTTP objects of each array and
+cannot carry bfloat16.
+What is asked and answered is decided in `polyfed.deploy`.
+
+Not a Flower `Strategy`: those send all clients the same record, end a run on replies with different keys, and average a NaN.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+from flwr.app import Message as FlowerMessage
+from flwr.app import RecordDict
+from flwr.serverapp import Grid
+
+from polyfed.core.errors import ClientError, UserError
+from polyfed.deploy.flower.polling import PollingSchedule
+from polyfed.deploy.flower.records import build_record, parse_record
+from polyfed.deploy.protocol.handshake import describe_changed_claim
+from polyfed.deploy.protocol.piggyback import build_envelopes
+from polyfed.deploy.protocol.table_summary import describe_table_difference
+from polyfed.deploy.protocol.wire import (
+    SERVER_HEAD_BYTES,
+    SITE_HEAD_BYTES,
+    Envelope,
+    PackedEnvelope,
+    count_record_bytes,
+    pack_envelope,
+    parse_head,
+)
+from polyfed.deploy.server.reply_validation import parse_evaluation_result, parse_result, sanitize_line
+from polyfed.deploy.server.secure_rounds import SecureRoundServer
+from polyfed.deploy.server.server import DeploymentServer
+from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.storage.checkpoint import Checkpoint
+
+_LOG = logging.getLogger("polyfed.server")
+_REASON_SECONDS = 10.0  # that a refusal waits for the answers of other sites, which may say why
+_POLL_SECONDS = 0.2  # at least; Flower's own `send_and_receive` asks every 3 s
+_NODE_CHECK_SECONDS = (
+    5.0  # between two looks at whether nodes that have not replied are still those that got the message
+)
+_QUERY_SECONDS = 120.0  # for a site to say who it is: it starts Python, imports torch and loads its data
+_TTL_MARGIN_SECONDS = 60.0  # Flower forgets a message well after our own limit, so that ours is what is told
+_MAX_INTRODUCTION_BYTES = 4096  # bytes in which it says who it is
+_MESSAGE_TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"}
+
+
+def envelope_to_record(envelope: Envelope) -> RecordDict:
+    """A letter as Flower's records: "head", "scalars" and "arrays".
+
+    >>> import torch
+    >>> from polyfed.core.algorithm import Message
+    >>> letter = Envelope({"kind": "task"}, Message({"model": {"w": torch.ones(2)}}, {"lr": 0.1}))
+    >>> back = envelope_from_record(envelope_to_record(letter))
+    >>> back.head, dict(back.body.scalars), back.body.tensors["model"]["w"]
+    ({'kind': 'task'}, {'lr': 0.1}, tensor([1., 1.]))
+    """
+    return build_record(*pack_envelope(envelope))
+
+
+def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_BYTES) -> Envelope:
+    """The letter in Flower's records, of whose head at most so many characters are read.
+
+    Raises:
+        UserError: they hold none, or a damaged one.
+    """
+    packed = packed_from_record(record, max_head_length)
+    return Envelope(parse_head(packed.head), packed.unpack_body())
+
+
+def packed_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTES) -> PackedEnvelope:
+    """The letter in Flower's records, of which nothing has been read yet.
+
+    Raises:
+        UserError: they hold none, or too much.
+    """
+    try:
+        return PackedEnvelope(*parse_record(record), max_head_length)
+    except Exception as error:  # of hostile bytes numpy and Flower raise what they like
+        raise UserError(f"not a message of polyfed: {type(error).__name__}: {sanitize_line(error)}") from error
+
+
+# -- server -----------------------------------------------------------------------------------------------------------
+
+
+@final
+class SiteRegistry:
+    """Which node is which site. Flower's nodes have random ids, so that each is asked once who it is.
+
+    A node can only be the site under whose name the operator has registered its key (`flwr supernode register KEY --name
+    north`). A site that is there keeps its place against another node of the same name.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        site_names: Sequence[str],
+        head: Mapping[str, Any],
+        first_introductions: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self._grid, self._site_names, self._head, self._first_introductions = (
+            grid, frozenset(site_names), head, first_introductions,
+        )  # fmt: skip
+        self._pending_nodes: dict[str, int] = {}  # message id -> node, of those who have not answered
+        self._queried_nodes: set[int] = set()
+        self._unreadable: set[str] = set()
+        self.nodes: dict[str, int] = {}
+        self.introductions: dict[str, Mapping[str, Any]] = {}
+        self.refusals: dict[str, str] = {}
+        self._refusal_heads: dict[str, Mapping[str, Any]] = {}  # what those who refuse have told of their tables
+
+    def query_new_nodes(self) -> None:
+        """Asks nodes that are new, and takes the answers that have come; `refusals` is then who does not take part."""
+        names = {node.node_id: node.name for node in self._grid.get_nodes()}
+        for node in sorted(set(names) - self._queried_nodes):
+            record = envelope_to_record(Envelope(self._head))
+            message = FlowerMessage(record, node, "query", ttl=_QUERY_SECONDS)
+            for message_id in self._grid.push_messages([message]):
+                self._queried_nodes.add(node)
+                self._pending_nodes[message_id] = node
+        for answer in pull_replies(self._grid, self._pending_nodes, self._unreadable):
+            node = self._pending_nodes.pop(answer.metadata.reply_to_message_id, 0)
+            if answer.has_error():
+                self._queried_nodes.discard(node)  # it may have been starting; it is asked again
+                _LOG.warning("node %d could not say who it is: %s", node, sanitize_line(answer.error.reason))
+                continue
+            try:
+                head = (
+                    envelope_from_record(answer.content).head
+                    if count_record_bytes(answer.content) <= _MAX_INTRODUCTION_BYTES
+                    else {}
+                )
+            except UserError as error:
+                _LOG.warning("node %d stays out: %s", node, sanitize_line(error))
+                continue
+            self._admit_node(node, names, head)
+
+    def _admit_node(self, node: int, names: Mapping[int, str], head: Mapping[str, Any]) -> None:
+        """Takes a node for the site that it says it is, if it can be."""
+        client, name = sanitize_line(head.get("client")), names.get(node, "")
+        if client not in self._site_names:
+            _LOG.warning(
+                "node %d (%s) says that it is %r, which is not among the sites; it stays out", node, name, client
+            )
+        elif name != client:
+            _LOG.warning("node %d says that it is %r, but is registered as %r; it stays out", node, client, name)
+        elif self.nodes.get(client, node) != node and self.nodes[client] in names:
+            _LOG.warning("node %d says that it is %r, which node %d is; it stays out", node, client, self.nodes[client])
+        elif head.get("refused"):
+            self.refusals[client] = sanitize_line(head["refused"])
+            self._refusal_heads[client] = head
+        elif changed := describe_changed_claim(
+            self.introductions.get(client) or self._first_introductions.get(client), head
+        ):
+            self.nodes.pop(client, None)
+            self.refusals[client] = sanitize_line(changed)
+        else:
+            # A site that comes back cannot weigh more than before: its first answers count.
+            self.nodes[client] = node
+            self.introductions.setdefault(client, head)
+            self.refusals.pop(client, None)
+
+    def wait_for_all_sites(self, seconds: float) -> Mapping[str, Mapping[str, Any]]:
+        """Waits until all sites are there; what each has told.
+
+        Raises:
+            UserError: one is missing after that time, or refuses.
+        """
+        deadline = time.monotonic() + seconds
+        while missing := sorted(self._site_names - set(self.nodes)):
+            if time.monotonic() > deadline:
+                present = ", ".join(sorted(self.nodes)) or "none"
+                raise UserError(
+                    f"after {seconds:g} s these sites are missing: {', '.join(missing)} (there are: {present}); start their "
+                    "SuperNodes, or raise join-seconds"
+                )
+            self.query_new_nodes()
+            if self.refusals and (
+                not self._others_may_explain(missing) or time.monotonic() > deadline - seconds + _REASON_SECONDS
+            ):
+                client, reason = next(iter(self.refusals.items()))
+                difference = describe_table_difference({**self.introductions, **self._refusal_heads})
+                raise UserError(
+                    f"site {client!r} does not take part: {reason}{f'; {difference}' if difference else ''}"
+                )
+            time.sleep(_POLL_SECONDS)
+        return self.introductions
+
+    def _others_may_explain(self, missing: Sequence[str]) -> bool:
+        """Whether the answers of other sites may tell why one refuses: because its table is not like theirs."""
+        tables = any("table" in head for head in self._refusal_heads.values())
+        return tables and any(client not in self.refusals for client in missing)
+
+
+def pull_replies(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
+    """The replies that have come, each fetched by itself, so that one that cannot be read takes no other with it: its number
+    is added to `unreadable`, and it is not asked for again."""
+    for message_id in [message_id for message_id in waiting if message_id not in unreadable]:
+        try:
+            yield from grid.pull_messages([message_id])
+        except Exception as error:  # of hostile bytes protobuf and Flower raise anything; Flower itself retries the net
+            unreadable.add(message_id)
+            reason = f"{type(error).__name__}: {sanitize_line(error)}"
+            _LOG.warning("the reply to message %s cannot be read: %s", message_id, reason)
+
+
+@final
+class FlowerEngine(Engine):
+    """Sends each task to its site and takes the replies that come in time. All messages of a phase go at once, so that sites
+    work side by side and one limit of time holds for all. The evaluation of a round goes with the training of the next, to a
+    site that takes part in that as one message.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        sites: which of them is which.
+        server: makes the heads of tasks.
+    """
+
+    max_block_bytes = 2**62
+    overlaps_evaluation = True
+
+    def __init__(self, grid: Grid, sites: SiteRegistry, server: DeploymentServer) -> None:
+        self._grid, self._sites, self._server = grid, sites, server
+        self._server_state: Any = None
+        self._secure_rounds: SecureRoundServer | None = None
+        self._schedules: dict[str, PollingSchedule] = {}  # client -> when to ask for its reply
+
+    def bind_federation(self, federation: Federation) -> None:
+        """Learns from which of the server's states tasks are sent, so that the form of a reply is checked before its tensors
+        are read."""
+        tasks = federation.build_task_blocks
+
+        def tasks_with_state(
+            phase: Phase, clients: Sequence[str], number: int, at: Checkpoint, limit: int = Engine.max_block_bytes
+        ) -> Iterator[list[ClientTask]]:
+            self._server_state = at.state
+            return tasks(phase, clients, number, at, limit)
+
+        object.__setattr__(federation, "build_task_blocks", tasks_with_state)  # frozen, but of this run alone
+        if federation.settings.secure:
+            self._secure_rounds = SecureRoundServer(self._server, federation, self.exchange)
+
+    def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
+        """Yields results as they come. A site that is not connected, does not answer in time or sends something else is a
+        failure; its late reply is never asked for."""
+        if self._secure_rounds is not None and any(task.phase == "local" for task in tasks):
+            yield from self._secure_rounds.run_round_tasks(tasks, self._server_state)
+            return
+        tasks_by_client: dict[str, list[ClientTask]] = {}
+        for task in tasks:
+            tasks_by_client.setdefault(task.client, []).append(task)
+        envelopes = build_envelopes(tasks, self._server.task_head)
+        for client, answer in self.exchange(envelopes, max((task.round for task in tasks), default=0)):
+            for task in tasks_by_client[client]:
+                yield self._parse_answer(task, answer, with_evaluation=len(tasks_by_client[client]) > 1)
+
+    def _parse_answer(
+        self, task: ClientTask, answer: PackedEnvelope | str, with_evaluation: bool = False
+    ) -> TaskResult:
+        """What a site's answer to a task, or to `with_evaluation` training and evaluation, is worth."""
+        if task.phase == "evaluate":
+            return parse_evaluation_result(task, answer, self._server, piggybacked=with_evaluation)
+        try:
+            if isinstance(answer, str):
+                raise UserError(answer)
+            introduction = self._sites.introductions[task.client]
+            return parse_result(
+                task, answer, self._server, introduction, self._server_state, with_evaluation=with_evaluation
+            )
+        except UserError as error:
+            return TaskResult(task, failure=ClientError(task.round, task.client, task.phase, sanitize_line(error)))
+
+    def exchange(
+        self, envelopes: Mapping[str, Envelope], round_number: int
+    ) -> Iterator[tuple[str, PackedEnvelope | str]]:
+        """Sends a letter to each site, and yields what comes of it, as it comes: an answer, or why there is none."""
+        deployment = self._server.deployment
+        self._sites.query_new_nodes()
+        connected = self._activation_by_node()
+        waiting: dict[str, str] = {}
+        for client, envelope in envelopes.items():
+            node = self._sites.nodes.get(client)
+            if client in self._sites.refusals:
+                yield client, f"does not take part any more: {self._sites.refusals[client]}"
+                continue
+            if node not in connected or node is None:
+                yield client, "is not connected; its SuperNode must run (flwr supernode list)"
+                continue
+            record = envelope_to_record(envelope)
+            ttl, kind = (
+                2 * deployment.round_seconds + _TTL_MARGIN_SECONDS,
+                _MESSAGE_TYPES.get(envelope.head.get("phase", ""), "train"),
+            )
+            message = FlowerMessage(record, node, kind, ttl=ttl, group_id=str(round_number))
+            # None is for a message that was not taken.
+            if sent := [sent for sent in self._grid.push_messages([message]) if sent]:
+                waiting[sent[0]] = client
+            else:
+                yield client, f"could not be sent {count_record_bytes(record)} bytes: the SuperLink refused the message"
+        unreadable: set[str] = set()
+        schedules = {
+            client: self._schedules.setdefault(client, PollingSchedule(_POLL_SECONDS)) for client in waiting.values()
+        }
+        for schedule in schedules.values():
+            schedule.restart()
+        deadline = time.monotonic() + deployment.round_seconds
+        next_node_check = time.monotonic() + _NODE_CHECK_SECONDS
+        while waiting:
+            if time.monotonic() > next_node_check:
+                lost, next_node_check = (
+                    self._messages_to_restarted_nodes(waiting, connected),
+                    time.monotonic() + _NODE_CHECK_SECONDS,
+                )
+                for answer in pull_replies(self._grid, lost, unreadable):  # what came before that
+                    lost.pop(answer.metadata.reply_to_message_id)
+                    yield waiting.pop(answer.metadata.reply_to_message_id), self._unpack_answer(answer)
+                for message_id, client in lost.items():
+                    waiting.pop(message_id)
+                    yield client, "its SuperNode was cut off, or started anew, before it replied; its part is lost"
+            due = {
+                message_id: client
+                for message_id, client in waiting.items()
+                if not schedules[client].seconds_until_poll()
+            }
+            for answer in pull_replies(self._grid, due, unreadable):
+                client = waiting.pop(answer.metadata.reply_to_message_id)
+                schedules[client].record_arrival()
+                yield client, self._unpack_answer(answer)
+            for client in set(due.values()) & set(waiting.values()):
+                schedules[client].record_miss()
+            for message_id in unreadable & set(waiting):
+                yield waiting.pop(message_id), "its reply cannot be read; the log of the server tells why"
+            if waiting and time.monotonic() > deadline:
+                for client in waiting.values():
+                    yield (
+                        client,
+                        f"no reply within {deployment.round_seconds:g} s (round-seconds); a later one is discarded",
+                    )
+                return
+            if waiting:
+                time.sleep(min(schedules[client].seconds_until_poll() for client in waiting.values()))
+
+    def _activation_by_node(self) -> Mapping[int, str]:
+        """The nodes that are connected, and since when."""
+        return {info.node_id: info.last_activated_at for info in self._grid.get_nodes()}
+
+    def _messages_to_restarted_nodes(
+        self, waiting: Mapping[str, str], activated_before: Mapping[int, str]
+    ) -> dict[str, str]:
+        """Messages to nodes that are connected, but no longer as they were: nobody there knows of the message. Flower itself
+        finds a node that is away only while it is away, and one that starts at once may never be seen so."""
+        activated_now, nodes = self._activation_by_node(), self._sites.nodes
+        return {
+            message_id: client
+            for message_id, client in waiting.items()
+            if (node := nodes.get(client)) in activated_now
+            and node is not None
+            and activated_now[node] != activated_before.get(node)
+        }
+
+    def close(self) -> None:
+        """Nothing: the connection is Flower's."""
+
+    def _unpack_answer(self, answer: FlowerMessage) -> PackedEnvelope | str:
+        """What a site's answer holds, of which nothing has been read, or why it holds nothing."""
+        max_megabytes = self._server.deployment.max_megabytes
+        if answer.has_error():
+            return f"Flower reports error {answer.error.code}: {sanitize_line(answer.error.reason)}"
+        if (size := count_record_bytes(answer.content)) > max_megabytes * 2**20:
+            return f"its reply has {size / 2**20:.1f} MB, above max-megabytes = {max_megabytes:g}"
+        try:
+            return packed_from_record(answer.content)
+        except UserError as error:
+            return sanitize_line(error)
+
+
+# -- site -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,215 @@
+"""Flower's SuperLink with a password on its control interface.
+
+    python -m polyfed.deploy.link --control-token-file FILE ...          as flower-superlink, with its options
+        --messages-on-disk                                               in its database, where memory is short
+    python -m polyfed.deploy.link --control-token-file FILE --login HOST:PORT    lets this user's `flwr` in
+        --register NAME=KEY.pub ...                                              and registers keys of sites
+
+Whoever reaches the control interface can start runs, and a run is code that the SuperLink and all SuperNodes carry out as
+their owners. Flower's open build asks for nothing there (`NoOpControlAuthnPlugin`), and its signatures
+(`--trusted-entities`) are for apps of its hub: an app that `flwr run` sends has none, so that SuperNodes with trusted
+entities refuse every such run. But the interface has a place for a plugin that checks a token, and the command `flwr` sends
+the token of its credential store.
+
+This uses parts of Flower that are not public. `tests/deploy/test_link.py` holds them to what is needed here, and
+pyproject.toml names the versions with which that was tried.
+"""
+
+import contextlib
+import datetime
+import hmac
+import importlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
+from flwr.common.constant import (
+    ACCESS_TOKEN_KEY,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+    AuthnType,
+)
+from flwr.supercore.auth.typing import AccountInfo
+from flwr.supercore.credential_store import get_credential_store
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import read_text_file
+from polyfed.deploy.flower.private_api import keep_messages_in_memory
+
+_LOG = logging.getLogger("polyfed.link")
+_MIN_TOKEN_LENGTH = 32  # characters of a token
+_MAX_AHEAD_SECONDS, _MAX_BEHIND_SECONDS = (
+    SYSTEM_TIME_TOLERANCE,
+    SYSTEM_TIME_TOLERANCE + TIMESTAMP_TOLERANCE,
+)  # seconds, of a SuperNode's clock
+
+
+@final
+class TokenPlugin(NoOpControlAuthnPlugin):
+    """Lets in who sends the token.
+
+    Args:
+        token: the only one that is accepted.
+    """
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._token = token.encode()
+
+    def validate_tokens_in_metadata(
+        self, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> tuple[bool, AccountInfo | None]:
+        """Whether the token is right; the account is then Flower's only one."""
+        sent_tokens = [
+            value if isinstance(value, bytes) else value.encode() for key, value in metadata if key == ACCESS_TOKEN_KEY
+        ]
+        if len(sent_tokens) == 1 and hmac.compare_digest(sent_tokens[0], self._token):
+            return super().validate_tokens_in_metadata(metadata)
+        return False, None
+
+    def refresh_tokens(
+        self, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
+        """Nothing: there is one token, which its owner changes."""
+        raise FlowerError(ApiErrorCode.NO_ACCOUNT_AUTH, "The token of the control interface is wrong.")
+
+
+def read_control_token(file: Path) -> str:
+    """The token in a file that nobody else can read.
+
+    Raises:
+        UserError: there is no such file, others can read it, or it is short.
+    """
+    try:
+        token, mode = read_text_file(file).strip(), file.stat().st_mode
+    except OSError as error:
+        raise UserError(f"--control-token-file: {file} cannot be read ({error.strerror})") from error
+    if mode & 0o077:
+        raise UserError(f"--control-token-file: others can read or write {file}; chmod 600 {file}")
+    if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
+        raise UserError(
+            f"--control-token-file: {file} must hold at least {_MIN_TOKEN_LENGTH} letters and digits; openssl rand -hex 32"
+        )
+    return token
+
+
+def explain_refusal(stamp: str, now: datetime.datetime) -> str:
+    """Why the SuperLink refuses a request of a SuperNode that was signed with this time: its clock, or its key.
+
+    >>> now = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
+    >>> explain_refusal("2026-01-01T13:00:00+00:00", now)
+    'its clock is 3600 s ahead of this one (at most 5 s ahead and 305 s behind are accepted); set both right'
+    >>> explain_refusal("2026-01-01T12:00:00+00:00", now)
+    'its key is not the registered one, or its request was changed'
+    """
+    try:
+        ahead = (datetime.datetime.fromisoformat(stamp) - now).total_seconds()
+    except (ValueError, TypeError):  # no time, or one without a zone
+        ahead = 0.0
+    if -_MAX_BEHIND_SECONDS < ahead < _MAX_AHEAD_SECONDS:
+        return "its key is not the registered one, or its request was changed"
+    direction = "ahead of" if ahead > 0 else "behind"
+    return (
+        f"its clock is {abs(ahead):.0f} s {direction} this one (at most {_MAX_AHEAD_SECONDS} s ahead and "
+        f"{_MAX_BEHIND_SECONDS} s behind are accepted); set both right"
+    )
+
+
+def log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Flower's check of a SuperNode's request, with the reason of a refusal in the log: Flower answers 401 whatever it was,
+    and its SuperNode ends at that without a word."""
+
+    def authenticate_and_log(request: Any) -> None:
+        try:
+            authenticate(request)
+        except Exception as error:
+            if getattr(error, "status_code", None) == 401:
+                stamp, now = request.headers.get(TIMESTAMP_HEADER, ""), datetime.datetime.now(datetime.UTC)
+                address = getattr(request.client, "host", "an unknown address")
+                _LOG.warning("polyfed: the SuperNode at %s is refused: %s", address, explain_refusal(stamp, now))
+            raise
+
+    return authenticate_and_log
+
+
+def store_control_token(address: str, token: str) -> None:
+    """Puts the token for a SuperLink into the credential store of Flower's commands, below FLWR_HOME."""
+    store = get_credential_store()
+    pairs = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
+    for key, value in pairs.items():
+        store.set(key % address, value.encode())
+
+
+def register_site_keys(keys: Mapping[str, str], connection: str = "fed") -> None:
+    """Registers public keys, name -> file, as `flwr supernode register` does for each in a process of its own. One that is
+    registered already stays as it is.
+
+    Raises:
+        UserError: one could not be registered.
+    """
+    app: Any = importlib.import_module("flwr.cli.app").app
+    for name, key in keys.items():
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                app(["supernode", "register", key, connection, "--name", name], standalone_mode=False)
+        except (Exception, SystemExit) as error:  # click's, or Flower's own way out
+            error_text = f"{output.getvalue()} {getattr(error, 'message', error)}"
+            if isinstance(error, SystemExit) and not error.code:
+                continue
+            if "already" not in error_text:
+                raise UserError(
+                    f"the key of {name} could not be registered: {' '.join(error_text.split())[-300:]}"
+                ) from error
+
+
+def main(words: list[str]) -> None:
+    """Runs the SuperLink with these words, or stores the token.
+
+    Raises:
+        UserError: the token is missing, or others can read it, or a key cannot be registered.
+    """
+    os.umask(0o077)  # also for the ServerApp, whose runs nobody else may read
+    options = {}
+    for name in ("--control-token-file", "--login"):
+        if name in words:
+            index = words.index(name)
+            options[name] = "".join(words[index + 1 : index + 2])
+            del words[index : index + 2]
+    if not options.get("--control-token-file"):
+        raise UserError("--control-token-file is missing: a file of mode 600 with a token; openssl rand -hex 32 > FILE")
+    token = read_control_token(Path(options["--control-token-file"]))
+    if "--login" in options:
+        store_control_token(options["--login"], token)
+        register_site_keys(dict(word.split("=", 1) for word in words if word != "--register"))
+        return
+    if "--messages-on-disk" in words:
+        words.remove("--messages-on-disk")
+    elif not keep_messages_in_memory():
+        print(
+            "polyfed: warning: this version of Flower holds messages in its database, which costs seconds",
+            file=sys.stderr,
+        )
+    # By its name: the package has a function that is called as the module.
+    superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    superlink.load_control_authn_plugin = lambda: TokenPlugin(token)
+    node_auth: Any = importlib.import_module("flwr.superlink.routers.fleet.node_auth")
+    node_auth.authenticate_node = log_refusals(node_auth.authenticate_node)
+    sys.argv[1:] = words
+    superlink.flower_superlink()
+
+
+def run_command() -> None:
+    """Runs `main` with the words of the command line, and exits with a sentence where it cannot."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"polyfed: {error}")

@@ -1,0 +1,377 @@
+"""A site's SuperNode that hands messages to one long-lived process.
+
+    python -m polyfed.deploy.supernode ...      as flower-supernode, with its options
+
+Flower's own SuperNode starts a process for each message, which imports Flower, torch and polyfed and loads the site's data,
+and installs the app that the server sent. This one speaks to the SuperLink by Flower's own client of its fleet interface,
+and hands what comes to the site's process (`polyfed.deploy.site.worker`) over a pair of sockets. It neither asks for the app nor
+executes it, and listens on no port. Should the process of the site die, the server is told at once, and another is started.
+
+This uses parts of Flower that are not public. They are compared with what is known before the start (`parts`); where they
+differ, or on Windows, or with options that only Flower's SuperNode has, or with POLYFED_SITE_PROCESS=off in the environment,
+that is started instead, with a warning; with POLYFED_SITE_PROCESS=only nothing is.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.deploy.flower.polling import PollingSchedule
+from polyfed.deploy.flower.private_api import CONNECTION_PARTS, UnsupportedFlowerError, load_flower_internals
+from polyfed.deploy.logs import log_to_stderr
+from polyfed.deploy.protocol.framing import Frame, FrameError, receive_frame, send_frame
+
+_LOG = logging.getLogger("polyfed.supernode")
+_STOP_SECONDS = 5.0
+
+
+class SiteProcessDiedError(Exception):
+    """The site's process has ended while it had a message."""
+
+
+@final
+class SiteProcess:
+    """The site's process, seen from the SuperNode.
+
+    Args:
+        command: starts it; the number of its socket is added.
+    """
+
+    def __init__(self, command: Sequence[str] = (sys.executable, "-P", "-m", "polyfed.deploy.worker")) -> None:
+        self._command, self._config = list(command), ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its number, while it is there."""
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
+    def start(self) -> None:
+        """Starts it, if it is not there. It begins to load before it is told what."""
+        if self.pid is not None:
+            return
+        self.close()
+        own_socket, child_socket = socket.socketpair()
+        with child_socket:
+            descriptor = child_socket.fileno()
+            self._process = subprocess.Popen(
+                [*self._command, str(descriptor)], pass_fds=[descriptor], stdin=subprocess.DEVNULL
+            )
+        self._socket = own_socket
+        threading.Thread(target=_close_after_exit, args=(self._process, own_socket), daemon=True).start()
+        if self._config:
+            self._send_config()
+
+    def configure(self, config: str) -> None:
+        """Tells it the node configuration, as JSON; those that are started later as well."""
+        self._config = config
+        self._send_config()
+
+    def _send_config(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which the next message will find
+            assert self._socket is not None
+            send_frame(self._socket, Frame("start", self._config))
+
+    def request_answer(self, frame: Frame) -> Frame:
+        """Its answer to a letter.
+
+        Raises:
+            SiteProcessDiedError: it ended before it answered; another one has been started.
+            FrameError: the letter is larger than it reads, or the answer is damaged.
+        """
+        for _ in range(2):
+            self.start()
+            assert self._socket is not None
+            try:
+                send_frame(self._socket, frame)
+                answer = receive_frame(self._socket)
+            except (EOFError, FrameError, OSError) as error:
+                if isinstance(error, FrameError) and type(error) is FrameError:
+                    raise  # read to its end
+                status = self.close()
+                self.start()
+                raise SiteProcessDiedError(f"the site's process has ended ({_describe_exit(status)})") from error
+            if answer.kind != "again":
+                return answer
+            self.close()
+        raise SiteProcessDiedError("the site's process asks for another again and again")
+
+    def close(self) -> int | None:
+        """Ends it; the status with which it ended."""
+        connection, process, self._socket, self._process = self._socket, self._process, None, None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        if process is None:
+            return None
+        try:
+            return process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+def _close_after_exit(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+    """Ends our waiting for a process that is dead, should a child of its still hold the other end."""
+    process.wait()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _describe_exit(status: int | None) -> str:
+    if status is None:
+        return "it could not be started"
+    return f"signal {-status}" if status < 0 else f"exit {status}"
+
+
+@final
+class MessageLoop:
+    """Carries messages between the SuperLink and the site's process.
+
+    Args:
+        flower: its inner parts.
+        connection: what `connect` gives.
+        site: the site's process.
+    """
+
+    def __init__(self, flower: Mapping[str, Any], connection: Sequence[Any], site: SiteProcess) -> None:
+        if len(connection) != CONNECTION_PARTS:
+            raise UnsupportedFlowerError(f"a connection of Flower has {len(connection)} parts")
+        self._flower, self._site = flower, site
+        _, self._receive, self._send, _, _, self._pull, self._push, self._confirm = connection
+
+    def run(self, schedule: PollingSchedule) -> NoReturn:
+        """Serves until the process is ended, or the connection fails for good."""
+        while True:
+            time.sleep(schedule.seconds_until_poll())
+            if (received := self._receive()) is None:
+                schedule.record_miss()
+            else:
+                schedule.record_arrival()
+                self.handle_message(*received)
+                schedule.restart()
+
+    def handle_message(self, message: Any, tree: Any) -> None:
+        """Answers a message, whose content is still at the SuperLink."""
+        start = time.monotonic()
+        label = sanitise_for_terminal(f"{message.metadata.message_type} {message.metadata.group_id}").strip()
+        try:
+            reply = self._build_reply(message, tree)
+            self._send_reply(reply, time.monotonic() - start)
+        except self._flower["ended"]:
+            _LOG.warning("%s: not answered: the run has ended", label)
+        except Exception as error:  # of hostile bytes Flower raises what it likes
+            _LOG.warning("%s: not answered: %s: %s", label, type(error).__name__, sanitise_for_terminal(error)[:300])
+        else:
+            _LOG.info("%s: answered after %.2f s", label, time.monotonic() - start)
+
+    def _build_reply(self, message: Any, tree: Any) -> Any:
+        """The reply to a message."""
+        from flwr.app import Error, Message
+
+        from polyfed.deploy.flower.records import build_record, parse_record
+
+        run_id, message_id = message.metadata.run_id, tree.object_id
+        object_ids = list(dict.fromkeys(node.object_id for node in self._flower["walk"](tree)))
+        # The server announces a message before it has sent all of it, mostly a moment before.
+        contents = self._flower["pull"](
+            object_ids, lambda node: self._pull(run_id, node), initial_backoff=0.05, backoff_cap=2.0
+        )
+        self._confirm(run_id, message_id)
+        full_message = self._flower["inflate"](message_id, contents)
+        full_message.metadata.__dict__["_message_id"] = message_id
+        try:
+            answer = self._site.request_answer(Frame("letter", *parse_record(full_message.content)))
+        except SiteProcessDiedError as error:
+            _LOG.error("%s", error)
+            return Message(Error(_ERROR_CRASHED, str(error)), reply_to=full_message)
+        except Exception as error:  # of hostile bytes numpy and Flower raise what they like
+            _LOG.error(
+                "a message cannot be handed over: %s: %s", type(error).__name__, sanitise_for_terminal(error)[:300]
+            )
+            return Message(
+                Error(_ERROR_RAISED, f"it is no message of polyfed ({type(error).__name__})"), reply_to=full_message
+            )
+        return Message(build_record(answer.head, answer.scalars, answer.groups), reply_to=full_message)
+
+    def _send_reply(self, reply: Any, seconds: float) -> None:
+        """Sends a reply."""
+        with self._flower["fixed"]():
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+            run_id, objects = reply.metadata.run_id, self._flower["nested"](reply)
+            missing_ids, session = self._send(reply, self._flower["tree"](reply), seconds)
+            self._flower["push"](
+                objects,
+                lambda object_id, content: self._push(run_id, session, object_id, content),
+                object_ids_to_push=set(missing_ids),
+            )
+
+
+_ERROR_RAISED, _ERROR_CRASHED = 2, 8  # of Flower's codes of errors
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    """Flower's options for a SuperNode that mean something here, and those of its runtime interface, which is not there."""
+    parser = argparse.ArgumentParser(prog="python -m polyfed.deploy.supernode", allow_abbrev=False)
+    parser.add_argument("--superlink", required=True, metavar="HOST:PORT")
+    parser.add_argument("--root-certificates", type=Path, metavar="FILE")
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE")
+    parser.add_argument("--node-config", default="")
+    parser.add_argument("--max-retries", type=int)
+    parser.add_argument("--max-wait-time", type=float)
+    for unused in ("--host", "--port"):
+        parser.add_argument(unused, help="for Flower's own SuperNode alone: this one listens on no port")
+    return parser
+
+
+def _node_config_json(text: str, parse_words: Callable[[list[str] | None], Mapping[str, Any]]) -> str:
+    """The node configuration as JSON, from what Flower takes: words, or the name of a TOML file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return json.dumps(dict(parse_words([text] if text else None)))
+    except Exception as error:  # click's, and those of TOML and of files
+        raise UserError(f"--node-config cannot be read: {getattr(error, 'message', error)}") from error
+
+
+def _read_key_pair(file: Path | None) -> Any:
+    """The registered key and its public half.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if file is None:
+        return None
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    try:
+        key = load_ssh_private_key(read_file(file.expanduser()), None)
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        raise UserError(f"--auth-supernode-private-key: {file} cannot be read ({error})") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(
+            f"--auth-supernode-private-key: {file} is no key of an elliptic curve; ssh-keygen -t ecdsa -b 384"
+        )
+    return key, key.public_key()
+
+
+def _read_root_certificates(file: Path | None, insecure: bool) -> bytes | None:
+    """The certificates that the SuperLink must be known by; None are the system's.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    if file is not None and insecure:
+        raise UserError("--root-certificates and --insecure exclude each other")
+    try:
+        return None if file is None else read_file(file.expanduser())
+    except OSError as error:
+        raise UserError(f"--root-certificates: {file} cannot be read ({error.strerror})") from error
+
+
+def _exec_flower_supernode(arguments: Sequence[str], reason: str) -> NoReturn:
+    """Becomes Flower's own SuperNode."""
+    _wait_for_trial()
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    if (program := shutil.which("flower-supernode", path=search_path)) is None:
+        raise UserError("flower-supernode is missing; pip install 'polyfed[flower]'")
+    if os.environ.get("POLYFED_SITE_PROCESS") == "only":
+        raise UserError(
+            f"no long-lived site process: {reason}; flower-supernode may not serve (POLYFED_SITE_PROCESS=only)"
+        )
+    consequence = (
+        "flower-supernode serves this site instead: a process for each message, and with it the app that the server "
+        "sends"
+    )
+    print(f"polyfed: warning: no long-lived site process: {reason}; {consequence}", file=sys.stderr, flush=True)
+    os.execv(program, [program, *arguments])
+
+
+def _wait_for_trial() -> None:
+    """In a trial: until the SuperLink is there and knows the key, which a file tells. What takes time to import has been."""
+    file = os.environ.get("POLYFED_AFTER")
+    while file and not os.path.exists(file):
+        time.sleep(0.05)
+
+
+_REFUSAL_TEXT = (
+    b"polyfed: ended by Ctrl-C, or refused by the SuperLink, whose log tells why: this machine's clock is wrong, or its key "
+    b"is not the registered one\n"
+)
+
+
+def _exit_on_signal(number: int, _frame: object) -> NoReturn:
+    """SIGTERM, Ctrl-C, or Flower's client, which raises SIGINT when the SuperLink refuses this node, and says nothing."""
+    if number == signal.SIGINT:
+        os.write(2, _REFUSAL_TEXT)  # not by `logging`, in which the signal may have come
+    raise SystemExit(0 if number == signal.SIGTERM else 130)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the SuperNode with these words.
+
+    Raises:
+        UserError: a file cannot be read, or the node configuration is none.
+    """
+    options, unknown = _build_parser().parse_known_args(arguments)
+    if os.name == "nt":
+        _exec_flower_supernode(arguments, "it needs a system of the kind of Unix")
+    if os.environ.get("POLYFED_SITE_PROCESS") == "off":
+        _exec_flower_supernode(arguments, "POLYFED_SITE_PROCESS is off")
+    if unknown:
+        _exec_flower_supernode(arguments, f"{unknown[0]} is an option of Flower's own SuperNode")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit_on_signal)
+    site = SiteProcess()
+    try:
+        site.start()  # it imports torch while this process imports Flower
+        try:
+            flower = load_flower_internals()
+        except UnsupportedFlowerError as error:
+            site.close()
+            _exec_flower_supernode(arguments, str(error))
+        log_to_stderr()
+        site.configure(_node_config_json(options.node_config, flower["words"]))
+        authority, key = (
+            _read_root_certificates(options.root_certificates, options.insecure),
+            _read_key_pair(options.auth_supernode_private_key),
+        )
+        _wait_for_trial()
+        with flower["connect"](
+            options.superlink, options.insecure, authority, key, options.max_retries, options.max_wait_time
+        ) as connection:
+            _LOG.info("connected with %s as node %s", options.superlink, connection[0])
+            MessageLoop(flower, connection, site).run(PollingSchedule())
+        raise SystemExit(1)  # Flower's client has told why it gave up
+    finally:
+        site.close()
+
+
+def run_command() -> None:
+    """Runs `main` with the words of the command line, and exits with a sentence where it cannot."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"polyfed: {error}")

@@ -1,0 +1,1 @@
+"""Adds noise to what a site sends, and counts what that costs."""

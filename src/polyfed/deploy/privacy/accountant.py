@@ -1,0 +1,203 @@
+"""What a site's noise guarantees, and the book of everything that has left about its data.
+
+Exchanging the whole data set of a site moves the clipped change by at most 2C, so that each message is a Gaussian mechanism
+with μ = 2/z (Dong, Roth and Su 2022, "Gaussian Differential Privacy"). Messages compose to one Gaussian mechanism with
+μ² = Σ μ_i², whoever chooses what is asked next. Its privacy loss distribution is normal, so that (ε, δ) is known exactly
+(Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy"), and no accountant can give less.
+Discretised privacy loss distributions, as in dp-accounting, come to the same value from above
+(`tests/deploy/test_budget.py`), but need minutes and gigabytes where z is small.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from scipy.special import log_ndtr
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_file, write_file_atomically
+from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
+
+_LOG = logging.getLogger("polyfed.site")
+_BISECTION_STEPS = 200  # of bisection: more than float64 can tell apart
+
+
+class _LedgerContent(TypedDict):
+    """What the book holds: data set -> noise multiplier -> number of messages."""
+
+    version: Literal[1]
+    data_sets: dict[str, dict[str, int]]
+
+
+def compute_epsilon(messages_by_multiplier: Mapping[float, int], delta: float) -> float:
+    """ε of (ε, δ)-differential privacy of all that a site has sent, with respect to the exchange of its whole data set.
+    Infinite as soon as one message had no noise.
+
+    Args:
+        messages_by_multiplier: noise multiplier z of `ReplyProtection` -> how many replies were sent with it.
+        delta: δ.
+
+    >>> round(compute_epsilon({8.0: 100}, 1e-5), 2), compute_epsilon({8.0: 100, 0.0: 1}, 1e-5), compute_epsilon({}, 1e-5)
+    (13.21, inf, 0.0)
+    """
+    sent = {multiplier: number for multiplier, number in messages_by_multiplier.items() if number}
+    if any(multiplier <= 0 for multiplier in sent):
+        return math.inf
+    mu = math.sqrt(sum(number * (2 / multiplier) * (2 / multiplier) for multiplier, number in sent.items()))
+    target = math.log(delta)
+    if not mu or _log_delta(0.0, mu) <= target:
+        return 0.0
+    low, high = 0.0, 1.0
+    while math.isfinite(high) and _log_delta(high, mu) > target:
+        low, high = high, 2 * high
+    for _ in range(_BISECTION_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _log_delta(middle, mu) > target else (low, middle)
+    return high  # the end at which the guarantee holds
+
+
+def _log_delta(epsilon: float, mu: float) -> float:
+    """ln δ(ε) = ln(Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ)) of a Gaussian mechanism."""
+    first = float(log_ndtr(mu / 2 - epsilon / mu))
+    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return first + math.log(-math.expm1(second - first)) if second < first else -math.inf
+
+
+def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
+    """Enters one message into a site's book. The book counts everything that ever left about a data set: over all runs,
+    methods, networks and settings, whatever became of rows or test examples. Only the owner opens another page, by another
+    name of the data set. The caller enters a message before it looks at the data, and sees to it that nobody else writes.
+
+    Args:
+        ledger: a JSON file, made with the first message.
+        data_set: the owner's name of the data set.
+        protection: with which the message is sent. Without noise it is entered too, and costs an infinite ε.
+
+    Returns:
+        the ε that all messages of this data set have cost.
+
+    Raises:
+        UserError: the message would cost more than `max_epsilon`, and is not entered; or the book is lost or damaged.
+    """
+    messages_by_data_set, messages_by_multiplier, total_epsilon = _add_message(ledger, data_set, protection)
+    if data_set not in messages_by_data_set and protection.noise_multiplier:
+        other_data_sets = ", ".join(map(repr, sorted(messages_by_data_set))) or "none"
+        _LOG.warning("the budget of the data set %r begins (others of this site: %s)", data_set, other_data_sets)
+    content = {
+        name: {str(z): number for z, number in entries.items()}
+        for name, entries in {**messages_by_data_set, data_set: messages_by_multiplier}.items()
+    }
+    write_file_atomically(ledger, json.dumps({"version": 1, "data_sets": content}).encode())
+    message_counts = {
+        name: sum(entries.values())
+        for name, entries in {**messages_by_data_set, data_set: messages_by_multiplier}.items()
+    }
+    write_file_atomically(
+        _count_file(ledger), json.dumps(message_counts).encode()
+    )  # after the book, which so is never behind
+    return total_epsilon
+
+
+def spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
+    """The ε that all messages of a data set have cost by now, for its δ of `protection`.
+
+    Raises:
+        UserError: the book is lost or damaged.
+    """
+    return compute_epsilon(_read_pages(ledger).get(data_set, {}), protection.delta)
+
+
+def check_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> None:
+    """Checks that a message could be entered as `spend_budget` does, and enters none.
+
+    Raises:
+        UserError: as `spend_budget`.
+    """
+    _add_message(ledger, data_set, protection)
+
+
+def _add_message(
+    ledger: Path, data_set: str, protection: ReplyProtection
+) -> tuple[dict[str, dict[float, int]], dict[float, int], float]:
+    """The pages of the book, the page of a data set with another message on it, and what it costs with that one."""
+    messages_by_data_set = _read_pages(ledger)
+    messages_by_multiplier = dict(messages_by_data_set.get(data_set, {}))
+    messages_by_multiplier[protection.noise_multiplier] = messages_by_multiplier.get(protection.noise_multiplier, 0) + 1
+    total_epsilon = compute_epsilon(messages_by_multiplier, protection.delta)
+    if protection.max_epsilon is not None and total_epsilon > protection.max_epsilon:
+        unprotected = (
+            f" ({messages_by_multiplier[0.0]} messages have left without noise)"
+            if 0.0 in messages_by_multiplier
+            else ""
+        )
+        raise UserError(
+            f"epsilon would be {total_epsilon:.3g}{unprotected}, above max-epsilon = {protection.max_epsilon:g} of the "
+            f"data set {data_set!r}; nothing more is sent"
+        )
+    return messages_by_data_set, messages_by_multiplier, total_epsilon
+
+
+def _read_pages(ledger: Path) -> dict[str, dict[float, int]]:
+    """Data set -> noise multiplier -> number of messages.
+
+    Raises:
+        UserError: the book cannot be what `spend_budget` wrote, or is missing although messages have left.
+    """
+    advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
+    if not ledger.exists():
+        if _count_file(ledger).exists() or any(
+            b'"epsilon"' in read_file(file, MAX_ROUNDS_BYTES) for file in ledger.parent.glob("*/metrics.jsonl")
+        ):
+            raise UserError(f"{ledger} is missing, and runs beside it have sent messages; {advice}")
+        return {}
+    try:
+        content = parse_json(read_file(ledger))
+        if wrong := validation_error(content, _LedgerContent):
+            raise ValueError(wrong)
+        pages = {
+            name: dict(_parse_entry(z, number) for z, number in page.items())
+            for name, page in content["data_sets"].items()
+        }
+    except (OSError, ValueError) as error:
+        raise UserError(f"{ledger} is damaged ({error}); {advice}") from error
+    _check_not_older(ledger, pages)
+    return pages
+
+
+def _count_file(ledger: Path) -> Path:
+    """The file that says how many messages have left about each data set, by which an older copy of the book is known."""
+    return ledger.with_name(f"{ledger.stem}-count.json")
+
+
+def _check_not_older(ledger: Path, messages_by_data_set: Mapping[str, Mapping[float, int]]) -> None:
+    """Raises a `UserError` if fewer messages are in the book than have left."""
+    file = _count_file(ledger)
+    if not file.exists():  # of an earlier version, or before the first message
+        return
+    try:
+        message_counts = parse_json(read_file(file))
+        if wrong := validation_error(message_counts, dict[str, int]):
+            raise ValueError(wrong)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} is damaged ({error}), by which an older copy of {ledger.name} is known; remove it if that "
+            "book is the newest"
+        ) from error
+    for data_set, number in message_counts.items():
+        if (recorded := sum(messages_by_data_set.get(data_set, {}).values())) < number:
+            raise UserError(
+                f"{ledger} has {recorded} messages of the data set {data_set!r}, and {number} have left: it is an "
+                "older copy or was changed; put back the newest, or add what is missing by hand, and nothing is sent "
+                "until then"
+            )
+
+
+def _parse_entry(multiplier: str, number: int) -> tuple[float, int]:
+    z = float(multiplier)
+    if not 0 <= z < math.inf or number < 1:
+        raise ValueError(f"it has the entry {multiplier!r}: {number!r}")
+    return z, number

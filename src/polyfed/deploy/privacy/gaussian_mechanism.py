@@ -1,0 +1,249 @@
+"""Clipping and Gaussian noise on what a site sends; `polyfed.deploy.privacy.accountant` says what they guarantee.
+
+What a site sends is its change of what it received: U = reply − received, over all tensors together (a group that did not
+come down counts as a change from zero). A tensor that a reply holds under several names, as a network's tied weights in its
+`state_dict()`, counts once in ‖U‖ and gets one noise: all its names are sent with the same values.
+
+It sends received + U·min(1, C/‖U‖) + N(0, (zC)²) instead. (McMahan et al. 2018,
+"Learning Differentially Private Recurrent Language Models", with the noise added at the site, so that the server need not
+be trusted.)
+
+The noise comes from ChaCha20, keyed with 256 bits of the operating system for each message. Of a seed for torch's own
+generator 32 bits count, which a server could try one by one, and numpy's generators can be predicted from what they gave.
+
+Noise of floating-point numbers is not that of the proof. Which doubles a sum can take depends on its terms, so that the last
+bits of what is sent could give the change away (Mironov 2012, for Laplace noise). So the sum of change and noise is rounded
+to a grid of about 2⁻²⁴ standard deviations, a power of two. Each point of the grid stands for very many values of the noise.
+The guarantee then holds up to a small, unproven difference; an exact one needs noise that is drawn from whole numbers
+(Canonne, Kamath and Steinke 2020).
+
+In a secure sum each site adds a share of the noise, of variance (zC)²/(t−1): at least t sites are in the sum, so that it has
+the noise that one site alone would need even for one of them that takes its own share off. Of k sites that tell the
+server theirs, t − k others are left, and z counts as z·√((t−k)/(t−1)).
+"""
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.algorithms import REGISTRY, registry_name
+from polyfed.core.algorithm import Algorithm, Message
+from polyfed.core.errors import UserError, check_extra_installed
+from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
+
+_GRID_BITS = 24  # as float32 has: what travels as float32 loses nothing
+_CHUNK = 2**20  # numbers that are drawn together
+_UNCOVERED_DISCLOSURES = {
+    "choice": "which models it sends or asks for",
+    "ranks": "the shapes of what it sends",
+    "form": "the names, shapes or whole numbers of what it sends",
+}
+"""Words of `Algorithm.discloses` for what depends on a site's data and is no floating-point number."""
+
+
+@final
+@dataclass(frozen=True)
+class ReplyProtection:
+    """How a site changes what it sends.
+
+    Args:
+        clip_norm: C, the largest Euclidean norm of the change that is sent; None does not clip.
+        noise_multiplier: z, standard deviation of the noise in each number, in units of C; 0 adds none.
+        delta: δ of the guarantee that is told.
+        max_epsilon: nothing more is sent that would cost more than this ε in all, since the owner named the data set
+            (`Site.data_set`); None sets no end.
+
+    Raises:
+        UserError: a value outside its range, or noise without clipping, which guarantees nothing.
+    """
+
+    clip_norm: float | None = None
+    noise_multiplier: float = 0.0
+    delta: float = 1e-5
+    max_epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+            raise UserError(f"clip-norm must be positive, got {self.clip_norm!r}")
+        if not 0 <= self.noise_multiplier < float("inf"):
+            raise UserError(f"noise-multiplier must be at least 0, got {self.noise_multiplier!r}")
+        if not 0 < self.delta < 1:
+            raise UserError(f"delta must be between 0 and 1, got {self.delta!r}")
+        if self.noise_multiplier and self.clip_norm is None:
+            raise UserError("noise-multiplier needs clip-norm, without which noise guarantees nothing")
+        if not math.isfinite((self.clip_norm or 1.0) * self.noise_multiplier):
+            raise UserError(
+                f"clip-norm * noise-multiplier must be finite, got {self.clip_norm!r} * {self.noise_multiplier!r}"
+            )
+        if self.max_epsilon is not None and not (self.noise_multiplier and 0 < self.max_epsilon < float("inf")):
+            raise UserError(f"max-epsilon must be positive, and needs noise-multiplier, got {self.max_epsilon!r}")
+
+
+def noise_incompatibility(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
+    """Why a site with noise cannot run a method, as the end of a sentence; None if it can. Noise changes the values of
+    floating-point tensors alone, so nothing else of a message may depend on the site's data.
+
+    >>> from polyfed.algorithms import FedKD
+    >>> noise_incompatibility(FedKD(), secure=False).partition(";")[0]
+    'fedkd shows the shapes of what it sends, which depend on the data and which noise does not hide'
+    """
+    name, reason = registry_name(algorithm), _uncovered_disclosure(algorithm, secure)
+    if reason is not None:
+        return f"{name} {reason}; methods that can run with noise: {', '.join(_methods_compatible_with_noise(secure))}"
+    if algorithm.scalars_needed:
+        needed = ", ".join(sorted(algorithm.scalars_needed))
+        return f"{name} needs {needed} without; for num_examples set algorithm.weighted = false"
+    return None
+
+
+def _uncovered_disclosure(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
+    if shown := [description for word, description in _UNCOVERED_DISCLOSURES.items() if word in algorithm.discloses]:
+        return f"shows {' and '.join(shown)}, which depend on the data and which noise does not hide"
+    if "one_data_spec" in algorithm.requires:
+        return "needs the number of classes in the site's labels, which no noise covers"
+    if "class_means" in algorithm.discloses and not secure:
+        return "sends weights of classes, which the server takes from 0 to 1 only, and with noise they are not"
+    return None
+
+
+def _methods_compatible_with_noise(secure: bool) -> list[str]:
+    """Names of the methods of which noise covers all that depends on data, without weights by numbers of examples."""
+    unweighted: dict[str, Any] = {"weighted": False}
+    methods = {
+        n: method(**unweighted) if getattr(method, "weighted", False) else method() for n, method in REGISTRY.items()
+    }
+    return [
+        name
+        for name, method in methods.items()
+        if not method.scalars_needed
+        and _uncovered_disclosure(method, secure) is None
+        and (supports_secure_sum(method) or not secure)
+    ]
+
+
+def clip_and_add_noise(
+    reply: Message, message: Message, protection: ReplyProtection, noise_sources: int = 1
+) -> Message:
+    """What is sent instead of the reply `reply` to `message`.
+
+    Args:
+        reply, message, protection: as above.
+        noise_sources: sites whose noise adds up in what the server sees; each adds its share.
+
+    Raises:
+        UserError: the change is not finite; or, with noise, the reply holds whole numbers in a tensor that did not come
+            down, or complex ones, which noise does not cover.
+
+    >>> down, up = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.tensor([3.0, 4.0])}})
+    >>> clip_and_add_noise(up, down, ReplyProtection(clip_norm=1.0)).tensors["model"]["w"]
+    tensor([0.6000, 0.8000])
+    """
+    if protection.clip_norm is None:
+        return reply
+    received = {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items()}
+    changes: dict[tuple[str, str], Tensor] = {}
+    for group, tree in reply.tensors.items():
+        for name, tensor in tree.items():
+            if tensor.is_complex() and protection.noise_multiplier:
+                raise UserError(f"group {group!r}: tensor {name!r} is complex, which noise does not cover here")
+            if tensor.is_floating_point():
+                changes[group, name] = (
+                    tensor.double() - _received_or_zeros(received.get((group, name)), tensor).double()
+                )
+            elif protection.noise_multiplier and (group, name) not in received:
+                raise UserError(
+                    f"group {group!r}: tensor {name!r} holds whole numbers, which noise cannot cover; this method cannot "
+                    "run with noise-multiplier above 0 here"
+                )
+    first_key = _first_occurrences(reply, changes)
+    norm = math.sqrt(sum(float((change**2).sum()) for key, change in changes.items() if first_key[key] == key))
+    if not math.isfinite(norm):
+        raise UserError("the change is not finite, so that it cannot be clipped, and nothing is sent")
+    scale = min(1.0, protection.clip_norm / norm) if norm else 1.0
+    deviation = protection.noise_multiplier * protection.clip_norm / math.sqrt(noise_sources)
+    generator = GaussianNoise() if deviation else None
+    arrays: dict[str, dict[str, Tensor]] = {}
+    for group, tree in reply.tensors.items():
+        arrays[group] = sent_tensors = dict(tree)
+        for name, tensor in tree.items():
+            key = (group, name)
+            if key not in changes:  # counters of BatchNorm, say, stay as they were: noise would not cover them
+                sent_tensors[name] = received[key] if protection.noise_multiplier else tensor
+                continue
+            if first_key[key] != key:
+                sent_tensors[name] = arrays[first_key[key][0]][first_key[key][1]].clone()
+                continue
+            change = changes[key] * scale
+            if generator is not None:
+                grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
+                noise = torch.from_numpy(generator.standard_normal(change.numel())).reshape(change.shape)
+                change = ((change + deviation * noise) / grid).round() * grid
+            sent_tensors[name] = (_received_or_zeros(received.get(key), tensor).double() + change).to(tensor.dtype)
+    return Message(arrays, reply.scalars)
+
+
+_TensorKey = tuple[str, str]  # group and name
+
+
+def _first_occurrences(reply: Message, changes: Mapping[_TensorKey, Tensor]) -> dict[_TensorKey, _TensorKey]:
+    """Where each change is for the first time: a tensor that lies in the same memory and has changed alike is the same."""
+    key_by_memory: dict[tuple[object, ...], _TensorKey] = {}
+    first_keys: dict[_TensorKey, _TensorKey] = {}
+    for key, change in changes.items():
+        tensor = reply.tensors[key[0]][key[1]]
+        memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+        first = key_by_memory.setdefault(memory, key)
+        first_keys[key] = first if torch.equal(changes[first], change) else key
+    return first_keys
+
+
+def _received_or_zeros(received: Tensor | None, tensor: Tensor) -> Tensor:
+    same_form = received is not None and received.shape == tensor.shape and received.dtype == tensor.dtype
+    return received if received is not None and same_form else torch.zeros_like(tensor)
+
+
+@final
+class GaussianNoise:
+    """Standard normal numbers from a cryptographic stream.
+
+    Args:
+        key: 32 bytes; None is the operating system's. A key must not serve twice.
+
+    >>> (len(GaussianNoise().standard_normal(5)),
+    ...  bool(np.array_equal(GaussianNoise().standard_normal(5), GaussianNoise().standard_normal(5))))
+    (5, False)
+    """
+
+    def __init__(self, key: bytes | None = None) -> None:
+        check_extra_installed("cryptography", "flower", "noise at a site")
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+        # The nonce may be constant, since each stream has a key of its own.
+        cipher = Cipher(algorithms.ChaCha20(secrets.token_bytes(32) if key is None else key, bytes(16)), mode=None)
+        self._stream = cipher.encryptor()
+
+    def random_words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """The next words of the stream, uniform over 64 bits."""
+        return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
+
+    def standard_normal(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Independent draws of N(0, 1), by Box and Muller's transform, which needs no rejection: the time that it takes says
+        nothing of the values. Uniform numbers have 64 bits, so that the largest draw is 9.5, beyond which 2e-21 of the
+        probability lies."""
+        pairs = -(-count // 2)
+        draws = np.empty(2 * pairs)
+        for start in range(0, pairs, _CHUNK):
+            size = min(_CHUNK, pairs - start)
+            words = self.random_words(2 * size)
+            uniform = (words[:size].astype(np.float64) + 0.5) * 2.0**-64
+            radius = np.sqrt(np.maximum(-2 * np.log(uniform), 0.0))
+            angle = (2 * math.pi * 2.0**-53) * (words[size:] >> np.uint64(11)).astype(np.float64)
+            draws[2 * start : 2 * (start + size) : 2] = radius * np.cos(angle)
+            draws[2 * start + 1 : 2 * (start + size) : 2] = radius * np.sin(angle)
+        return draws[:count]

@@ -1,0 +1,147 @@
+"""The primitives of secure sums, all from `cryptography`: X25519, HKDF with SHA-256, ChaCha20 as stream, ChaCha20-Poly1305,
+and signatures by the keys with which sites are registered.
+
+Every key is derived with a context that names what it is for, in parts with their lengths before them, so that no key of
+one purpose, round or run is ever one of another.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import read_file
+from polyfed.deploy.secure_aggregation import RefusalError
+
+Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
+PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
+PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
+SignFunction = Callable[[bytes], bytes]
+_VERSION = "polyfed secure sum 1"
+TAG_BYTES = 16  # bytes by which what is sealed is longer
+_NONCE = bytes(12)  # the nonce: each key encrypts one message only
+
+
+def encode_length_prefixed(*parts: str | bytes) -> bytes:
+    """Parts as bytes from which they can be told apart again.
+
+    >>> encode_length_prefixed("ab", "c") == encode_length_prefixed("a", "bc")
+    False
+    """
+    raw = [part.encode() if isinstance(part, str) else part for part in (_VERSION, *parts)]
+    return b"".join(len(part).to_bytes(4, "big") + part for part in raw)
+
+
+def derive_key(key: bytes, *context: str | bytes) -> bytes:
+    """32 bytes for one purpose (HKDF-SHA256)."""
+    return HKDF(hashes.SHA256(), length=32, salt=None, info=encode_length_prefixed(*context)).derive(key)
+
+
+def generate_private_key() -> bytes:
+    """A private key of X25519 from the operating system's randomness, 32 bytes."""
+    return X25519PrivateKey.generate().private_bytes_raw()
+
+
+def public_key_of(private: bytes) -> bytes:
+    """Its public key, 32 bytes."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def compute_shared_secret(private: bytes, public: bytes) -> bytes:
+    """The secret that two keys of X25519 have in common.
+
+    Raises:
+        RefusalError: a public key with which everybody would agree on the same.
+    """
+    try:
+        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as error:
+        raise RefusalError("a public key of this sum is none") from error
+
+
+def generate_key_stream(key: bytes, count: int) -> Words:
+    """That many words of 64 bits of ChaCha20 under a key that is used for nothing else."""
+    encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
+
+
+def encrypt(key: bytes, content: bytes, context: bytes) -> bytes:
+    """Encrypts the one message of a key."""
+    return ChaCha20Poly1305(key).encrypt(_NONCE, content, context)
+
+
+def decrypt(key: bytes, sealed: bytes, context: bytes) -> bytes:
+    """The inverse.
+
+    Raises:
+        ValueError: it was not sealed with this key in this context.
+    """
+    try:
+        return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, context)
+    except InvalidTag as error:
+        raise ValueError("it was changed, or is not meant for this") from error
+
+
+def signing_function(private: PrivateKey) -> SignFunction:
+    """What signs with a site's registered key."""
+    if isinstance(private, ed25519.Ed25519PrivateKey):
+        return private.sign
+    return lambda content: private.sign(content, ec.ECDSA(hashes.SHA384()))
+
+
+def is_signature_valid(public: PublicKey, signature: bytes, content: bytes) -> bool:
+    """Whether the holder of a registered key has signed this."""
+    try:
+        if isinstance(public, ed25519.Ed25519PublicKey):
+            public.verify(signature, content)
+        else:
+            public.verify(signature, content, ec.ECDSA(hashes.SHA384()))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def read_registered_key(file: Path) -> PrivateKey:
+    """A site's registered key, in OpenSSH's form.
+
+    Raises:
+        UserError: it cannot be read, has a passphrase, or is of another kind.
+    """
+    try:
+        key = serialization.load_ssh_private_key(read_file(file), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"the key of this site, {file}, cannot be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey):
+        raise UserError(f"the key of this site, {file}, must be one of ecdsa or ed25519: ssh-keygen -t ecdsa -b 384")
+    return key
+
+
+def read_peer_keys(folder: Path) -> dict[str, PublicKey]:
+    """The registered public keys of all sites, this one's too: `NAME.pub` or `NAME.key.pub` in a folder.
+
+    Raises:
+        UserError: there are none, one cannot be read, or two have one key.
+    """
+    key_by_site: dict[str, PublicKey] = {}
+    for file in sorted(folder.glob("*.pub")):
+        try:
+            key = serialization.load_ssh_public_key(read_file(file))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"the public key {file} cannot be read: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey):
+            raise UserError(f"the public key {file} must be one of ecdsa or ed25519")
+        name = file.name.removesuffix(".pub").removesuffix(".key")
+        if (holder := next((n for n, k in key_by_site.items() if k == key), None)) or name in key_by_site:
+            raise UserError(f"{file}: two sites cannot have one key, nor one site two ({holder or name})")
+        key_by_site[name] = key
+    if not key_by_site:
+        raise UserError(f"{folder} holds no public keys of sites; put NAME.pub of every site there")
+    return key_by_site

@@ -1,0 +1,1 @@
+"""Runs a deployment at the server: agrees with the sites, checks their replies, and aggregates them."""

@@ -1,0 +1,415 @@
+"""The server's half of a deployment: its configuration, the roster it makes of what sites tell, and the run.
+
+The rounds are those of the simulator (`federation.run_federation`), on an engine that sends tasks to sites. The private
+state of a site stays there; in its place the server keeps the round after which it was, so that a run that is resumed
+from a checkpoint asks for the state that belongs to it.
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, final, get_args
+
+from polyfed.algorithms import get, registry_name
+from polyfed.core.algorithm import CONSENT, Algorithm, Architecture
+from polyfed.core.algorithm import Task as TaskKind
+from polyfed.core.capabilities import resolved_fields_for_manifest
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric
+from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.trusted_code import is_trusted, load_function, trust_code
+from polyfed.core.io.validation import parse_yaml
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.messages.lora import architecture_without_ranks
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.deploy.protocol.handshake import (
+    CLAIM_KEYS,
+    check_same_input_specs,
+    check_same_representation_width,
+    check_same_target_count,
+    check_width_family,
+    input_spec_by_part,
+    merge_data_specs,
+)
+from polyfed.deploy.protocol.table_summary import describe_table_difference
+from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, compression_fields
+from polyfed.simulation.engines.base import ClientTask, Engine
+from polyfed.simulation.federate import run_rounds
+from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.client_registry import ClientRegistry
+from polyfed.simulation.rounds.federation import Federation, describe_deciding_metric
+from polyfed.simulation.rounds.resume import rewind_to_checkpoint
+from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import describe_method_and_settings, restore_settings_and_method
+from polyfed.simulation.storage.directory import RunDirectory, read_config, to_plain_values
+
+MAX_EXAMPLES = 10**12  # that a site can have
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """How a deployment is run.
+
+    Args:
+        sites: ids of the sites that take part; nobody else does.
+        out: run directory, on the server's machine.
+        resume: go on with the run in `out`; method and settings are then the run's.
+        allow_disclosure: whether a method may run by which the server learns weights or architectures. (Each site has its
+            own say as well.)
+        join_seconds: how long the server waits at the start until all sites are there.
+        round_seconds: how long it waits for the replies of an exchange; later ones are discarded. A site trains and makes
+            the evaluation of the round before in that time.
+        max_megabytes: replies above that are refused.
+        file: a Python file of the server's, with `model()` (the common network, for methods that need one architecture),
+            `architectures()` (a list of factories, for methods that need them all) and `public()` (unlabelled examples);
+            None where the method needs none of these.
+        secure_threshold: with `secure`, t: how many sites of a round open their sum, and are in it at least; None is above
+            two thirds of them.
+
+    Raises:
+        UserError: a value outside its range.
+    """
+
+    sites: tuple[str, ...]
+    out: Path
+    resume: bool = False
+    allow_disclosure: bool = False
+    join_seconds: float = 300.0
+    round_seconds: float = 3600.0
+    max_megabytes: float = 1024.0
+    file: Path | None = None
+    secure_threshold: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sites or len(set(self.sites)) < len(self.sites):
+            raise UserError(f"sites must name at least one site, each once, got {', '.join(self.sites) or 'none'!r}")
+        for name in ("join_seconds", "round_seconds", "max_megabytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise UserError(f"{name.replace('_', '-')} must be positive, got {value!r}")
+        if (t := self.secure_threshold) is not None and (isinstance(t, bool) or not isinstance(t, int) or t < 2):
+            raise UserError(f"secure-threshold must be a whole number from 2, got {t!r}")
+
+
+@final
+@dataclass(frozen=True)
+class DeploymentServer:
+    """A deployment that can begin: what sites are told, what the server brings itself, and, for a run that goes on, what
+    sites said of themselves when it began; `preprocessing`, the preprocessing that sites of tables have agreed on, and
+    `preprocessing_facts`, what that has cost (`polyfed.deploy.site.preprocessing`). See `configure_server`."""
+
+    deployment: Deployment
+    algorithm: Algorithm[Any, Any]
+    settings: Settings
+    run: str
+    models: Mapping[str, Architecture] = field(default_factory=dict)
+    public: Examples | None = None
+    first_introductions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    preprocessing: Mapping[str, Any] | None = None
+    preprocessing_facts: Mapping[str, int] = field(default_factory=dict)
+
+    def introduction_head(self) -> dict[str, Any]:
+        """The head of the first letter to a site."""
+        needs = self.algorithm.requires
+        common_architecture = next(iter(self.models)) if "one_architecture" in needs else None
+        preprocessing_field = {} if self.preprocessing is None else {"prepared": self.preprocessing}
+        is_resumed = self.deployment.resume  # and has its public examples in the checkpoint
+        public = {} if self.public is None or is_resumed else {"public": input_spec_by_part(self.public.x)}
+        return {
+            "kind": "introduce", **self._common_head(), "architecture": common_architecture, **preprocessing_field,
+            **public,
+        }  # fmt: skip
+
+    def task_head(self, task: ClientTask) -> dict[str, Any]:
+        """The head of the letter with a task."""
+        span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may not have one
+        return {
+            "kind": "task", **self._common_head(), "phase": task.phase, "round": task.round, "client": task.client,
+            "seed": task.seed, "run_seed": task.run_seed,
+            "state": None if task.client_state is None else task.client_state["round"],
+            "keep": max(0, task.round - span), "metrics": list(self.settings.metrics),
+            **compression_fields(self.settings),
+        }  # fmt: skip
+
+    def _common_head(self) -> dict[str, Any]:
+        algorithm = describe_method_and_settings(self.algorithm, self.settings)["algorithm"]
+        secure = {"secure": True} if self.settings.secure else {}
+        return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm, **secure}
+
+    def secure_sum_head(self) -> dict[str, Any]:
+        """The head of a letter that is about secure sums alone."""
+        return {"kind": "sum", **self._common_head()}
+
+    @property
+    def sites_per_round(self) -> int:
+        """Sites of a round."""
+        return self.settings.cohort_size(len(self.deployment.sites))
+
+    @property
+    def secure_sum_threshold(self) -> int:
+        """t of the secure sums: how many of a round's sites open their sum; by default above two thirds of them."""
+        return self.deployment.secure_threshold or 2 * self.sites_per_round // 3 + 1
+
+    def build_federation(self, introductions: Mapping[str, Mapping[str, Any]]) -> Federation:
+        """The federation of what the sites have told.
+
+        Raises:
+            UserError: it does not suit the method.
+        """
+        ids = tuple(sorted(self.deployment.sites))
+        needs, name = self.algorithm.requires, registry_name(self.algorithm)
+        tasks = {i: str(introductions[i].get("task")) for i in ids}
+        if len(set(tasks.values())) > 1 or tasks[ids[0]] not in get_args(TaskKind):
+            raise UserError(f"sites of one federation must have one task, got {tasks}")
+        if table_difference := describe_table_difference(introductions):
+            raise UserError(table_difference)
+        is_new_run = not self.deployment.resume  # a run that began before these were compared goes on
+        if is_new_run and "one_representation" in needs:
+            check_same_representation_width(introductions, name)
+        if is_new_run and "one_input_spec" in needs:
+            check_same_input_specs(introductions, name)
+        if is_new_run and "one_data_spec" in needs:
+            check_same_target_count(introductions, name)
+        for i in ids:
+            needed_scalars = (
+                self.algorithm.scalars_needed if not self.settings.secure else ()
+            )  # there they are in the sum
+            if "num_examples" in needed_scalars and "num_examples" not in introductions[i]:
+                raise UserError(f"site {i!r} does not tell its number of examples, which {name} needs")
+            number = introductions[i].get("num_examples", 1)
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_EXAMPLES:
+                raise UserError(f"site {i!r} tells that it has {str(number)[:40]} examples, which is no count")
+        architecture_by_site = dict.fromkeys(ids, next(iter(self.models))) if "one_architecture" in needs else {}
+        if "architectures" in needs:
+            architecture_by_site = {i: str(introductions[i].get("architecture")) for i in ids}
+            if unknown_site := next((i for i in ids if architecture_by_site[i] not in self.models), None):
+                raise UserError(
+                    f"{name} needs the server to know all architectures, but that of {unknown_site!r}, "
+                    f"{architecture_by_site[unknown_site]}, is none of architectures() in {self.deployment.file}: "
+                    f"{', '.join(self.models)}"
+                )
+        data_spec = merge_data_specs(introductions, name) if needs & DATA_SPEC_REQUIREMENTS else None
+        if is_new_run and "one_family" in needs and data_spec is not None:
+            check_width_family(self.models, architecture_by_site, data_spec.inputs, name)
+        roster = ClientRegistry(
+            ids=ids,
+            task=tasks[ids[0]],  # type: ignore[arg-type]
+            num_examples={i: introductions[i]["num_examples"] for i in ids if "num_examples" in introductions[i]},
+            architectures=architecture_by_site,
+            models=self.models,
+            data_spec=data_spec,
+        )
+        return Federation({}, self.algorithm, self.settings, self.public, roster)
+
+    @single_torch_thread()
+    def run_federation(
+        self, federation: Federation, engine: Engine, progress: Progress, introductions: Mapping[str, Mapping[str, Any]]
+    ) -> Run:
+        """Plays the run of sites that have `introductions` what they are, from the start or from its newest checkpoint."""
+        out = self.deployment.out
+        if not self.deployment.resume:
+            start = federation.initial_checkpoint()
+            directory = RunDirectory.create(out)
+            try:
+                directory.write_manifest(
+                    {
+                        "seed": self.settings.seed,
+                        "deployment": self.run,
+                        "sites": list(federation.client_registry.ids),
+                        "score": describe_deciding_metric(federation),
+                        **resolved_fields_for_manifest(self.algorithm, start.state),
+                        **(
+                            {"prepared": self.preprocessing, "preparation": dict(self.preprocessing_facts)}
+                            if self.preprocessing
+                            else {}
+                        ),
+                        "told": {
+                            i: {n: head[n] for n in CLAIM_KEYS if n in head}
+                            for i, head in sorted(introductions.items())
+                        },
+                    }
+                )
+                directory.write_config(
+                    {
+                        **describe_method_and_settings(self.algorithm, self.settings),
+                        "deployment": self._configuration_fields(),
+                    }
+                )
+            except BaseException:
+                directory.close()
+                raise
+            return run_rounds(federation, start, [], directory, progress, engine)
+        directory = RunDirectory.open(out)
+        try:
+            checkpoint, history = rewind_to_checkpoint(directory, federation)
+        except BaseException:
+            directory.close()
+            raise
+        return run_rounds(federation, checkpoint, history, directory, progress, engine)
+
+    def _configuration_fields(self) -> dict[str, Any]:
+        fields = dataclasses.asdict(self.deployment)
+        fields = {n: str(v) if isinstance(v, Path) else v for n, v in fields.items() if n not in ("out", "resume")}
+        return dict(to_plain_values(fields, "deployment"))
+
+
+def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
+    """The server of a flat configuration, as Flower gives it: fields of `Deployment` and `Settings` with hyphens (`sites`
+    separated by commas; `file` for the server's Python file), `algorithm.name` and the method's fields.
+
+    Raises:
+        UserError: a word is missing or unknown, a value does not fit, or consent is missing.
+
+    >>> server = configure_server(
+    ...     {"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "local", "algorithm.lr": 0.1})
+    >>> server.algorithm.lr, server.settings.rounds, server.deployment.sites
+    (0.1, 3, ('north', 'south'))
+    """
+    options = {str(key): value for key, value in config.items() if value != ""}
+    field_by_option = {f.name.replace("_", "-"): f.name for f in dataclasses.fields(Deployment)}
+    setting_options = (
+        "rounds", "seed", "clients-per-round", "evaluate-every", "checkpoint-every", "on-error", "min-replies",
+        "metrics", "compress", "compress-down", "secure",
+    )  # fmt: skip
+    if options.pop("keep", "last") != "last":
+        raise UserError(
+            f"keep = {config['keep']!r} is not possible between sites, which keep only their newest states; leave it out"
+        )
+    method_fields = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("algorithm.")}
+    choices = [*field_by_option, *setting_options, "algorithm.name"]
+    if unknown := [key for key in options if key not in choices and not key.startswith("algorithm.")]:
+        raise UserError(f"the configuration has no {unknown[0]!r}; {did_you_mean(unknown[0], choices)}")
+    for key in ("sites", "out"):
+        if key not in options:
+            raise UserError(f"the configuration lacks {key}")
+    values = {field_by_option[key]: value for key, value in options.items() if key in field_by_option}
+    values["sites"] = tuple(name.strip() for name in str(values["sites"]).split(",") if name.strip())
+    values["out"] = expand_user_path(str(values["out"]), "out")
+    values["file"] = None if "file" not in values else expand_user_path(str(values["file"]), "file")
+    deployment = Deployment(**values)
+    if deployment.file is not None:  # the operator's own word; what the directory of a run names is not
+        trust_code(str(deployment.file))
+    if deployment.resume:
+        return _configure_resumed_server(deployment)
+    if "name" not in method_fields:
+        raise UserError('the configuration lacks algorithm.name; for example algorithm.name = "flha_ghn"')
+    method_class = get(str(method_fields.pop("name")))
+    fields = {f.name for f in dataclasses.fields(method_class)}  # type: ignore[arg-type]
+    if unknown_fields := sorted(set(method_fields) - fields):
+        raise UserError(
+            f"algorithm.{unknown_fields[0]} is no field of the method; {did_you_mean(unknown_fields[0], fields)}"
+        )
+    algorithm = method_class(**{name: _parse_field_value(value) for name, value in method_fields.items()})
+    setting_values = {k.replace("-", "_"): options[k] for k in setting_options if k in options}
+    names = tuple(name.strip() for name in str(setting_values.get("metrics", "")).split(",") if name.strip())
+    if unknown := [name for name in names if not is_built_in_metric(name)]:
+        raise UserError(f"metrics has {unknown[0]!r}, which sites do not know; {did_you_mean(unknown[0], METRICS)}")
+    settings = Settings(**{"on_error": "skip", **setting_values, "metrics": names})
+    return _check_and_build_server(deployment, algorithm, settings, secrets.token_hex(8))
+
+
+def _parse_field_value(value: Any) -> Any:
+    """A field of a method: Flower's configuration has no lists and no null, so that text may hold them as YAML does."""
+    if isinstance(value, str) and (value[:1] in "[{" or value in ("null", "none")):
+        try:
+            return None if value == "none" else parse_yaml(value)
+        except ValueError as error:
+            raise UserError(f"{value[:60]!r} in the configuration is no list, mapping or null: {error}") from error
+    return value
+
+
+def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
+    """The server of a run that goes on, as it was configured; sites and consent must be given again, and a file may be."""
+    config = read_config(deployment.out)
+    if "deployment" not in config:
+        raise UserError(f"{deployment.out} is the directory of a simulation: polyfed resume {deployment.out}")
+    settings, algorithm = restore_settings_and_method(config, None)
+    directory = RunDirectory.open(deployment.out)
+    try:
+        manifest = directory.read_manifest()
+    finally:
+        directory.close()
+    saved_deployment = dict(config["deployment"])
+    if set(saved_deployment["sites"]) != set(deployment.sites):
+        raise UserError(
+            f"the run in {deployment.out} is of {', '.join(saved_deployment['sites'])}, not of "
+            f"{', '.join(deployment.sites)}; give the same sites"
+        )
+    file = deployment.file or (Path(saved_deployment["file"]) if saved_deployment.get("file") else None)
+    saved_limits = {name: saved_deployment[name] for name in ("join_seconds", "round_seconds", "max_megabytes")}
+    saved_limits["secure_threshold"] = saved_deployment.get("secure_threshold")
+    server = _check_and_build_server(
+        dataclasses.replace(deployment, file=file, **saved_limits),
+        algorithm,
+        settings,
+        str(manifest.get("deployment", "")),
+    )
+    return dataclasses.replace(
+        server, first_introductions=manifest.get("told", {}), preprocessing=manifest.get("prepared")
+    )
+
+
+def _check_and_build_server(
+    deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str
+) -> DeploymentServer:
+    """Consent, and what the server brings itself."""
+    needs, name = algorithm.requires, registry_name(algorithm)
+    parties = settings.cohort_size(len(deployment.sites))
+    if settings.secure:
+        check_secure_support(algorithm, parties)
+    if settings.secure and not parties // 2 < (deployment.secure_threshold or parties) <= parties:
+        raise UserError(
+            f"secure-threshold must be above half of the {parties} sites of a round, and at most {parties}, got "
+            f"{deployment.secure_threshold}"
+        )
+    if not deployment.allow_disclosure and (
+        disclosures := sorted(effective_disclosures(algorithm, settings.secure) & CONSENT)
+    ):
+        raise UserError(
+            f"{name} discloses {' and '.join(disclosures)} of the sites to the server; if they agree, allow it: "
+            "polyfed flower run DIR --allow-disclosure, and allow-disclosure=true at each site"
+        )
+    if "layer_catalogue" in needs and getattr(algorithm, "catalogue", None) is None:
+        raise UserError(
+            f"{name} needs a layer catalogue that the sites have agreed on, so that none has to list its layers: "
+            'algorithm.catalogue = "/path/catalogue.yaml"; each site adds to it with `polyfed graph MODEL --catalogue FILE`'
+        )
+    models: dict[str, Architecture] = {}
+    if "one_architecture" in needs:
+        model: Architecture = _load_server_function(deployment, "model", f"{name} needs one architecture")
+        models = {architecture_without_ranks(algorithm, cached_module(model)): model}
+    if "architectures" in needs:
+        factories: Sequence[Architecture] = _load_server_function(
+            deployment, "architectures", f"{name} needs all architectures"
+        )()
+        models = {cached_module(factory).architecture: factory for factory in factories}
+    public: Examples | None = None
+    if "public_data" in needs:
+        source = _load_server_function(deployment, "public", f"{name} needs public examples")()
+        public = as_examples(source, "public()", labelled=False)
+        if not len(public):
+            raise UserError(f"public() in {deployment.file} gives no examples, and {name} needs some")
+    return DeploymentServer(deployment, algorithm, settings, run, models, public)
+
+
+def _load_server_function(
+    deployment: Deployment, name: Literal["model", "architectures", "public"], reason: str
+) -> Any:
+    """A function of the server's Python file."""
+    file = deployment.file
+    if file is None:
+        raise UserError(
+            f'{reason}: name a Python file with a function {name}() in the configuration, file = "/path/server.py"'
+        )
+    if not is_trusted(str(file)):
+        raise UserError(
+            f"{reason}: the directory of the run names the Python file {str(file)!r}, whose code would run; if it is yours, "
+            f'name it in the configuration, file = "{file}"'
+        )
+    return load_function(file, name, f"{reason}, file")

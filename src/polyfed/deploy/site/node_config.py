@@ -1,0 +1,109 @@
+"""A site from the configuration of its SuperNode (`flower-supernode --node-config`), and what it answers."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.trusted_code import load_function, trust_code
+from polyfed.core.training.losses import import_loss
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
+from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head
+from polyfed.deploy.site.site import Site
+
+_PROTECTION_FIELDS = {
+    word: word.replace("-", "_") for word in ("clip-norm", "noise-multiplier", "delta", "max-epsilon")
+}
+_KEYS = {
+    "client-id", "site", "state-dir", "disclose", "allow-disclosure", "methods", "device", "data-set", "secure", "key",
+    "peers", "secure-threshold", "loss", *_PROTECTION_FIELDS,
+}  # fmt: skip
+_FLOWER_KEYS = {"partition-id", "num-partitions"}
+
+
+def build_site(config: Mapping[str, Any]) -> Site:
+    """The site of a node configuration (`flower-supernode --node-config`), whose words are those of `Site` with hyphens;
+    `client-id` is its name, `site` the path of its `site.py`, lists are separated by commas. `loss` is a loss of the site's
+    own by `module:name`, in place of that of `client()`.
+
+    Raises:
+        UserError: a word is missing or unknown, a value does not fit, or `site.py` cannot be read.
+    """
+    if unknown := sorted(set(config) - _KEYS - _FLOWER_KEYS):
+        raise UserError(f"node-config has no {unknown[0]!r}; {did_you_mean(unknown[0], _KEYS)}")
+    if missing := [key for key in ("client-id", "site", "state-dir") if not config.get(key)]:
+        raise UserError(f"node-config lacks {missing[0]}: --node-config 'client-id=\"north\" site=\"/path/site.py\" "
+                        "state-dir=\"/path/state\"'")  # fmt: skip
+    try:
+        numbers = {name: float(config[word]) for word, name in _PROTECTION_FIELDS.items() if word in config}
+        protection = ReplyProtection(**numbers)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"node-config: {error}") from error
+    for word in ("allow-disclosure", "secure"):
+        if not isinstance(config.get(word, False), bool):
+            raise UserError(f"node-config: {word} must be true or false, got {config[word]!r}")
+    threshold = config.get("secure-threshold")
+    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 2):
+        raise UserError(f"node-config: secure-threshold must be a whole number from 2, got {threshold!r}")
+    methods = _split_names(config.get("methods", ""))
+    trust_code(str(expand_user_path(str(config["site"]), "node-config: site")))  # the site's own word
+    return Site(
+        name=str(config["client-id"]),
+        client=_client_factory(config),
+        folder=expand_user_path(str(config["state-dir"]), "node-config: state-dir"),
+        disclose=_split_names(config.get("disclose", "")),
+        allow_disclosure=config.get("allow-disclosure", False),
+        methods=methods or None,
+        protection=protection,
+        device=str(config.get("device", "auto")),
+        data_set=str(config.get("data-set", "data")),
+        secure=config.get("secure", False),
+        key=_optional_path(config.get("key")),
+        peers=_optional_path(config.get("peers")),
+        secure_threshold=threshold,
+    )
+
+
+def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
+    """The function `client` of a `site.py`, with the loss that the configuration names."""
+    client_factory: Callable[[], Client] = load_function(
+        expand_user_path(str(config["site"]), "node-config: site"), "client", "node-config: site"
+    )
+    if not (name := str(config.get("loss") or "")):
+        return client_factory
+    trust_code(name)  # the site's own word
+    loss = import_loss(name)
+    return lambda: replace(client_factory(), loss=loss)
+
+
+def answer_message(
+    config: Mapping[str, Any], load_site: Callable[[], Site], unpack: Callable[[], PackedEnvelope]
+) -> Envelope:
+    """What a site answers to what came.
+
+    Args:
+        config: its node configuration.
+        load_site: makes it, or has it.
+        unpack: opens the message.
+    """
+    try:
+        loaded_site, packed_envelope = load_site(), unpack()
+        envelope = Envelope(parse_head(packed_envelope.head), packed_envelope.unpack_body())
+    except Exception:  # whatever site.py raises; the text may show what is the site's own
+        logging.getLogger("polyfed.site").exception("this site cannot start")
+        return Envelope(
+            {"client": str(config.get("client-id")), "refused": "it cannot start (the reason is in its log)"}
+        )
+    return loaded_site.answer_envelope(envelope)
+
+
+def _split_names(text: Any) -> frozenset[str]:
+    return frozenset(word.strip() for word in str(text).split(",") if word.strip())
+
+
+def _optional_path(word: Any) -> Path | None:
+    return expand_user_path(str(word), "node-config: a path") if word else None

@@ -1,0 +1,152 @@
+"""The site process: one for a site, with torch, its network and its data loaded, that serves message after message.
+
+    python -m polyfed.deploy.worker FD      started by the SuperNode (`polyfed.deploy.flower.supernode`), which holds the other end
+
+It loads `site.py` and calls its `client()` as soon as it starts, before the first message. A run begins with an
+introduction, and gets what is on the disk then: if this process has answered before, or has waited for long, or files of
+Python beside `site.py` have changed, it asks for a new one in its place. Between the messages of a run everything stays in
+memory, a GPU's too, but the state of the run: that is read from the disk and written to it, as always.
+
+It ends when the SuperNode does, whatever it is doing then.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+from polyfed.core.algorithm import Client
+from polyfed.deploy.logs import log_to_stderr
+from polyfed.deploy.protocol.framing import BrokenStreamError, Frame, FrameError, receive_frame, send_frame
+from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope, PackedEnvelope, pack_envelope, parse_head
+from polyfed.deploy.site.node_config import answer_message, build_site
+from polyfed.deploy.site.site import Site
+
+_FRESH_SECONDS = 300.0  # a run's data were read at most so long before it began
+_LOG = logging.getLogger("polyfed.site")
+
+
+@final
+class SiteRunner:
+    """Keeps a site in memory, and answers letters.
+
+    Args:
+        config: the node configuration.
+        clock: seconds that pass.
+    """
+
+    def __init__(self, config: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        self._site: Site | None = None
+        self._client: Client | None = None
+        self._has_answered = False
+        self._loaded_at, self._stamps = 0.0, _file_stamps(config)
+
+    def load_site(self) -> None:
+        """Loads `site.py` and its client. What fails is logged, and tried again when a message comes."""
+        start = self._clock()
+        try:
+            self._get_site()
+            self._get_client()
+        except Exception:  # whatever site.py raises: the message that needs it will tell
+            _LOG.exception("site.py cannot be loaded now; it is tried again with the next message")
+        else:
+            _LOG.info("site.py is loaded (%.1f s)", self._clock() - start)
+        self._loaded_at = self._clock()
+
+    def answer_frame(self, frame: Frame) -> Frame:
+        """The answer to a letter, or "again"."""
+        if self._is_stale(frame):
+            return Frame("again")
+        self._has_answered = True
+        unpack = lambda: PackedEnvelope(frame.head, frame.scalars, frame.groups, SERVER_HEAD_BYTES)  # noqa: E731
+        return _to_frame(answer_message(self._config, self._get_site, unpack))
+
+    def _is_stale(self, frame: Frame) -> bool:
+        """Whether a run begins that must not get what this process has loaded."""
+        try:
+            is_introduction = parse_head(frame.head[:SERVER_HEAD_BYTES]).get("kind") == "introduce"
+        except ValueError:
+            return False
+        is_old = self._has_answered or self._clock() - self._loaded_at > _FRESH_SECONDS
+        return is_introduction and (is_old or _file_stamps(self._config) != self._stamps)
+
+    def _get_site(self) -> Site:
+        if self._site is None:
+            site = build_site(self._config)
+            self._build_client = site.client
+            self._site = replace(site, client=self._get_client)
+        return self._site
+
+    def _get_client(self) -> Client:
+        """The client, made once."""
+        if self._client is None:
+            self._client = self._build_client()
+        return self._client
+
+
+def _to_frame(envelope: Envelope) -> Frame:
+    return Frame("answer", *pack_envelope(envelope))
+
+
+def _file_stamps(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Age and size of `site.py` and of the Python files beside it."""
+    stamps = {}
+    for file in Path(str(config.get("site", ""))).parent.glob("*.py"):
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        stamps[file.name] = (status.st_mtime_ns, status.st_size)
+    return stamps
+
+
+def serve_connection(connection: socket.socket) -> None:
+    """Serves the other end until it is closed."""
+    frames: queue.SimpleQueue[Frame | FrameError] = queue.SimpleQueue()
+    threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
+    first = frames.get()
+    if not isinstance(first, Frame) or first.kind != "start":
+        raise BrokenStreamError("the first frame is not a node configuration")
+    runner = SiteRunner(parse_head(first.head))
+    runner.load_site()
+    while True:
+        frame = frames.get()
+        if isinstance(frame, FrameError):
+            _LOG.error("%s", frame)
+            answer = _to_frame(Envelope({"refused": "a message was damaged on its way to the site's process"}))
+        else:
+            answer = runner.answer_frame(frame)
+        send_frame(connection, answer)
+
+
+def _read_frames(connection: socket.socket, frames: "queue.SimpleQueue[Frame | FrameError]") -> None:
+    """Reads frames for the main thread; ends the process when there will be no more."""
+    while True:
+        try:
+            frames.put(receive_frame(connection))
+        except (EOFError, BrokenStreamError, OSError) as error:
+            # At once, in the middle of a message too: nobody waits for its answer, and what is written is written whole.
+            if isinstance(error, BrokenStreamError):
+                print(f"polyfed: {error}", file=sys.stderr, flush=True)
+            os._exit(0 if isinstance(error, EOFError) else 1)
+        except FrameError as error:
+            frames.put(error)
+
+
+def run_command() -> None:
+    """Serves the socket whose number is the first word of the command line."""
+    os.umask(0o077)
+    os.dup2(2, 1)  # what site.py prints is for the site's log
+    log_to_stderr()
+    # What is suppressed: the SuperNode has ended.
+    with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
+        serve_connection(connection)

@@ -1,0 +1,1 @@
+"""Writes a deployment's project, and tries it on one machine."""

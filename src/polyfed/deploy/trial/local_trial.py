@@ -1,0 +1,306 @@
+"""A deployment on one machine for a trial: SuperLink and SuperNodes as processes on loopback, with TLS and keys."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any, TypedDict, final
+
+from polyfed.core.errors import RoundError, UserError
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.deploy.trial.project import Project, make_private_folder, write_key_pair
+from polyfed.simulation.storage.directory import write_file_atomically
+
+_SUPERLINK_MODULE, _SUPERNODE_MODULE = "polyfed.deploy.link", "polyfed.deploy.supernode"
+_START_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_RESTART_SECONDS = 10.0  # before a SuperNode that ended is started again; the SuperLink refuses it for about a minute
+
+
+@final
+@dataclass
+class TrialProcess:
+    """A process of the trial; `log` is where its output goes."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str]
+    popen: subprocess.Popen[bytes]
+    ended_at: float | None = None
+
+
+@final
+@dataclass
+class LocalTrial:
+    """Running processes: the SuperLink first, then the SuperNodes in the order of their sites."""
+
+    project: Project
+    port: int
+    sites: tuple[str, ...]
+    processes: list[TrialProcess] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """Logs, databases and the sites' own folders."""
+        return trial_folder_of(self.project)
+
+    def restart_ended_supernodes(self) -> None:
+        """Starts SuperNodes again that have ended.
+
+        Raises:
+            RoundError: the SuperLink has ended.
+        """
+        superlink, *nodes = self.processes
+        if superlink.popen.poll() is not None:
+            raise RoundError(f"the SuperLink has ended with status {superlink.popen.returncode}; see {superlink.log}")
+        now = time.monotonic()
+        for node in nodes:
+            if node.popen.poll() is not None and node.ended_at is None:
+                node.ended_at = now
+            if node.ended_at is not None and now - node.ended_at > _RESTART_SECONDS:
+                node.popen, node.ended_at = _open_process(node.command, node.log, node.environment), None
+                self.write_trial_file()
+
+    def write_trial_file(self) -> None:
+        """Writes which processes there are, for people and tests."""
+        process_ids = {process.name: process.popen.pid for process in self.processes}
+        content = {"port": self.port, "sites": list(self.sites), "processes": process_ids}
+        write_file_atomically(self.folder / "trial.json", json.dumps(content, indent=1).encode())
+
+    def stop(self) -> None:
+        """Ends all processes, SuperNodes first; those that do not obey are killed. A further Ctrl-C does not keep it from
+        that."""
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        old_handlers = (
+            {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)} if is_main_thread else {}
+        )
+        for group in (self.processes[1:], self.processes[:1]):
+            for process in group:
+                if process.popen.poll() is None:
+                    process.popen.terminate()
+            deadline = time.monotonic() + _STOP_SECONDS
+            for process in group:
+                try:
+                    process.popen.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.popen.kill()
+                    process.popen.wait()
+        (self.folder / "trial.json").unlink(missing_ok=True)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+
+
+def trial_folder_of(project: Project) -> Path:
+    """Where the trial of a project keeps its own."""
+    return project.path / "trial"
+
+
+class _TrialFile(TypedDict):
+    """What `Trial.write_trial_file` writes."""
+
+    port: int
+    sites: list[str]
+    processes: dict[str, int]
+
+
+def read_trial_file(project: Project) -> dict[str, Any] | None:
+    """What `Trial.write_trial_file` wrote: port, sites and process ids; None if no trial runs, or the file is damaged."""
+    try:
+        content = parse_json(read_file(trial_folder_of(project) / "trial.json"))
+    except (OSError, ValueError):
+        return None
+    return None if validation_error(content, _TrialFile) else dict(content)
+
+
+@contextmanager
+def start_trial(
+    project: Project, sites: Sequence[str], port: int = 8000, node_config: str = "", proxy_port: int | None = None
+) -> Iterator[LocalTrial]:
+    """Inside the block SuperLink and SuperNodes run; after it they have ended.
+
+    Args:
+        project: whose certificates, keys and `site/site.py` are used.
+        sites: ids of the sites; each process of one is told its id as POLYFED_SITE, and all of them
+            as POLYFED_SITES.
+        port: of the SuperLink; the SuperNodes take the next free ones.
+        node_config: added to the node configuration of all, as 'disclose="accuracy"'.
+        proxy_port: the port of a proxy before the SuperLink to which SuperNodes connect; None is the SuperLink itself.
+
+    Raises:
+        UserError: the port is taken, a trial is running already, or files are missing.
+        RoundError: a process does not start; the sentence names its log.
+    """
+    if read_trial_file(project) is not None:
+        raise UserError(
+            f"a trial of {project.path} is running, or was killed; end it, or delete {trial_folder_of(project)}/trial.json"
+        )
+    if not project.site_file.is_file():
+        raise UserError(f"{project.site_file} is missing; it must define client()")
+    if _is_port_open(port):
+        raise UserError(f"port {port} is taken; choose another --port")
+    folder, certificates = trial_folder_of(project), project.certificates_folder
+    for private_folder in (folder, folder / "sites", folder / "homes", certificates):
+        make_private_folder(private_folder)
+    local_trial = LocalTrial(project, port, tuple(sites))
+    with ExitStack() as stack:
+        stack.callback(local_trial.stop)
+        authority = str(certificates / "ca.crt")
+        token = _control_token_file(folder)
+        files = ["--ssl-certfile", str(certificates / "server.pem"), "--ssl-keyfile", str(certificates / "server.key")]
+        superlink_command = [
+            sys.executable,
+            "-m",
+            _SUPERLINK_MODULE,
+            "--control-token-file",
+            str(token),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--ssl-ca-certfile",
+            authority,
+            *files,
+            "--enable-supernode-auth",
+            "--database",
+            str(folder / "state.db"),
+            "--disable-runtime-dependency-installation",
+        ]
+        local_trial.processes.append(_start_process("superlink", superlink_command, folder, {}))
+        keys = {site: certificates / f"{site}.key" for site in sites}
+        ready_file, free_port = folder / "ready", port
+        ready_file.unlink(missing_ok=True)
+        for site, key in keys.items():
+            if not key.exists():
+                write_key_pair(key)
+            free_port = next(number for number in range(free_port + 1, 65536) if not _is_port_open(number))
+            state_folder = folder / "sites" / site
+            make_private_folder(state_folder)
+            key_config = f'key="{key}" peers="{certificates}"'  # for secure sums
+            site_config = (
+                f'client-id="{site}" site="{project.site_file}" state-dir="{state_folder}" {key_config} {node_config}'
+            )
+            connection_options = ["--superlink", f"127.0.0.1:{proxy_port or port}", "--root-certificates", authority]
+            supernode_command = [
+                sys.executable, "-P", "-m", _SUPERNODE_MODULE, *connection_options, "--port", str(free_port),
+                "--auth-supernode-private-key", str(key), "--node-config", site_config.strip(),
+            ]  # fmt: skip
+            # They import what they need while the SuperLink starts, and connect when their keys are registered.
+            site_variables = {"POLYFED_SITE": site, "POLYFED_SITES": ",".join(sites), "POLYFED_AFTER": str(ready_file)}
+            local_trial.processes.append(_start_process(site, supernode_command, folder, site_variables))
+        _wait_until(lambda: _is_port_open(port), local_trial.processes[0])
+        write_flower_config(folder / "home", f"127.0.0.1:{port}", authority)
+        _log_in(folder / "home", f"127.0.0.1:{port}", token, keys)
+        ready_file.touch(mode=0o600)
+        local_trial.write_trial_file()
+        yield local_trial
+
+
+def _control_token_file(folder: Path) -> Path:
+    """The file with the token of the trial's control interface."""
+    file = folder / "control.token"
+    if not file.exists():
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_hex(32) + "\n", encoding="utf-8")
+    return file
+
+
+def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = MappingProxyType({})) -> None:
+    """Lets Flower's commands with this FLWR_HOME reach the SuperLink, and registers the keys of sites."""
+    command = [sys.executable, "-m", _SUPERLINK_MODULE, "--control-token-file", str(token), "--login", address]
+    command += [word for site, key in keys.items() for word in ("--register", f"{site}={key}.pub")]
+    process = subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RoundError(f"the SuperLink does not let the trial in: {' '.join(process.stderr.split())[-300:]}")
+
+
+def find_flower_program(name: str) -> str:
+    """The path of a program that was installed with Flower.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise UserError(f"{name} is missing; pip install 'polyfed[flower]'")
+    return str(path)
+
+
+def write_flower_config(home: Path, address: str, authority: str | None) -> None:
+    """Flower's own configuration below `home` (FLWR_HOME), with the connection "fed" to a SuperLink."""
+    make_private_folder(home)
+    lines = ["[superlink]", 'default = "fed"', "[superlink.fed]", f"address = {json.dumps(address)}"]
+    lines += [f"root-certificates = {json.dumps(authority)}"] if authority else []
+    (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def run_flwr(home: Path | None, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs Flower's command `run_flwr`."""
+    command = [find_flower_program("flwr"), *words]
+    return subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False, **options)
+
+
+def flower_environment(home: Path | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process of Flower's: nothing is reported to anybody, and its programs are found. Without `home`
+    Flower's own configuration is the user's."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    home_variable = {} if home is None else {"FLWR_HOME": str(home)}
+    return {**os.environ, **quiet, **home_variable, "PATH": path, **(more or {})}
+
+
+def _start_process(name: str, command: Sequence[str], folder: Path, more: Mapping[str, str]) -> TrialProcess:
+    log, variables = folder / f"{name}.log", flower_environment(folder / "homes" / name, more)
+    make_private_folder(folder / "homes" / name)
+    return TrialProcess(name, command, log, variables, _open_process(command, log, variables))
+
+
+def _open_process(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    output: IO[bytes]
+    log.touch(mode=0o600)
+    with log.open("ab") as output:
+        # A session of its own: Ctrl-C is for us, who end them in order.
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=dict(variables),
+            start_new_session=True,
+            umask=0o077,
+        )
+
+
+def _is_port_open(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _wait_until(is_ready: Any, process: TrialProcess) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not is_ready():
+        if process.popen.poll() is not None or time.monotonic() > deadline:
+            raise RoundError(f"{process.name} did not start; see {process.log}")
+        time.sleep(0.2)
+
+
+def interrupt_on_signals() -> None:
+    """SIGTERM ends the trial as Ctrl-C does, and Ctrl-C also where a shell started us in the background."""
+
+    def raise_interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, raise_interrupt)

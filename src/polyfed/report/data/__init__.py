@@ -1,0 +1,1 @@
+"""Reads the runs that a report shows, and computes its figures."""

@@ -1,0 +1,210 @@
+"""The predictions behind a setting's scores: of each method, seed and client those of its test examples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core.algorithm import Task
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metrics import probabilities
+from polyfed.report.data.binary_stats import BinaryPredictions
+from polyfed.report.data.run_groups import MethodRuns, RunGroup
+from polyfed.simulation.storage.predictions import FOLDER, Predictions, read_predictions
+
+MAX_METHODS = 4  # that a reader can choose among: training alone and the leader first
+_MANY_CLIENTS = 100  # clients from which only these two are read
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BinaryQuestion:
+    """A question of yes or no in the task: a class against the others, or a label. `column` of the outputs."""
+
+    name: str
+    column: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GroupPredictions:
+    """What was predicted.
+
+    Attributes:
+        task: "classification", "multilabel" or "regression".
+        methods: labels, the leader first.
+        local_label: the label of training alone; None without it.
+        seeds: that all of the methods have.
+        clients: with predictions of every method and seed, ascending.
+        class_names: one a class or label.
+        same_clients: whether a client has the same test examples in each seed.
+        prediction_tables: by method, seed and client.
+        notes: what is left out, sentences.
+    """
+
+    task: Task
+    methods: tuple[str, ...]
+    local_label: str | None
+    seeds: tuple[int, ...]
+    clients: tuple[str, ...]
+    class_names: tuple[str, ...]
+    same_clients: bool
+    prediction_tables: Mapping[tuple[str, int, str], Predictions]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether the task is one of two classes."""
+        return self.task == "classification" and len(self.class_names) == 2
+
+    @cached_property
+    def binary_questions(self) -> tuple[BinaryQuestion, ...]:
+        """Questions of yes or no: of two classes one, whether it is the second; else one a class or label."""
+        if self.task == "regression":
+            return ()
+        columns = [1] if self.is_binary else range(len(self.class_names))
+        return tuple(BinaryQuestion(self.class_names[k], k) for k in columns)
+
+    def binary_predictions(
+        self, method: str, seed: int, clients: Sequence[str], question: BinaryQuestion
+    ) -> BinaryPredictions:
+        """Probabilities and truths of all test examples of these clients together, each by its own network. Examples
+        whose output is not finite are left out."""
+        tables = [self.prediction_tables[method, seed, client] for client in clients]
+        outputs, targets = torch.cat([p.outputs for p in tables]), torch.cat([p.targets for p in tables])
+        finite_rows = torch.isfinite(outputs).all(1)
+        score = probabilities(outputs[finite_rows], self.task)[:, question.column]
+        finite_targets = targets[finite_rows]
+        positive = (
+            finite_targets[:, question.column] > 0.5 if finite_targets.dim() == 2 else finite_targets == question.column
+        )
+        return score, np.asarray(positive.numpy(), dtype=np.bool_)
+
+    def confusion_matrix(self, method: str, seed: int, clients: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Test examples by true class (rows) and most probable class (columns), shape (K, K)."""
+        size = len(self.class_names)
+        matrix = np.zeros((size, size), np.int64)
+        for client in clients:
+            table = self.prediction_tables[method, seed, client]
+            finite_rows = torch.isfinite(table.outputs).all(1)
+            np.add.at(matrix, (table.targets[finite_rows].numpy(), table.outputs[finite_rows].argmax(1).numpy()), 1)
+        return matrix
+
+    def column_names(self) -> list[str]:
+        """Further columns of the examples, such as "sex", ascending."""
+        return sorted({name for table in self.prediction_tables.values() for name in table.columns})
+
+    def column_values(self, name: str, clients: Sequence[str], seed: int) -> list[Any]:
+        """A column of the test examples of clients, in the order of `binary_predictions`; None where a client has none."""
+        cells: list[Any] = []
+        for client in clients:
+            table = self.prediction_tables[self.methods[0], seed, client]
+            cells += list(table.columns.get(name, [None] * len(table.targets)))
+        return cells
+
+
+def read_group_predictions(
+    run_group: RunGroup, class_names: Sequence[str] | None = None
+) -> tuple[GroupPredictions | None, str]:
+    """The predictions of the runs of a setting at the rounds whose scores are shown; or None, and a sentence why.
+
+    Args:
+        run_group: as gathered.
+        class_names: one a class or label; None numbers them.
+    """
+    shown_methods = _methods_to_show(run_group)
+    tables: dict[str, dict[tuple[int, str], Predictions]] = {}
+    notes = []
+    for method in shown_methods:
+        client_tables, why = _predictions_of_method(method)
+        if client_tables:
+            tables[method.label] = client_tables
+        if why:
+            notes.append(why)
+    if not tables:
+        return None, _missing_predictions_reason(shown_methods, notes)
+    common = set.intersection(*(set(client_tables) for client_tables in tables.values()))
+    seeds = tuple(sorted({seed for seed, _ in common}))
+    clients = tuple(sorted({c for _, c in common if all((s, c) in common for s in seeds)}))
+    if not clients:
+        return None, "No client has predictions of every method, so that there are no curves by example."
+    if missing_count := len(run_group.clients) - len(clients):
+        notes.append(
+            f"{missing_count} of {len(run_group.clients)} clients have no predictions of every method and are left out."
+        )
+    kept_tables = {
+        (m, s, c): client_tables[s, c] for m, client_tables in tables.items() for s in seeds for c in clients
+    }
+    return _group_predictions(run_group, kept_tables, tuple(tables), seeds, clients, class_names, notes)
+
+
+def _missing_predictions_reason(methods: Sequence[MethodRuns], notes: Sequence[str]) -> str:
+    folders = [run.folder for method in methods for run in method.runs if run.folder is not None]
+    if not folders:
+        return "The comparison was made without run directories, so that there are no predictions to draw curves of."
+    if not any((folder / FOLDER).is_dir() for folder in folders):
+        return "The runs kept no predictions, so that there are no curves by example and no subgroups."
+    return f"There are no curves by example and no subgroups. {' '.join(notes)}"
+
+
+def _group_predictions(
+    run_group: RunGroup, tables: Mapping[tuple[str, int, str], Predictions], methods: tuple[str, ...],
+    seeds: tuple[int, ...], clients: tuple[str, ...], class_names: Sequence[str] | None, notes: list[str],
+) -> tuple[GroupPredictions | None, str]:  # fmt: skip
+    first = next(iter(tables.values()))
+    task = _task_of_targets(first.targets)
+    width = first.outputs.shape[1]
+    if any(t.outputs.shape[1] != width or _task_of_targets(t.targets) != task for t in tables.values()):
+        return None, "The predictions of the runs are not of one form, so that there are no curves by example."
+    names = [str(name) for name in class_names or ()]
+    if len(names) != width:
+        names = [str(k) for k in range(width)]
+    names = [f"class {name}" if name.isdigit() and task == "classification" else name for name in names]
+    if first_nonfinite := sum(int((~torch.isfinite(t.outputs).all(1)).sum()) for t in tables.values()):
+        notes.append(f"{first_nonfinite} predictions are not finite numbers (the training diverged) and are left out.")
+    same_clients = (run_group.same_clients or len(seeds) == 1) and all(
+        torch.equal(tables[m, s, c].targets, tables[methods[0], seeds[0], c].targets) for m, s, c in tables
+    )
+    local_label = run_group.local_label if run_group.local_label in methods else None
+    return GroupPredictions(
+        task, methods, local_label, seeds, clients, tuple(names), same_clients, tables, tuple(notes)
+    ), ""
+
+
+def _methods_to_show(run_group: RunGroup) -> list[MethodRuns]:
+    """The leader, training alone, what sites are told to join with, and the next best."""
+    advised = {
+        answer.get("method")
+        for answer in run_group.comparison_results.get("answers") or ()
+        if isinstance(answer, Mapping)
+    }
+    ranked = sorted(run_group.methods, key=lambda x: (x.label not in advised, -run_group.ranking_key(x)))
+    order = [method for method in (run_group.best_method, run_group.local_method) if method is not None]
+    order += [method for method in ranked if method not in order]
+    return order[: 2 if len(run_group.clients) > _MANY_CLIENTS else MAX_METHODS]
+
+
+def _predictions_of_method(method: MethodRuns) -> tuple[dict[tuple[int, str], Predictions], str]:
+    client_tables = {}
+    for run in method.runs:
+        if run.folder is None or not (run.folder / FOLDER).is_dir():
+            continue
+        for client in run.score_by_client:
+            try:
+                client_tables[run.seed, client] = read_predictions(
+                    run.folder, client, split="test", round=run.scored_round
+                )
+            except UserError as error:
+                return {}, f"{method.label} has no curves: {error}."
+    return client_tables, "" if client_tables else f"{method.label} has kept no predictions."
+
+
+def _task_of_targets(targets: Tensor) -> Task:
+    if targets.dim() == 2:
+        is_binary = bool(((targets == 0) | (targets == 1)).all())
+        return "multilabel" if is_binary else "regression"
+    return "regression" if targets.is_floating_point() else "classification"

@@ -1,0 +1,400 @@
+"""What a page needs of run directories and of comparisons: runs of one method that differ in their seed alone are a line,
+and lines that answer the same question (the same data, clients and networks) are a setting."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from polyfed.comparison.storage import comparison_directory as comparison
+from polyfed.core.errors import UserError
+from polyfed.report.data.answers import parse_mean_answer, parse_site_answers
+from polyfed.report.data.run_records import (
+    DIGITS,
+    RunRecord,
+    mean_of_defined,
+    norms_and_warnings,
+    read_rounds,
+    read_run_record,
+)
+from polyfed.report.data.score_format import ScoreFormat, score_format_of
+from polyfed.simulation.storage.directory import BASELINES, list_changes, read_config, read_manifest
+
+_LOCAL = "local"
+# Where it ran, and how often it was looked at, does not change what was asked.
+_IGNORED_SETTINGS = {
+    "algorithm", "baselines", "seed", "rounds", "clients_per_round", "engine", "workers", "ray_address", "gpus_per_worker",
+    "device", "evaluate_every", "checkpoint_every", "on_error", "min_replies",
+    "compress", "compress_down",
+}  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MethodRuns:
+    """A method with its settings: one run a seed, at least one.
+
+    Attributes:
+        label: the method's name; where several lines have it, what tells them apart is added.
+        statistics: what a comparison has computed; empty without one.
+    """
+
+    label: str
+    runs: tuple[RunRecord, ...]
+    statistics: Mapping[str, Any]
+
+    @cached_property
+    def mean_by_run(self) -> tuple[float, ...]:
+        """The mean over clients of each run."""
+        return tuple(mean_of_defined(list(run.score_by_client.values())) for run in self.runs)
+
+    @cached_property
+    def mean_learning_curve(self) -> Mapping[str, tuple[float, ...]]:
+        """By round that all runs have evaluated: `rounds`, and over the runs `megabytes` and `seconds` (means),
+        `mean_score`, `low` and `high` (of the mean score)."""
+        tables = [{point[0]: point for point in run.learning_curve} for run in self.runs]
+        rounds = sorted(set.intersection(*(set(table) for table in tables)))
+        columns: dict[str, list[float]] = {
+            name: [] for name in ("rounds", "megabytes", "seconds", "mean", "low", "high")
+        }
+        for number in rounds:
+            points = np.array([table[number] for table in tables])
+            scores = points[~np.isnan(points[:, 1]), 1].tolist()
+            columns["rounds"].append(number)
+            columns["megabytes"].append(float(points[:, 2].mean()))
+            columns["seconds"].append(float(points[:, 3].mean()))
+            columns["mean"].append(mean_of_defined(scores))
+            columns["low"].append(min(scores, default=math.nan))
+            columns["high"].append(max(scores, default=math.nan))
+        return {name: tuple(values) for name, values in columns.items()}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ClientGain:
+    """What a participant's score gains over training alone, positive where it is better, whichever way the score counts: the
+    mean over seeds, and the lowest and highest of them."""
+
+    client: str
+    mean: float
+    low: float
+    high: float
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RunGroup:
+    """Lines of the same question; training alone comes last where there is one.
+
+    Attributes:
+        title: what the data are.
+        score_format: the score of all lines.
+        same_clients: whether an id is the same client with the same data in each seed. Otherwise each client of each seed
+            is a participant of its own.
+        methods: at least one.
+        comparison_results: the content of `comparison.json`; empty without one.
+        local_label: label of the line that trains alone, which gains are over; None if there is none.
+    """
+
+    title: str
+    score_format: ScoreFormat
+    same_clients: bool
+    methods: tuple[MethodRuns, ...]
+    comparison_results: Mapping[str, Any]
+    local_label: str | None
+
+    @property
+    def local_method(self) -> MethodRuns | None:
+        """Training alone; None if that was not run."""
+        return next((method for method in self.methods if method.label == self.local_label), None)
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted({run.seed for method in self.methods for run in method.runs}))
+
+    @cached_property
+    def clients(self) -> tuple[str, ...]:
+        """Ids, ascending."""
+        return tuple(
+            sorted({client for method in self.methods for run in method.runs for client in run.score_by_client})
+        )
+
+    def participant_name(self, client: str, seed: int) -> str:
+        """The name under which the scores of a client of a seed are shown."""
+        return client if self.same_clients or len(self.seeds) == 1 else f"{client}, seed {seed}"
+
+    @cached_property
+    def common_seeds(self) -> tuple[int, ...]:
+        """Seeds with a mean score of every line that has one at all: means over other seeds do not stand side by side."""
+        scored_seeds = [
+            {run.seed for run, value in zip(method.runs, method.mean_by_run, strict=True) if value == value}
+            for method in self.methods
+        ]
+        return tuple(sorted(set.intersection(*filter(None, scored_seeds)) if any(scored_seeds) else ()))
+
+    def runs_of_common_seeds(self, method: MethodRuns) -> list[RunRecord]:
+        """The runs whose means are shown: of the common seeds; all where there is none."""
+        return [run for run in method.runs if run.seed in self.common_seeds or not self.common_seeds]
+
+    def mean_score(self, method: MethodRuns) -> float:
+        """Over clients and the counted runs; of a finished comparison what it says."""
+        if self.comparison_results:
+            stored_mean = method.statistics["mean"]
+            return math.nan if stored_mean is None else round(stored_mean, DIGITS)
+        return mean_of_defined(
+            [
+                value
+                for run, value in zip(method.runs, method.mean_by_run, strict=True)
+                if run in self.runs_of_common_seeds(method)
+            ]
+        )
+
+    def ranking_key(self, method: MethodRuns) -> float:
+        """Higher for a better mean, whichever way the score counts; lowest of all without one."""
+        mean_score = self.mean_score(method)
+        return -math.inf if math.isnan(mean_score) else self.score_format.positive_if_better(mean_score)
+
+    @cached_property
+    def best_method(self) -> MethodRuns | None:
+        """The best of the methods beside training alone; None if there is no other with a mean."""
+        candidates = [
+            method
+            for method in self.methods
+            if method is not self.local_method and self.ranking_key(method) > -math.inf
+        ]
+        stated_best = [
+            method
+            for method in candidates
+            if method.label == (self.comparison_results.get("leader") or self.comparison_results.get("best"))
+        ]
+        return max(stated_best or candidates, key=self.ranking_key, default=None)
+
+    def score_by_participant(self, method: MethodRuns) -> dict[str, float]:
+        """Of each participant, its score; the mean over the counted seeds where it is in several. NaN without any."""
+        values_by_name: dict[str, list[float | None]] = {}
+        for run in self.runs_of_common_seeds(method) if self.same_clients else method.runs:
+            for client, value in run.score_by_client.items():
+                values_by_name.setdefault(self.participant_name(client, run.seed), []).append(value)
+        return {name: mean_of_defined(values) for name, values in sorted(values_by_name.items())}
+
+    def gains_over_local(self, method: MethodRuns) -> list[ClientGain]:
+        """Of each participant, largest first, each seed against the local run of that seed; whoever lacks one of the scores
+        is left out. Empty without local runs."""
+        if self.local_method is None or method is self.local_method:
+            return []
+        local_scores = {run.seed: run.score_by_client for run in self.local_method.runs}
+        gains_by_name: dict[str, list[float]] = {}
+        for run in method.runs:
+            for client, value in run.score_by_client.items():
+                base = local_scores.get(run.seed, {}).get(client)
+                if value is not None and base is not None:
+                    gains_by_name.setdefault(self.participant_name(client, run.seed), []).append(
+                        self.score_format.positive_if_better(value - base)
+                    )
+        gains = [
+            ClientGain(name, mean_of_defined(values), min(values), max(values))
+            for name, values in gains_by_name.items()
+        ]
+        return sorted(gains, key=lambda gain: (-gain.mean, gain.client))
+
+
+def read_run_groups(folders: Sequence[Path]) -> tuple[list[RunGroup], list[str]]:
+    """Settings of run directories with their baselines, and of comparisons; and a sentence about each run left out.
+
+    Raises:
+        UserError: a folder is neither, or none of its runs has been evaluated yet.
+    """
+    groups: list[RunGroup] = []
+    notes: list[str] = []
+    run_by_folder: dict[Path, RunRecord] = {}
+    for folder in folders:
+        is_comparison = (folder / comparison.DESCRIPTION).exists()
+        if is_comparison and (folder / comparison.RESULTS).exists():
+            groups.append(_finished_comparison_group(folder, notes))
+            continue
+        run_by_path = {path: read_run_record(path) for path in _run_directories(folder)}
+        evaluated_runs = {path: run for path, run in run_by_path.items() if run is not None}
+        if not evaluated_runs:
+            raise UserError(
+                f"{folder} has no evaluated round yet; go on with it: polyfed "
+                f"{'compare' if is_comparison else 'resume'} {folder}"
+            )
+        notes += [sentence for path in evaluated_runs for sentence in list_changes(path)]
+        notes += [
+            f"{path} has no evaluated round yet and is left out" for path in run_by_path if path not in evaluated_runs
+        ]
+        if is_comparison:
+            notes.append(f"The comparison is not finished; go on with it: polyfed compare {folder}")
+            groups.append(_unfinished_comparison_group(folder, list(evaluated_runs.values())))
+        else:
+            run_by_folder |= evaluated_runs
+    runs_by_question: dict[str, list[RunRecord]] = {}
+    for run in run_by_folder.values():
+        runs_by_question.setdefault(_comparability_key(run), []).append(run)
+    return [*groups, *(_group_runs(runs) for runs in runs_by_question.values())], notes
+
+
+def _run_directories(folder: Path) -> Iterator[Path]:
+    """A run directory and its baselines, or the runs that an unfinished comparison has so far."""
+    if (folder / comparison.DESCRIPTION).exists():
+        yield from sorted(path.parent for path in folder.glob("*/seed-*/config.yaml"))
+        return
+    if not (folder / "config.yaml").exists():
+        raise UserError(
+            f"{folder} is not a run directory: it has no config.yaml (nor {comparison.DESCRIPTION}, of a comparison)"
+        )
+    yield folder
+    if (folder / BASELINES).is_dir():
+        yield from sorted(path.parent for path in (folder / BASELINES).glob("*/config.yaml"))
+
+
+def _comparability_key(run: RunRecord) -> str:
+    """Equal for runs whose scores may stand side by side."""
+    shared_settings = {key: value for key, value in run.config.items() if key not in _IGNORED_SETTINGS}
+    if "data" not in shared_settings and run.folder is not None:  # the clients were made in Python
+        shared_settings["fingerprint"] = read_manifest(run.folder).get("data_fingerprint")
+    return json.dumps(
+        [run.score_format.name, sorted(run.score_by_client), shared_settings], sort_keys=True, default=str
+    )
+
+
+def _group_runs(runs: Sequence[RunRecord]) -> RunGroup:
+    runs_by_method: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        key = json.dumps(_method_settings(run), sort_keys=True, default=str)
+        if run.seed in {earlier_run.seed for earlier_run in runs_by_method.get(key, ())}:
+            key += str(run.folder)  # the same run twice, in two folders
+        runs_by_method.setdefault(key, []).append(run)
+    groups = [tuple(sorted(group, key=lambda run: run.seed)) for group in runs_by_method.values()]
+    method_list = [MethodRuns(_method_label(group, groups), group, {}) for group in groups]
+    method_list.sort(key=lambda method: method.runs[0].method == _LOCAL)
+    drawn_from_seed = "data" in runs[0].config  # by a draw from the seed
+    local_label = next((method.label for method in method_list if method.runs[0].method == _LOCAL), None)
+    return RunGroup(
+        _data_title(runs[0].config), runs[0].score_format, not drawn_from_seed, tuple(method_list), {}, local_label
+    )
+
+
+def _method_settings(run: RunRecord) -> dict[str, Any]:
+    return {
+        **run.config["algorithm"],
+        "rounds": run.config.get("rounds"),
+        "clients_per_round": run.config.get("clients_per_round"),
+        **{way: run.config.get(way, "none") for way in ("compress", "compress_down")},
+    }
+
+
+def _method_label(group: Sequence[RunRecord], groups: Sequence[Sequence[RunRecord]]) -> str:
+    name = group[0].method
+    alike = [_method_settings(candidate[0]) for candidate in groups if candidate[0].method == name]
+    settings = _method_settings(group[0])
+    if len(alike) == 1:
+        return name
+    if sum(candidate == settings for candidate in alike) > 1:
+        return f"{name} ({group[0].folder})"
+    return (
+        f"{name} "
+        f"({', '.join(f'{key} {settings[key]}' for key in settings if any(o.get(key) != settings[key] for o in alike))})"
+    )
+
+
+def _data_title(config: Mapping[str, Any]) -> str:
+    data = config.get("data")
+    if not isinstance(data, Mapping):
+        return "clients made in Python"
+    partition = dict(data.get("partition") or {})
+    name = partition.pop("name", "")
+    parameters_text = ", ".join(
+        f"{key} {value}" for key, value in partition.items() if isinstance(value, int | float | str)
+    )
+    return f"{data.get('name', 'data')}, {name}" + (f" ({parameters_text})" if parameters_text else "")
+
+
+def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord]) -> RunGroup:
+    """The setting of a comparison that is not finished, of the runs that it has."""
+    description = comparison.read_description(folder)
+    runs_by_label: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        runs_by_label.setdefault(run.folder.parent.name if run.folder else run.method, []).append(run)
+    methods = [
+        MethodRuns(label, tuple(sorted(label_runs, key=lambda run: run.seed)), {})
+        for label, label_runs in runs_by_label.items()
+    ]
+    methods.sort(key=lambda line: line.label == description.get("reference"))
+    return RunGroup(
+        str(description.get("title", folder.name)),
+        runs[0].score_format,
+        bool(description.get("same_clients")),
+        tuple(methods),
+        {},
+        description.get("reference"),
+    )
+
+
+def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:
+    """The setting of a finished comparison; of each run that cannot be looked into there is a note."""
+    results = comparison.load_comparison(folder).results
+    try:
+        score_fields = {name: results.get(f"score_{name}") for name in ("label", "unit")}
+        score_format = score_format_of(
+            results["score"], {**score_fields, "higher_is_better": results.get("higher_is_better")}
+        )
+        methods = [
+            MethodRuns(label, runs, method["statistics"])
+            for label, method in results["methods"].items()
+            if (runs := tuple(_runs_of_comparison(folder, results, score_format, method, notes)))
+        ]
+        _ = [results[name] for name in ("notes", "verdicts", "skipped", "best", "best_by", "tuning")]
+        _ = [results[name]["sentence"] for name in ("budget", "target")]
+        _ = [parse_site_answers(results), parse_mean_answer(results)]
+        methods.sort(key=lambda line: line.label == results["reference"])
+        same_clients = bool(results["same_clients"])
+        group = RunGroup(results["title"], score_format, same_clients, tuple(methods), results, results["reference"])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"{folder / comparison.RESULTS} is damaged ({type(error).__name__}: {error}); make it again: polyfed compare "
+            f"{folder}"
+        ) from error
+    if not methods:
+        raise UserError(f"no method of {folder} has an evaluated round within the budget; read it with a larger one: "
+                        f"polyfed compare {folder} --budget steps")  # fmt: skip
+    return group
+
+
+def _runs_of_comparison(
+    folder: Path, results: Mapping[str, Any], score_format: ScoreFormat, method: Mapping[str, Any], notes: list[str]
+) -> Iterator[RunRecord]:
+    for seed, run in sorted(method["runs"].items(), key=lambda item: int(item[0])):
+        if run["round"] is None:
+            continue
+        path = None if run["path"] is None else folder / run["path"]
+        has_directory = path is not None and (path / "config.yaml").exists()
+        config: dict[str, Any] = {}
+        if path is not None and has_directory:
+            try:
+                config = read_config(path)
+                notes += list_changes(path)
+            except UserError as error:  # the scores are in the results
+                notes.append(f"{error}. Only its scores are shown.")
+                has_directory = False
+        curve = tuple(
+            (int(number), math.nan if score is None else float(score), bytes_moved / 2**20, float(seconds))
+            for number, score, bytes_moved, seconds in run["curve"]
+        )
+        try:
+            norms, warnings = norms_and_warnings(
+                read_rounds(path / "metrics.jsonl") if path is not None and has_directory else ()
+            )
+        except UserError:  # `changes` tells of it
+            norms, warnings = {}, ()
+        yield RunRecord(
+            path if has_directory else None, config, method["name"], int(seed), score_format, results["rounds"],
+            curve[-1][0], run["round"], run["scores"], curve, update_norms=norms, warnings=warnings,
+            uses_secure_sums=config.get("secure") is True,
+        )  # fmt: skip

@@ -1,0 +1,96 @@
+"""How people read a score: its label, its unit, and which way is better."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metrics import METRICS, resolve_metrics
+from polyfed.report.page.svg_charts import NumberUnit, format_number
+
+
+@final
+@dataclass(frozen=True)
+class ScoreFormat:
+    """A score as people read it.
+
+    Args:
+        name: of its column.
+        label: for people, such as "AUC".
+        unit: "%" for shares, whose differences are points; "" for all others.
+        higher_is_better: False for errors and losses.
+
+    >>> brier = score_format_of("brier")
+    >>> brier.label, brier.positive_if_better(-0.1), brier.best_of([0.2, 0.1])
+    ('Brier score', 0.1, 0.1)
+    """
+
+    name: str
+    label: str
+    unit: NumberUnit = ""
+    higher_is_better: bool = True
+
+    def positive_if_better(self, difference: float) -> float:
+        """A difference of two scores, positive where the first is better."""
+        return difference if self.higher_is_better else -difference
+
+    def best_of(self, values: list[float]) -> float:
+        """The best of them, at least one."""
+        return max(values) if self.higher_is_better else min(values)
+
+    @property
+    def highest_or_lowest(self) -> str:
+        """What the best value of several is."""
+        return "highest" if self.higher_is_better else "lowest"
+
+    def format_magnitude(self, difference: float) -> str:
+        """The size of a difference, with no sign.
+
+        >>> score_format_of("accuracy").format_magnitude(-0.051), score_format_of("auc").format_magnitude(0.02)
+        ('5.1 points', '0.020')
+        """
+        text = format_number(abs(difference) + 0.0, self.unit)
+        return text.replace(" %", " points")
+
+    def format_signed(self, difference: float) -> str:
+        """A difference with its sign.
+
+        >>> score_format_of("accuracy").format_signed(-0.051)
+        '−5.1 points'
+        """
+        text = format_number(difference + 0.0, self.unit, signed=True)
+        return text.replace(" %", " points")
+
+
+def score_format_of(name: str, overrides: Mapping[str, Any] | None = None) -> ScoreFormat:
+    """The scale of a score.
+
+    Args:
+        name: of the score.
+        overrides: what a comparison or a run says of it, with the keys `label`, `unit` and `higher_is_better`; a metric of
+            polyfed needs none.
+
+    >>> (score_format_of("auc").label, score_format_of("sensitivity_at_95").unit,
+    ...  score_format_of("cost", {"higher_is_better": False}))
+    ('AUC', '%', ScoreFormat(name='cost', label='cost', unit='', higher_is_better=False))
+    """
+    default_format = _default_format(name)
+    overrides = overrides or {}
+    unit = overrides.get("unit")
+    higher_is_better = overrides.get("higher_is_better")
+    return ScoreFormat(
+        name,
+        str(overrides.get("label") or default_format.label),
+        default_format.unit if unit is None else "%" if unit == "%" else "",
+        default_format.higher_is_better if higher_is_better is None else bool(higher_is_better),
+    )
+
+
+def _default_format(name: str) -> ScoreFormat:
+    metric = METRICS.get(name)
+    if metric is None:
+        try:  # those that are made when they are asked for, such as sensitivity_at_95
+            (metric,) = resolve_metrics([name], "classification")
+        except UserError:
+            return ScoreFormat(name, name)
+    return ScoreFormat(name, metric.label, metric.unit, metric.higher_is_better)

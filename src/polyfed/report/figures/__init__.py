@@ -1,0 +1,1 @@
+"""Draws what a method has learned: aggregation weights, alignment, architectures, generated weights."""

@@ -1,0 +1,66 @@
+"""Which clients of a FedPNAS run the federated gradient works against, as HTML: α_i of eq. 5 beside what Proposition 1
+compares it with. The picture is ours."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.report.page.elements import html_figure, html_table
+from polyfed.report.page.svg_charts import ChartBar, svg_bar_chart
+from polyfed.simulation import federate
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.results.gradient_conflicts import measure_gradient_conflicts
+
+_CLIENTS = 20  # whose gradients are computed for a page
+_ROWS = 64  # training examples of each
+
+
+def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> str:
+    """Two charts, a bar per client: the cosine of its own gradient before and after its step of adaptation (α_i of
+    normalised gradients), and how far its own gradient goes along the federated one.
+
+    Args:
+        folder: a finished run of `fedpnas` or `ca_fedpnas`, which is only read.
+        clients: its clients.
+        public: its public examples, or None.
+        key: for ids on the page.
+
+    Raises:
+        UserError: too many clients, or a run that cannot be read.
+    """
+    if len(clients) > _CLIENTS:
+        raise UserError(
+            f"the federated gradient of {len(clients)} clients takes long to compute; polyfed.simulation.results.gradient_conflicts does it"
+        )
+    run = federate.resume(folder, clients=clients, public=public, progress=SilentProgress())
+    names, step_weights = measure_gradient_conflicts(run, rows=_ROWS)
+    parts = []
+    for name, title, values in (
+        ("alpha", "α: cosine of a client's gradient with that after its own step", step_weights.cosine),
+        ("federated", "Own gradient along the federated one", step_weights.federated_cosine),
+    ):
+        bars = [ChartBar(client, value, value, value) for client, value in zip(names, values.tolist(), strict=True)]
+        chart = svg_bar_chart(bars, key=f"{key}-{name}", title=title, x_label="of normalised gradients", signed=True)
+        parts.append(html_figure(chart, f"{title} (personal stack, at the server's θ after the last round)."))
+    rows = [
+        [client, *(f"{value:.3g}" for value in values)]
+        for client, *values in zip(
+            names,
+            step_weights.alpha.tolist(),
+            step_weights.cosine.tolist(),
+            step_weights.federated_cosine.tolist(),
+            step_weights.cosine_gap.tolist(),
+            strict=True,
+        )
+    ]
+    columns = ["client", "α = gᵀg̃", "α, normalised", "along the federated gradient", "gap"]
+    numbers_html = html_table("Weights of the third step (eq. 5), and Proposition 1's gap", columns, rows)
+    contradicted = int((step_weights.federated_cosine < 0).sum())
+    summary_html = (
+        f"<p>{contradicted} of {len(names)} clients have a gradient that contradicts the federated one. Their α is meant to "
+        "protect them: Proposition 1 expects both values to be close. The mean gap is "
+        f"{float(step_weights.cosine_gap.mean()):.2f}. Up to {_ROWS} training images of each client.</p>"
+    )
+    return f'{summary_html}<div class="grid2">{"".join(parts)}</div>{numbers_html}'

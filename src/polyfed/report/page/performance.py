@@ -1,0 +1,395 @@
+"""How well predictions separate and how far they can be believed: ROC curves, counts at a threshold and calibration, of all
+sites together and of each. What is drawn first is drawn here; `curves.js` draws the rest from the same numbers."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from polyfed.report.data.binary_stats import (
+    FALSE_ALARM_GRID,
+    auc_interval,
+    calibration_points,
+    hits_and_false_alarms,
+    normal_quantile,
+    roc_curve_and_area,
+)
+from polyfed.report.data.predictions import BinaryQuestion, GroupPredictions
+from polyfed.report.page.confusion import html_confusion_matrix, html_threshold_tables
+from polyfed.report.page.elements import html_json_script, html_line_swatch, html_table
+from polyfed.report.page.sentences import count_with_noun, join_with_and
+from polyfed.report.page.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_image, svg_text
+
+ALL_SITES = "All sites"
+_SITES = 40  # that a reader can choose among
+_CELLS = 600  # sites x methods x classes
+_CLASSES = 10
+_MATRIX = 20  # classes up to which all counts are shown
+LEFT, RIGHT, TOP, BOTTOM, HEIGHT = 50, 22, 10, 44, 384  # of the frame, in units of all charts
+LOCAL_STYLE = 2 * COLOUR_COUNT - 1  # the style of training alone, here as in all charts
+_SHARE_DIGITS = 3  # digits after the point of a share
+NO_VERDICT = (
+    "An area of all sites' test examples together is no answer: whether a method is better for a site only the answers say, "
+    "whatever these curves look like."
+)
+
+
+def performance_data(predictions: GroupPredictions, level: float) -> dict[str, Any]:
+    """Everything that can be chosen, as numbers for the script.
+
+    Returns:
+        `sites`, `methods`, `classes` (names), `reference` (a position, or -1), `cells` by site, class and method (null where
+        there is nothing to say), and `matrices` by site and method (of more than two classes; else null).
+    """
+    questions = predictions.binary_questions[:_CLASSES]
+    sites = [
+        (ALL_SITES, predictions.clients),
+        *((client, (client,)) for client in _selectable_sites(predictions, len(questions))),
+    ]
+    cells = [
+        [[binary_performance(predictions, m, clients, p, level) for m in predictions.methods] for p in questions]
+        for _, clients in sites
+    ]
+    matrices = None
+    if predictions.task == "classification" and not predictions.is_binary and len(predictions.class_names) <= _MATRIX:
+        matrices = [
+            [_mean_confusion_matrix(predictions, m, clients) for m in predictions.methods] for _, clients in sites
+        ]
+    local_position = predictions.methods.index(predictions.local_label) if predictions.local_label else -1
+    return {
+        "sites": [name for name, _ in sites], "methods": list(predictions.methods), "reference": local_position,
+        "classes": [question.name for question in questions], "names": list(predictions.class_names), "cells": cells,
+        "matrices": matrices, "level": level, "z": round(normal_quantile(level), 6), "seeds": len(predictions.seeds),
+        "others": predictions.class_names[0] if predictions.is_binary else "",
+        "styles": [LOCAL_STYLE if k == local_position else k for k in range(len(predictions.methods))],
+    }  # fmt: skip
+
+
+def binary_performance(
+    predictions: GroupPredictions, method: str, clients: Sequence[str], question: BinaryQuestion, level: float
+) -> dict[str, Any] | None:
+    """What is told of a method, a question of yes or no and some clients' test examples; None without examples.
+
+    Returns:
+        `n`, `yes`: examples, mean over seeds. `area`: AUC with its interval, or null; `seeds`: its lowest and highest.
+        `roc`: sensitivity by `GRID`, and where seeds differ `low` and `high`. `groups`: calibration. `hits`, `alarms`:
+        counts by threshold, means over seeds; missing where the most probable of several classes decides.
+    """
+    parts = [
+        part
+        for seed in predictions.seeds
+        if len((part := predictions.binary_predictions(method, seed, clients, question))[0])
+    ]
+    if not parts:
+        return None
+    size = float(np.mean([len(p) for _, p in parts]))
+    positives = float(np.mean([p.sum() for _, p in parts]))
+    performance: dict[str, Any] = {"n": round(size, 1), "yes": round(positives, 1), "area": None, "roc": None}
+    if curves_and_areas := [pair for part in parts if (pair := roc_curve_and_area(part)) is not None]:
+        heights = np.array([curve for curve, _ in curves_and_areas])
+        areas = [area for _, area in curves_and_areas]
+        performance["roc"] = _round_values(heights.mean(axis=0))
+        if len(curves_and_areas) > 1 and np.ptp(heights, axis=0).max() > 0.0005:
+            performance |= {"low": _round_values(heights.min(axis=0)), "high": _round_values(heights.max(axis=0))}
+        area = float(np.mean(areas))
+        performance["area"] = _round_values([area, *auc_interval(area, positives, size - positives, level)])
+        performance["seeds"] = _round_values([min(areas), max(areas)])
+    performance["groups"] = [
+        _round_values([g.mean_probability, g.positive_share, g.low, g.high, g.examples])
+        for g in calibration_points(parts, level)
+    ]
+    if predictions.is_binary or predictions.task == "multilabel":
+        positives_by_part = [hits_and_false_alarms(part) for part in parts]
+        performance |= {name: [_round_number(v) for v in np.mean([pair[k] for pair in positives_by_part], axis=0)]
+                  for k, name in enumerate(("hits", "alarms"))}  # fmt: skip
+    return performance
+
+
+def _mean_confusion_matrix(predictions: GroupPredictions, method: str, clients: Sequence[str]) -> list[list[float]]:
+    matrix = np.mean([predictions.confusion_matrix(method, seed, clients) for seed in predictions.seeds], axis=0)
+    return [[_round_number(v, _SHARE_DIGITS) for v in row] for row in matrix]
+
+
+def _selectable_sites(predictions: GroupPredictions, question_count: int) -> list[str]:
+    """The sites with the most test examples, by name; none where a name is another site in each seed."""
+    if not predictions.same_clients or len(predictions.clients) == 1:
+        return []
+    max_sites = min(_SITES, max(1, _CELLS // (len(predictions.methods) * max(question_count, 1)) - 1))
+    method, seed = predictions.methods[0], predictions.seeds[0]
+    return sorted(
+        sorted(predictions.clients, key=lambda c: -len(predictions.prediction_tables[method, seed, c].targets))[
+            :max_sites
+        ]
+    )
+
+
+def html_performance_section(predictions: GroupPredictions, level: float, key: str) -> str:
+    """The whole section, with its numbers for the script; for predictions of numbers a sentence."""
+    if not predictions.binary_questions:
+        return "<p>ROC curves and counts are of classes; these networks predict numbers.</p>"
+    page_data = performance_data(predictions, level)
+    shown_methods = [0, *([page_data["reference"]] if page_data["reference"] > 0 else [])]
+    first = [page_data["cells"][0][0][m] for m in shown_methods]
+    names, styles = [page_data["methods"][m] for m in shown_methods], [page_data["styles"][m] for m in shown_methods]
+    slots = [
+        (performance, name, style)
+        for performance, name, style in zip(first, names, styles, strict=True)
+        if performance is not None
+    ]
+    dropdowns = [
+        _html_dropdown(key, "site", "Site", page_data["sites"]),
+        _html_dropdown(key, "method", "Method", page_data["methods"]),
+    ]
+    dropdowns.append(
+        _html_dropdown(key, "class", "Label" if predictions.task == "multilabel" else "Class", page_data["classes"])
+    )
+    return "".join(
+        [
+            f'<div class="curves" data-curves="{key}-curves">',
+            f'<div class="control">{"".join(dropdowns)}</div>',
+            f'<p class="basis" aria-live="polite">{escape(_test_examples_sentence(page_data, first[0]))}</p>',
+            '<div class="grid2">',
+            _html_roc_figure(slots, key, page_data, predictions),
+            _html_calibration_figure(slots, key, page_data, predictions),
+            "</div>",
+            _html_confusion(slots, key, page_data, predictions, shown_methods),
+            f"</div>{_html_limits(predictions, page_data)}{html_json_script(f'{key}-curves', page_data)}",
+        ]
+    )
+
+
+def _html_dropdown(key: str, kind: str, label: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return ""
+    options = "".join(f'<option value="{k}">{escape(name)}</option>' for k, name in enumerate(names))
+    name = f"{key}-curves-{kind}"
+    menu = f'<select id="{name}" data-pick="{kind}">{options}</select>'
+    return f'<span class="pick"><label for="{name}">{label}</label> {menu}</span>'
+
+
+def _test_examples_sentence(page_data: dict[str, Any], performance: dict[str, Any] | None) -> str:
+    if performance is None:
+        return f"{page_data['sites'][0]}: no test examples."
+    return (
+        f"{page_data['sites'][0]}: {_format_count(performance['n'])} test examples, "
+        f"{_format_count(performance['yes'])} of them {page_data['classes'][0]}."
+    )
+
+
+def _html_limits(predictions: GroupPredictions, page_data: dict[str, Any]) -> str:
+    """What is not offered, and why."""
+    notes_html = [f"<p class=caption>{escape(note)}</p>" for note in (NO_VERDICT, *predictions.notes)]
+    if not predictions.same_clients and len(predictions.clients) > 1:
+        notes_html.append("<p class=caption>Each seed deals other data, so that a site cannot be chosen.</p>")
+    elif 1 < len(page_data["sites"]) <= len(predictions.clients):
+        number = len(page_data["sites"]) - 1
+        notes_html.append(
+            f"<p class=caption>The menu has the {number} of {len(predictions.clients)} sites with the most test "
+            "examples.</p>"
+        )
+    if len(predictions.binary_questions) > len(page_data["classes"]):
+        notes_html.append(
+            f"<p class=caption>The menu has the first {len(page_data['classes'])} of {len(predictions.binary_questions)} "
+            "classes.</p>"
+        )
+    return "".join(notes_html)
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def svg_point(x: float, y: float) -> str:
+    """Two shares as a point of the frame.
+
+    >>> svg_point(0, 0), svg_point(1, 1)
+    ('50.0 340.0', '398.0 10.0')
+    """
+    return f"{LEFT + x * (CHART_WIDTH - LEFT - RIGHT):.1f} {HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM):.1f}"
+
+
+def svg_unit_square(
+    key: str, title: str, description: str, x_label: str, y_label: str, elements: Sequence[str], script_name: str = ""
+) -> str:
+    """A square of shares from 0 to 100 % with its diagonal; `script_name` names it for the script."""
+    parts = []
+    for k in range(6):
+        share = k / 5
+        x, y = (float(v) for v in svg_point(share, share).split())
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{CHART_WIDTH - RIGHT}M{x} {TOP}V{HEIGHT - BOTTOM}"/>')
+        parts += [
+            svg_text(LEFT - 6, y + 4, f"{20 * k} %", "end"),
+            svg_text(x, HEIGHT - BOTTOM + 16, f"{20 * k} %", "middle"),
+        ]
+    parts.append(f'<path class="diagonal" d="M{svg_point(0, 0)}L{svg_point(1, 1)}"/>')
+    parts.append(svg_text((LEFT + CHART_WIDTH - RIGHT) / 2, HEIGHT - 6, x_label, "middle"))
+    parts.append(svg_text(-(TOP + HEIGHT - BOTTOM) / 2, 11, y_label, "middle", turned=True))
+    attributes = f' data-frame="{script_name}"' if script_name else ""
+    return svg_image(key, title, description, HEIGHT, [*parts, *elements], attributes)
+
+
+def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_index: int | None = 49) -> str:
+    """The curve of a cell, its band over seeds and its point at a threshold (a position; None for no point)."""
+    group = [f'<g data-slot="{slot}" class="s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
+    if performance["roc"] is not None:
+        if "low" in performance:
+            edge = [svg_point(x, y) for x, y in zip(FALSE_ALARM_GRID, performance["high"], strict=True)]
+            edge += [svg_point(x, y) for x, y in zip(FALSE_ALARM_GRID[::-1], performance["low"][::-1], strict=True)]
+            group.append(f'<path class="band" d="M{"L".join(edge)}Z"/>')
+        line = [svg_point(0, 0), *(svg_point(x, y) for x, y in zip(FALSE_ALARM_GRID, performance["roc"], strict=True))]
+        group.append(f'<path class="line" d="M{"L".join(line)}"/>')
+        if threshold_index is not None and "hits" in performance:
+            x, y = svg_point(
+                performance["alarms"][threshold_index] / (performance["n"] - performance["yes"]),
+                performance["hits"][threshold_index] / performance["yes"],
+            ).split()
+            group.append(f'<circle cx="{x}" cy="{y}" r="4.5"/>')
+    return "".join([*group, "</g>"])
+
+
+def describe_auc(name: str, performance: dict[str, Any], level: float | None = None) -> str:
+    """The area under a curve in words; its interval, of the curve by itself, with a level alone."""
+    if performance["area"] is None:
+        return f"{name}: no curve, since the test examples are all of one kind"
+    area, low, high = performance["area"]
+    if level is None:
+        return f"{name}: AUC {area:.3f}"
+    return f"{name}: AUC {area:.3f} ({100 * level:g} % interval {low:.3f} to {high:.3f})"
+
+
+PerformanceSlots = Sequence[tuple[dict[str, Any], str, int]]
+
+
+def _html_legend(slots: PerformanceSlots, texts: Sequence[str], script_name: str) -> str:
+    spans = [
+        f"<span>{html_line_swatch(style)}{escape(text)}</span>"
+        for (_, _, style), text in zip(slots, texts, strict=True)
+    ]
+    return f'<p class="legend stacked" data-legend="{script_name}">{"".join(spans)}</p>'
+
+
+def _html_roc_figure(
+    slots: PerformanceSlots, key: str, page_data: dict[str, Any], predictions: GroupPredictions
+) -> str:
+    lines = [svg_roc_curve(performance, style, k) for k, (performance, _, style) in enumerate(slots)]
+    chart = svg_unit_square(f"{key}-roc", "ROC curve", "Sensitivity against the share of false alarms; numbers are below.",
+                  "false alarms (1 − specificity)", "sensitivity", lines, "roc")  # fmt: skip
+    caption = (
+        "ROC curve: what share of those with it is found, against the share of false alarms, at every threshold. The "
+    )
+    caption += "diagonal is chance. " + describe_averaging(predictions)
+    caption += (
+        " The dot is the threshold chosen below." if any("hits" in performance for performance, _, _ in slots) else ""
+    )
+    caption += f" Intervals of AUC: {100 * page_data['level']:g} %, by the number of test examples (Hanley and McNeil)."
+    rows = [[name, *(_sensitivity_at(performance, k) for k in (3, 6, 12))] for performance, name, _ in slots]
+    columns = ["method", *(f"sensitivity at {p} % specificity" for p in (95, 90, 80))]
+    texts = [describe_auc(name, performance, page_data["level"]) for performance, name, _ in slots]
+    numbers_html = (
+        f'<details data-numbers="roc"><summary>The numbers</summary>{html_table("ROC curve", columns, rows)}</details>'
+    )
+    legend_html = _html_legend(slots, texts, "roc")
+    return f"<figure>{chart}{legend_html}<figcaption>{escape(caption)}</figcaption>{numbers_html}</figure>"
+
+
+def describe_averaging(predictions: GroupPredictions) -> str:
+    """What several seeds and sites mean for a curve."""
+    sites_sentence = "All sites: their test examples together, each with its own site's network."
+    if len(predictions.seeds) == 1:
+        return f"{sites_sentence} One training (seed {predictions.seeds[0]})."
+    trainings = f"{count_with_noun(len(predictions.seeds), 'training')} (seeds {join_with_and(predictions.seeds)})"
+    return f"{sites_sentence} Lines: means over {trainings}; bands: lowest to highest."
+
+
+def _sensitivity_at(performance: dict[str, Any], k: int) -> str:
+    return "–" if performance["roc"] is None else f"{100 * performance['roc'][k]:.1f} %"
+
+
+def _html_calibration_figure(
+    slots: PerformanceSlots, key: str, page_data: dict[str, Any], predictions: GroupPredictions
+) -> str:
+    groups = []
+    for k, (performance, name, style) in enumerate(slots):
+        inside = [f'<g data-slot="{k}" class="mark s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
+        if performance["groups"]:
+            inside.append(f'<path class="line" d="M{"L".join(svg_point(g[0], g[1]) for g in performance["groups"])}"/>')
+        for predicted, observed, low, high, examples in performance["groups"]:
+            x, y = svg_point(predicted, observed).split()
+            tooltip = (
+                f"{name}: predicted {100 * predicted:.1f} %, observed {100 * observed:.1f} % of "
+                f"{_format_count(examples)}"
+            )
+            ends = f"M{svg_point(predicted, low)}L{svg_point(predicted, high)}"
+            inside.append(f'<g data-t="{escape(tooltip)}"><path class="line thin" d="{ends}"/>'
+                          f'<circle cx="{x}" cy="{y}" r="4"/></g>')  # fmt: skip
+        groups.append("".join([*inside, "</g>"]))
+    chart = svg_unit_square(f"{key}-cal", "Calibration", "Observed share against predicted probability; numbers are below.",
+                  "predicted probability", "observed share", groups, "cal")  # fmt: skip
+    caption = (
+        "Calibration: test examples in groups of equal size by predicted probability; on the diagonal a predicted 30 % "
+    )
+    caption += f"happens in 30 % of cases. Vertical lines: {100 * page_data['level']:g} % intervals (Wilson). "
+    caption += "Fewer than 20 test examples have no curve."
+    rows = [[name, *(f"{100 * v:.1f} %" for v in g[:2]), f"{100 * g[2]:.1f} to {100 * g[3]:.1f} %", _format_count(g[4])]
+            for performance, name, _ in slots for g in performance["groups"]]  # fmt: skip
+    columns = ["method", "predicted", "observed", "interval", "test examples"]
+    shown = html_table("Calibration", columns, rows)
+    numbers_html = f'<details data-numbers="cal"><summary>The numbers</summary>{shown}</details>'
+    texts = [name for _, name, _ in slots]
+    legend_html = _html_legend(slots, texts, "cal")
+    return f"<figure>{chart}{legend_html}<figcaption>{escape(caption)}</figcaption>{numbers_html}</figure>"
+
+
+def _html_confusion(
+    slots: PerformanceSlots,
+    key: str,
+    page_data: dict[str, Any],
+    predictions: GroupPredictions,
+    shown_methods: Sequence[int],
+) -> str:
+    seeds = (
+        f" Counts are means over {len(predictions.seeds)} trainings and need not be whole."
+        if len(predictions.seeds) > 1
+        else ""
+    )
+    if slots and "hits" in slots[0][0]:
+        class_html = f"<span data-named>{escape(page_data['classes'][0])}</span>"
+        slider = (
+            f'<p class="control"><label for="{key}-curves-at">Called {class_html} from a predicted '
+            f'probability of <output for="{key}-curves-at">50 %</output></label> '
+            f'<input type="range" id="{key}-curves-at" data-pick="at" min="1" max="99" value="50"></p>'
+        )
+        shown = html_threshold_tables(
+            [(performance, name) for performance, name, _ in slots],
+            page_data["classes"][0],
+            page_data["others"],
+            page_data["level"],
+        )
+        note = (
+            f"The threshold applies to both methods.{seeds} In brackets {100 * page_data['level']:g} % intervals "
+            "(Wilson)."
+        )
+        heading = "<h4>Who is called what, at a threshold</h4>"
+        return f'{heading}{slider}<div data-counts>{shown}</div><p class="caption">{note}</p>'
+    if page_data["matrices"] is None:
+        return f"<p>A table of all mistakes is shown for up to {_MATRIX} classes.</p>"
+    shown = "".join(
+        html_confusion_matrix(page_data["matrices"][0][m], page_data["methods"][m], page_data["names"])
+        for m in shown_methods
+    )
+    note = f"Each example is called what is most probable.{seeds}"
+    return f'<h4>Who is called what</h4><div data-counts>{shown}</div><p class="caption">{note}</p>'
+
+
+def _round_values(values: Any) -> list[float | None]:
+    return [None if math.isnan(v) else round(float(v), _SHARE_DIGITS) + 0.0 for v in values]
+
+
+def _round_number(value: float, digits: int = 1) -> float:
+    result = round(float(value), digits)
+    return int(result) if result == int(result) else result
+
+
+def _format_count(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"

@@ -1,0 +1,403 @@
+"""The parts of a setting's section: methods, learning curves, gains and scores of clients, and who has what."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, final
+
+import numpy as np
+
+from polyfed.report.data.predictions import GroupPredictions
+from polyfed.report.data.run_groups import MethodRuns, RunGroup
+from polyfed.report.data.run_records import mean_of_defined
+from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.page import sentences
+from polyfed.report.page.elements import (
+    html_dropdown_panels,
+    html_figure,
+    html_line_swatch,
+    html_radio_panels,
+    html_table,
+)
+from polyfed.report.page.svg_charts import (
+    COLOUR_COUNT,
+    ChartBar,
+    ChartLine,
+    format_number,
+    svg_bar_chart,
+    svg_heat_map,
+    svg_line_chart,
+)
+
+_AXES = {
+    "rounds": ("rounds", "rounds"),
+    "megabytes": ("MB", "MB up and down, all clients (1 MB = 2²⁰ bytes)"),
+    "seconds": ("seconds", "seconds of clients and server"),
+}
+_OPEN = 12  # clients up to which their table is open at once
+_SEEDS = 6  # seeds whose classes are shown
+_BARS = 400  # gains that are drawn, and told in a table
+_CELLS = 5000  # of a table of classes
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PageExtras:
+    """What stands beside the scores of a setting.
+
+    Attributes:
+        class_counts: by seed, the number of training examples per class of each client.
+        class_names: one per class.
+        class_note: why there are none, a sentence; where there are, what is to be said of them.
+        method_views: heading -> line -> HTML, what the methods have to show.
+        predictions: predictions of the test examples; None without any.
+        predictions_note: why there are none, a sentence; empty for nothing to say.
+        subgroup_columns: columns of the test examples by which scores are told.
+    """
+
+    class_counts: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    class_names: Sequence[str] = ()
+    class_note: str = ""
+    method_views: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    predictions: GroupPredictions | None = None
+    predictions_note: str = ""
+    subgroup_columns: Sequence[str] = ()
+
+
+def html_methods_table(run_group: RunGroup) -> str:
+    """One row a method."""
+    unit, several_seeds, is_comparison = (
+        run_group.score_format.unit,
+        len(run_group.seeds) > 1,
+        bool(run_group.comparison_results),
+    )
+    columns = ["method", f"mean {run_group.score_format.label}"]
+    compared_ends = is_comparison and any(method.statistics.get("interval") for method in run_group.methods)
+    level = f"{100 * float(run_group.comparison_results.get('level', 0.95)):g} % interval"
+    columns += [level if is_comparison else "lowest to highest seed"] if several_seeds or compared_ends else []
+    columns += ["worst client", "10th percentile", "90th"]
+    columns += [f"gain{', points' if unit else ''}", "gain / lose"] if run_group.local_method else []
+    columns += [f"p ({run_group.local_method.label})", "p (best)"] if is_comparison and run_group.local_method else []
+    columns += ["MB", "seconds", "rounds"]
+    caption = "Methods, best mean first; MB are those of all clients, up and down"
+    if run_group.local_method:
+        caption += f"; gain over {run_group.local_method.label}"
+        caption += "; p, corrected for the number of methods, against it and against the best" if is_comparison else ""
+    if set(run_group.common_seeds) < set(run_group.seeds) and not is_comparison:
+        caption += (
+            f"; scores of the seeds that all have ({sentences.join_with_and(run_group.common_seeds)})"
+            if run_group.common_seeds
+            else ("; each method has scores of other seeds")
+        )
+    rows, worst = [], 0 if run_group.score_format.higher_is_better else 100
+    for method in sorted(run_group.methods, key=run_group.ranking_key, reverse=True):
+        scores = [value for value in run_group.score_by_participant(method).values() if not math.isnan(value)]
+        counted_runs = run_group.runs_of_common_seeds(method)
+        finals = [defined_scores for run in counted_runs if (defined_scores := _defined_scores(run.score_by_client))]
+        row = [method.label, format_number(run_group.mean_score(method), unit)]
+        if several_seeds or compared_ends:
+            seeds = [mean_of_defined(defined_scores) for defined_scores in finals]
+            ends = method.statistics.get("interval") if is_comparison else (min(seeds), max(seeds)) if seeds else None
+            row.append(f"{format_number(ends[0], unit)} to {format_number(ends[1], unit)}" if ends and scores else "–")
+        row += [
+            format_number(
+                _stored_statistic(
+                    method,
+                    name,
+                    mean_of_defined([float(np.percentile(defined_scores, q)) for defined_scores in finals]),
+                ),
+                unit,
+            )
+            for name, q in (("worst", worst), ("p10", 10), ("p90", 90))
+        ]
+        if run_group.local_method:
+            gains = run_group.gains_over_local(method)
+            gain = _stored_statistic(method, "gain", mean_of_defined([gain.mean for gain in gains]))
+            row.append(format_number(gain, unit, signed=True).removesuffix(" %"))
+            ups, downs = (sum(sign * gain.mean > 0 for gain in gains) for sign in (1, -1))
+            row.append(f"{ups} / {downs}" if gains else "–")
+            if is_comparison:
+                p_values = [method.statistics.get(name) for name in ("p_reference", "p_best")]
+                row += ["–" if p_value is None else f"{float(p_value):.2g}" for p_value in p_values]
+        costs = [run.megabytes_and_seconds for run in method.runs]
+        rounds = sorted({run.scored_round for run in method.runs})
+        row += [
+            _format_short(mean_of_defined([moved for moved, _ in costs])),
+            _format_short(mean_of_defined([seconds for _, seconds in costs])),
+        ]
+        rows.append([*row, str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"])
+    return html_table(caption, columns, rows) + _html_cost_to_target(run_group)
+
+
+def _html_cost_to_target(run_group: RunGroup) -> str:
+    """What it costs to reach a score, of a comparison."""
+    target = run_group.comparison_results.get("target", {})
+    if target.get("score") is None:
+        return ""
+    rows = []
+    for label, method in run_group.comparison_results["methods"].items():
+        target_cost = method["statistics"]["to_target"]
+        cost = [math.nan if target_cost[n] is None else target_cost[n] for n in ("round", "bytes", "seconds")]
+        rows.append(
+            [
+                label,
+                f"{target_cost['reached']} of {len(method['runs'])}",
+                _format_short(cost[0]),
+                _format_short(cost[1] / 2**20),
+                _format_short(cost[2]),
+            ]
+        )
+    reach = f"{format_number(target['score'], run_group.score_format.unit)} ({target['sentence']})"
+    shown = html_table(f"To a mean of {reach}", ["method", "seeds that reach it", "rounds", "MB", "seconds"], rows)
+    return f"<details><summary>What it costs to reach {escape(reach)}</summary>{shown}</details>"
+
+
+def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) -> str:
+    """The mean score against rounds, megabytes and seconds; one legend, which chooses the lines, for all three."""
+    unit, name = run_group.score_format.unit, run_group.score_format.label
+    methods = run_group.methods
+    panels = {}
+    for axis, (short, label) in _AXES.items():
+        chart_lines = [
+            ChartLine(
+                x.label,
+                x.mean_learning_curve[axis],
+                x.mean_learning_curve["mean"],
+                x.mean_learning_curve["low"],
+                x.mean_learning_curve["high"],
+                _line_style(run_group, k),
+            )
+            for k, x in enumerate(methods)
+        ]
+        title = f"Mean {name} over clients against {short}"
+        chart = svg_line_chart(
+            chart_lines,
+            key=f"{key}-{axis}",
+            title=title,
+            x_label=label,
+            y_label=f"mean {name}",
+            unit=unit,
+            integer_x=axis == "rounds",
+        )
+        aria_label = f"{title}; arrow keys tell values"
+        panels[short] = (
+            f'<div data-chart="{key}" data-axis="{axis}" tabindex="0" role="group" aria-label="{aria_label}">{chart}</div>'
+        )
+    labels = [
+        f'<label><input type="checkbox" id="{key}-{k}" value="{k}" data-lines="{key}" '
+        f"checked>{html_line_swatch(_line_style(run_group, k))}"
+        f"{escape(method.label)}</label>"
+        for k, method in enumerate(methods)
+    ]
+    legend = f'<fieldset class="control legend"><legend>Methods</legend>{"".join(labels)}</fieldset>'
+    curves[key] = {
+        "unit": unit,
+        "up": run_group.score_format.higher_is_better,
+        "lines": [_curve_for_script(method) for method in methods],
+    }
+    rows = []
+    for method in methods:
+        c = method.mean_learning_curve
+        for k in _evenly_spaced(len(c["rounds"])):
+            row = [
+                method.label,
+                f"{c['rounds'][k]:.0f}",
+                _format_short(c["megabytes"][k]),
+                _format_short(c["seconds"][k]),
+            ]
+            spread = (
+                [f"{format_number(c['low'][k], unit)} to {format_number(c['high'][k], unit)}"]
+                if len(run_group.seeds) > 1
+                else []
+            )
+            rows.append([*row, format_number(c["mean"][k], unit), *spread])
+    columns = [
+        "method",
+        "round",
+        "MB",
+        "seconds",
+        name,
+        *(["lowest to highest seed"] if len(run_group.seeds) > 1 else []),
+    ]
+    caption = f"Mean {name} over clients, after each round that was evaluated."
+    if len(run_group.seeds) > 1:
+        seed_counts = {len(method.runs) for method in methods}
+        seeds = f"{max(seed_counts)} seeds" if len(seed_counts) == 1 else "the seeds that a method has"
+        caption += f" Lines: means of {seeds}; bands: from the lowest to the highest of them."
+    if any(not any(method.mean_learning_curve["megabytes"]) for method in methods) and len(methods) > 1:
+        caption += " Against MB, what sends nothing is a dotted level at its last value."
+    chart = html_radio_panels(f"{key}-axis", "Against", panels)
+    return html_figure(chart + legend, caption, html_table("Learning curves", columns, rows))
+
+
+def html_gains(run_group: RunGroup, key: str) -> str:
+    """What each client gains over training alone, a chart a method."""
+    unit, local_method = run_group.score_format.unit, run_group.local_method
+    if local_method is None:
+        reason = "has no score here" if run_group.comparison_results else "was not run"
+        return f"<p>Training alone (local) {reason}, so that there is nothing to compare with.</p>"
+    panels = {}
+    for k, method in enumerate(method for method in run_group.methods if method is not local_method):
+        gains = run_group.gains_over_local(method)
+        if not gains:
+            panels[method.label] = f"<p>No client of {escape(method.label)} has a score both ways.</p>"
+            continue
+        drawn = [gains[k] for k in _evenly_spaced(len(gains), _BARS)]
+        bars = [ChartBar(gain.client, gain.mean, gain.low, gain.high) for gain in drawn]
+        axis_unit = (
+            f"points of {run_group.score_format.label}"
+            if unit == "%"
+            else f"difference in {run_group.score_format.label}"
+        )
+        axis_unit += "" if run_group.score_format.higher_is_better else ", positive is better"
+        chart = svg_bar_chart(bars, key=f"{key}-g{k}", title=f"Gain of {method.label} over training alone, by client",
+                          x_label=axis_unit, unit=unit, signed=True)  # fmt: skip
+        gain_count, loss_count = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
+        caption = (
+            f"{method.label} against {local_method.label}: {gain_count} gain, {loss_count} lose, "
+            f"{len(gains) - gain_count - loss_count} stay; {axis_unit}."
+        )
+        if any(bar.low != bar.high for bar in bars):
+            caption += " Thin lines: from the lowest to the highest seed."
+        caption += f" Drawn are {len(drawn)} of them, evenly." if len(drawn) < len(gains) else ""
+        formatted_gains = [
+            [format_number(v, unit, signed=True).removesuffix(" %") for v in (g.mean, g.low, g.high)] for g in drawn
+        ]
+        rows = [[gain.client, *values] for gain, values in zip(drawn, formatted_gains, strict=True)]
+        numbers_html = html_table(
+            f"Gain of {method.label}, {axis_unit}", ["client", "mean", "lowest seed", "highest seed"], rows
+        )
+        panels[method.label] = html_figure(chart, caption, numbers_html)
+    if not panels:
+        return "<p>Only training alone was run.</p>"
+    best_first = sorted(
+        panels, key=lambda label: -next(run_group.ranking_key(x) for x in run_group.methods if x.label == label)
+    )
+    return html_dropdown_panels(f"{key}-gain", "Method", {label: panels[label] for label in best_first})
+
+
+def html_client_scores(run_group: RunGroup) -> str:
+    """The table of each client's scores."""
+    unit = run_group.score_format.unit
+    order = sorted(
+        run_group.methods, key=lambda method: (method is not run_group.local_method, -run_group.ranking_key(method))
+    )
+    scores = [run_group.score_by_participant(method) for method in order]
+    names = sorted({name for participant_scores in scores for name in participant_scores})
+    references = run_group.comparison_results.get("references") or {}
+    rows, bold = [], []
+    for name in names:
+        values = [participant_scores.get(name, math.nan) for participant_scores in scores]
+        shown_values = [
+            *values,
+            *(_nan_if_none(reference.get("scores", {}).get(name)) for reference in references.values()),
+        ]
+        rows.append([name, *(format_number(value, unit) for value in shown_values)])
+        bold.append(_best_columns(values, run_group.score_format))
+    means = [run_group.mean_score(method) for method in order]
+    rows.append(
+        [
+            "mean",
+            *(
+                format_number(v, unit)
+                for v in (*means, *(_nan_if_none(reference.get("mean")) for reference in references.values()))
+            ),
+        ]
+    )
+    bold.append(_best_columns(means, run_group.score_format) if run_group.common_seeds else set())
+    shown = html_table(
+        f"{_capitalize_first(run_group.score_format.label)} of each client; the "
+        f"{run_group.score_format.highest_or_lowest} of a row is bold",
+        ["client", *(x.label for x in order), *(_reference_label(name) for name in references)],
+        rows,
+        bold=bold,
+    )
+    open_attribute = " open" if len(names) <= _OPEN else ""
+    return (
+        f"<details{open_attribute}><summary>Table of "
+        f"{sentences.count_with_noun(len(names), 'client')}</summary>{shown}</details>"
+    )
+
+
+def _reference_label(name: str) -> str:
+    return f"{name} (for reference)" if name == "pooled" else f"{name} (alone)"
+
+
+def html_class_counts(run_group: RunGroup, extras: PageExtras, key: str) -> str:
+    """Training examples by client and class."""
+    if not extras.class_counts:
+        return f"<p>{escape(extras.class_note)}</p>"
+    panels = {}
+    for seed in sorted(extras.class_counts)[:_SEEDS]:
+        counts = extras.class_counts[seed]
+        clients = sorted(counts)
+        values = np.array([counts[client] for client in clients], np.float64)
+        chart = svg_heat_map(values, clients, extras.class_names, key=f"{key}-c{seed}", x_label="class", y_label="client",
+                         title="Training examples of each class that each client has", as_counts=True)  # fmt: skip
+        sizes = values.sum(axis=1)
+        caption = (
+            f"Training examples by client and class{f', seed {seed}' if len(extras.class_counts) > 1 else ''}; a client has "
+            f"{sizes.min():.0f}{f' to {sizes.max():.0f}' if sizes.min() < sizes.max() else ''}. {extras.class_note}"
+        )
+        shown = [k for k in range(len(clients)) if (k + 1) * values.shape[1] <= _CELLS]
+        rows = [[clients[k], *(f"{n:.0f}" for n in values[k]), f"{values[k].sum():.0f}"] for k in shown]
+        table_caption = "Training examples" + (
+            f" of the first {len(shown)} clients" if len(shown) < len(clients) else ""
+        )
+        numbers_html = html_table(table_caption, ["client", *extras.class_names, "all"], rows)
+        panels[f"seed {seed}"] = html_figure(chart, caption.strip(), numbers_html)
+    return html_dropdown_panels(f"{key}-class", "Seed", panels)
+
+
+def _stored_statistic(method: MethodRuns, name: str, default: float) -> float:
+    """What a finished comparison says of a method, which may be that it is not defined; else what is computed here."""
+    value = method.statistics.get(name, default)
+    return math.nan if value is None else float(value)
+
+
+def _line_style(run_group: RunGroup, position: int) -> int:
+    """The style of a line; training alone has one of its own, grey and dashed."""
+    if run_group.methods[position] is run_group.local_method:
+        return 2 * COLOUR_COUNT - 1
+    return position % (COLOUR_COUNT - 1) + position // (COLOUR_COUNT - 1) * COLOUR_COUNT
+
+
+def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
+    """The course of a line for the script: short numbers, null for what is not defined."""
+    table = {
+        name: [None if math.isnan(v) else float(f"{v:.5g}") for v in values]
+        for name, values in method.mean_learning_curve.items()
+    }
+    return {"label": method.label, **table, "rounds": [int(v) for v in method.mean_learning_curve["rounds"]]}
+
+
+def _evenly_spaced(size: int, max_count: int = 30) -> list[int]:
+    """At most so many positions, evenly, with the last."""
+    return sorted({round(k) for k in np.linspace(0, size - 1, min(size, max_count))}) if size else []
+
+
+def _defined_scores(score_by_client: Mapping[str, float | None]) -> list[float]:
+    return [value for value in score_by_client.values() if value is not None]
+
+
+def _best_columns(values: Sequence[float], score_format: ScoreFormat) -> set[int]:
+    """The columns of the best value in a row with a name before; none where all have it."""
+    defined = [value for value in values if not math.isnan(value)]
+    if len(defined) < 2 or max(defined) == min(defined):
+        return set()
+    return {k for k, value in enumerate(values, 1) if value == score_format.best_of(defined)}
+
+
+def _nan_if_none(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _format_short(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.3g}"
+
+
+def _capitalize_first(text: str) -> str:
+    return text[:1].upper() + text[1:]

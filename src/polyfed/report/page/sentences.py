@@ -1,0 +1,188 @@
+"""What a setting's scores say, in sentences; with no claim that one seed does not carry."""
+
+import math
+from collections.abc import Sequence
+
+from polyfed.comparison.tuning.ranking import format_chosen_fields
+from polyfed.report.data.run_groups import MethodRuns, RunGroup
+from polyfed.report.data.run_records import mean_of_defined
+from polyfed.report.data.score_format import score_format_of
+from polyfed.report.page.svg_charts import NumberUnit, format_number
+
+_NAMED = 3  # clients named in a sentence
+
+
+def unit_of_score(score: str) -> NumberUnit:
+    """How values of a score are told: shares such as the accuracy in per cent, others as they are.
+
+    >>> unit_of_score("accuracy"), unit_of_score("brier")
+    ('%', '')
+    """
+    return score_format_of(score).unit
+
+
+def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
+    """What was compared, in one sentence; `noun` is what takes part."""
+    clients = count_with_noun(len(run_group.clients), noun)
+    rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
+    rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
+    seeds = "one seed" if len(run_group.seeds) == 1 else f"{len(run_group.seeds)} seeds"
+    score = run_group.score_format.label
+    return (
+        f"{clients}, {count_with_noun(len(run_group.methods), 'method')}, {seeds}; {score} on each {noun}'s own test "
+        f"examples, {rounds_text}."
+    )
+
+
+def result_sentences(run_group: RunGroup) -> list[str]:
+    """Sentences, the most important first."""
+    local_method = run_group.local_method
+    scored_methods = [method for method in run_group.methods if not math.isnan(run_group.mean_score(method))]
+    if not scored_methods:
+        return [
+            *_failure_sentences(run_group),
+            "No method has a mean score: all trainings diverged. Lower the rate (--algorithm.lr).",
+        ]
+    sentences = [*_failure_sentences(run_group), _best_method_sentence(run_group, scored_methods)]
+    if run_group.comparison_results:
+        sentences += [_end_with_period(text) for text in run_group.comparison_results.get("verdicts", ())]
+    elif local_method is None:
+        sentences.append("Training alone was not run, so that nothing can be said of gains: add --baselines [local].")
+    else:
+        ranked = sorted((x for x in scored_methods if x is not local_method), key=run_group.ranking_key, reverse=True)
+        sentences += [text for method in ranked[:_NAMED] if (text := _gain_sentence(run_group, method))]
+    if not run_group.comparison_results:
+        sentences.append(
+            "One seed: differences of a few points can be chance, and no test was made. polyfed compare runs several seeds."
+            if len(run_group.seeds) == 1
+            else f"{len(run_group.seeds)} seeds; bands and ranges go from the lowest to the highest. polyfed compare tests."
+        )
+    return [*sentences, *_unfinished_sentences(run_group)]
+
+
+def _failure_sentences(run_group: RunGroup) -> list[str]:
+    return [f"{label} failed and is not in the table: {_end_with_period(reason)}" for label, reason in
+            run_group.comparison_results.get("failed", {}).items()]  # fmt: skip
+
+
+def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRuns]) -> str:
+    """Which mean is the highest, over the seeds that all methods have."""
+    unit, local_method = run_group.score_format.unit, run_group.local_method
+    best = max(scored_methods, key=run_group.ranking_key)
+    best_mean = format_number(run_group.mean_score(best), unit)
+    if len(run_group.methods) == 1:
+        return f"{best.label} has a mean of {best_mean} over clients."
+    if not run_group.common_seeds and len(scored_methods) > 1 and not run_group.comparison_results:
+        return (
+            "No seed has a score of every method, so that none can be called the "
+            f"{run_group.score_format.highest_or_lowest}."
+        )
+    seeds = ""
+    if set(run_group.common_seeds) < set(run_group.seeds) and not run_group.comparison_results:
+        which = "seed" if len(run_group.common_seeds) == 1 else "seeds"
+        seeds = f" of the {which} that every method with a score has ({join_with_and(run_group.common_seeds)})"
+    if (
+        local_method is not None
+        and local_method is not best
+        and run_group.mean_score(local_method) == run_group.mean_score(best)
+    ):
+        better = "higher" if run_group.score_format.higher_is_better else "lower"
+        return f"No method has a {better} mean{seeds} than training alone, {best_mean}."
+    local_text = ""
+    if local_method is not None and local_method in scored_methods and local_method is not best:
+        local_text = f"; training alone has {format_number(run_group.mean_score(local_method), unit)}"
+    return f"The {run_group.score_format.highest_or_lowest} mean{seeds} has {best.label}, {best_mean}{local_text}."
+
+
+def join_with_and(values: Sequence[object]) -> str:
+    """Words for a few values.
+
+    >>> join_with_and([0, 1, 4])
+    '0, 1 and 4'
+    """
+    *leading, last = map(str, values)
+    return f"{', '.join(leading)} and {last}" if leading else last
+
+
+def comparison_notes(run_group: RunGroup) -> list[str]:
+    """What to bear in mind of a comparison: what was left out and why, how hyper-parameters and rounds were chosen."""
+    results = run_group.comparison_results
+    if not results:
+        return []
+    sentences = [_capitalize_first(_end_with_period(text)) for text in results["notes"]]
+    if results["best"] is not None:
+        sentences.append(
+            f"The best by {results['best_by']} examples is {results['best']}, with which p (best) compares."
+        )
+    sentences += [f"Left out: {_end_with_period(text)}" for text in results["skipped"].values()]
+    if results["tuning"]:
+        sentences.append(f"Searched {_end_with_period(results['tuning']['sentence'])}")
+        sentences += [
+            f"{label} got {fields} of {count_with_noun(tuning['runs'], 'run')}."
+            for label, tuning in results["tuning"]["methods"].items()
+            if (fields := format_chosen_fields(tuning))
+        ]
+    return [*sentences, f"Rounds: {_end_with_period(results['budget']['sentence'])}"]
+
+
+def _gain_sentence(run_group: RunGroup, method: MethodRuns) -> str:
+    gains, score_format = run_group.gains_over_local(method), run_group.score_format
+    if not gains:
+        return ""
+    gain_count, loss_count = sum(g.mean > 0 for g in gains), sum(g.mean < 0 for g in gains)
+    clients_text = count_with_noun(len(gains), "client") + (
+        "" if run_group.same_clients or len(run_group.seeds) == 1 else " of all seeds"
+    )
+    text = (
+        f"{method.label} against training alone: "
+        f"{score_format.format_signed(mean_of_defined([g.mean for g in gains]))} on average; {clients_text}: "
+        f"{gain_count} gain, {loss_count} lose"
+    )
+    losers = [f"{g.client} {score_format.format_signed(g.mean)}" for g in gains[::-1] if g.mean < 0][:_NAMED]
+    return f"{text} (most: {', '.join(losers)})." if losers else f"{text}."
+
+
+def _unfinished_sentences(run_group: RunGroup) -> list[str]:
+    sentences = []
+    for method in run_group.methods:
+        for run in method.runs:
+            seed = f", seed {run.seed}" if len(run_group.seeds) > 1 else ""
+            if run.rounds_done < run.planned_rounds and not run_group.comparison_results:
+                hint = f": polyfed resume {run.folder}" if run.folder else ""
+                sentences.append(
+                    f"{method.label}{seed} has {run.rounds_done} of {run.planned_rounds} rounds and can go on{hint}."
+                )
+            if missing := sorted(client for client, value in run.score_by_client.items() if value is None):
+                client_names = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
+                sentences.append(
+                    f"{method.label}{seed} has no score for {count_with_noun(len(missing), 'client')} "
+                    f"({client_names}), left out of its mean."
+                )
+            if run.failure_count:
+                sentences.append(
+                    f"{method.label}{seed}: {count_with_noun(run.failure_count, 'failure')} of clients in its rounds."
+                )
+            if run.warnings:
+                first = _end_with_period(run.warnings[0])
+                sentences.append(
+                    f"{method.label}{seed}: {count_with_noun(len(run.warnings), 'warning')} about its rounds; the "
+                    f"first: {first}"
+                )
+    return sentences
+
+
+def count_with_noun(number: int, noun: str) -> str:
+    """A number and what it counts.
+
+    >>> count_with_noun(1, "client"), count_with_noun(3, "client")
+    ('1 client', '3 clients')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _end_with_period(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _capitalize_first(text: str) -> str:
+    return text[:1].upper() + text[1:]

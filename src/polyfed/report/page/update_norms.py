@@ -1,0 +1,68 @@
+"""How much each client changes what it received, by round: a figure, its numbers, and whose updates stand out."""
+
+import math
+
+from polyfed.report.data.run_records import RunRecord
+from polyfed.report.page.elements import html_figure, html_legend, html_list, html_table
+from polyfed.report.page.sentences import count_with_noun
+from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
+from polyfed.simulation.monitoring.update_norms import find_outlying_norms
+
+NORMS_HEADING = "How much each client changes"
+_DRAWN = 12  # clients
+_ROUNDS = 8  # in the table
+
+
+def html_update_norms(run: RunRecord, key: str) -> str:
+    """HTML of the norms of a run's updates, the largest first; empty without any.
+
+    Args:
+        run: as read.
+        key: for ids on the page.
+    """
+    if run.uses_secure_sums:
+        return "<p>Secure sums hide single updates from the server, so that it knows no norm of one.</p>"
+    rounds = sorted(run.update_norms)
+    clients = sorted({client for norms in run.update_norms.values() for client in norms})
+    if not rounds:
+        return ""
+    largest = {client: max(norms.get(client, 0.0) for norms in run.update_norms.values()) for client in clients}
+    order = sorted(clients, key=lambda client: (-largest[client], client))
+    drawn = order[:_DRAWN]
+    curves = []
+    for style, client in enumerate(drawn):
+        values = [run.update_norms[number].get(client, math.nan) for number in rounds]
+        curves.append(
+            ChartLine(client, [float(number) for number in rounds], values, values, values, style % (3 * COLOUR_COUNT))
+        )
+    title = "Norm of each client's update by round"
+    chart = svg_line_chart(curves, key=f"{key}-norms", title=title, x_label="rounds", y_label="norm", integer_x=True)
+    shown = rounds[-_ROUNDS:]
+    rows = [
+        [
+            client,
+            *(f"{norms[client]:.4g}" if client in (norms := run.update_norms[number]) else "–" for number in shown),
+        ]
+        for client in drawn
+    ]
+    numbers_html = html_table(
+        f"{title}, the last {count_with_noun(len(shown), 'round')}", ["client", *map(str, shown)], rows
+    )
+    caption = f"{title}: of what came down, or of the reply where it changes nothing that came down."
+    if len(order) > len(drawn):
+        caption += f" The {len(drawn)} clients with the largest of {len(order)}."
+    return html_list(_outlier_sentences(run)) + html_figure(chart + html_legend(drawn), caption, numbers_html)
+
+
+def _outlier_sentences(run: RunRecord) -> list[str]:
+    """A sentence for each client whose norm was many times the median of the others' in some round."""
+    largest: dict[str, tuple[float, int, int]] = {}
+    for number in sorted(run.update_norms):
+        for client, times in find_outlying_norms(run.update_norms[number]).items():
+            before, at, count = largest.get(client, (0.0, number, 0))
+            largest[client] = (times, number, count + 1) if times > before else (before, at, count + 1)
+    return [
+        f"The update of {client} stands out in {count_with_noun(count, 'round')}: up to {times:.4g} times the median "
+        f"norm of the others (round {number})."
+        for client, (times, number, count) in sorted(largest.items(), key=lambda item: -item[1][0])
+    ]
