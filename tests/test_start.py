@@ -92,7 +92,7 @@ QUICK = [  # words, exit status, and what is said
     ("compare x --algorithm fedavgg", 2, "there is no recipe or file 'x'"),
     ("compare quickstart --algorithm fedavgg", 2, "unknown algorithm 'fedavgg'; did you mean fedavg or"),
     ("compare --seed 1", 2, "polyfed compare takes no --seed; give --seeds"),
-    ("resume --quite x", 2, "unknown option --quite; polyfed resume has --quiet"),
+    ("resume --quite x", 2, "unknown option --quite; did you mean --quiet?"),
     ("report --outt x", 2, "polyfed report takes run directories"),
     ("warmstart x --epoch 3", 2, "unknown option --epoch; did you mean --epochs"),
     ("graph mlp --inputs 3", 2, "unknown option --inputs; did you mean --input?"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from polyfed.cli.commands.compare.compare_options import pop_compare_options
+from polyfed.cli.commands.compare.compare_options import parse_compare_options
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 
@@ -186,7 +186,7 @@ def test_help_and_words(polyfed):
     assert status == 0
     assert "--algorithms NAMES" in out
     words = ["--seeds=3", "--same-data", "--rounds", "2", "--parallel", "2"]
-    asked = pop_compare_options(words)
-    assert (asked.seeds, asked.same_data, asked.parallel, words) == ((3,), True, 2, ["--rounds", "2"])
+    options, _, rest = parse_compare_options(words)
+    assert (options.seeds, options.same_data, options.parallel, rest) == ((3,), True, 2, ["--rounds", "2"])
     with pytest.raises(UserError, match="--target must be a number, got 'high'"):
-        pop_compare_options(["--target", "high"])
+        parse_compare_options(["--target", "high"])

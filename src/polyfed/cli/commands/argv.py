@@ -1,11 +1,15 @@
-"""Reading the words of a command line."""
+"""Parses the words of a command line that are options of a command itself."""
 
+import argparse
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn, final
 
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 _CODE_OPTIONS = {
@@ -14,42 +18,129 @@ _CODE_OPTIONS = {
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:factory, anywhere in a value
 
 
-def pop_option_values(argv: list[str], option: str) -> list[str]:
-    """Removes every `--option VALUE` or `--option=VALUE` from the words and returns the values.
+@final
+class CommandParser(argparse.ArgumentParser):
+    """Parses the options that one command declares, and leaves all other words to the command.
 
-    >>> words = ["--set", "a=1", "DIR", "--set=b=2"]
-    >>> pop_option_values(words, "--set"), words
-    (['a=1', 'b=2'], ['DIR'])
+    Options of data, networks and methods (`--data.clients`) are parsed by `parse_configuration`.
+
+    >>> parser = CommandParser("polyfed resume DIR [--quiet]", "Continues a run.")
+    >>> parser.add_flag("--quiet", "print no progress")
+    >>> parser.parse_words(["runs/a", "--quiet"])
+    (Namespace(quiet=True), ['runs/a'])
     """
-    values = []
-    while (at := next((i for i, w in enumerate(argv) if option_name(w) == option), None)) is not None:
-        word = argv.pop(at)
-        if "=" in word:
-            values.append(word.partition("=")[2])
-        elif at < len(argv):
-            values.append(argv.pop(at))
-        else:
-            raise UserError(f"{option} needs a value")
-    return values
+
+    def __init__(self, usage: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(usage=usage, description=description, epilog=epilog, add_help=False, allow_abbrev=False)
+        self.option_names: list[str] = []
+
+    def add_option(
+        self, name: str, metavar: str, help_text: str, kind: Callable[[str], Any] = str, *, repeatable: bool = False
+    ) -> None:
+        """Declares an option with a value; `kind` converts its text, and the default is None, or [] where repeatable."""
+        self.option_names.append(name)
+        self.add_argument(
+            name,
+            metavar=metavar,
+            help=help_text.replace("%", "%%"),
+            type=kind,
+            action="append" if repeatable else "store",
+            default=[] if repeatable else None,
+        )
+
+    def add_flag(self, name: str, help_text: str) -> None:
+        """Declares an option without a value."""
+        self.option_names.append(name)
+        self.add_argument(name, action="store_true", help=help_text.replace("%", "%%"))
+
+    def parse_words(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Returns the values of the declared options, and the remaining words in their order.
+
+        Underscores in names of options count as hyphens.
+
+        Raises:
+            UserError: a value is missing, or is not of its kind.
+        """
+        words = []
+        for word in argv:
+            _, equals, value = word.partition("=")
+            words.append(option_name(word) + equals + value if option_name(word) in self.option_names else word)
+            if equals and option_name(word) in self.flag_names():
+                raise UserError(f"{option_name(word)} takes no value, got {word!r}")
+        return self.parse_known_args(words)
+
+    def flag_names(self) -> set[str]:
+        """Returns the options without a value."""
+        return {
+            name for name in self.option_names if self.get_default(name.removeprefix("--").replace("-", "_")) is False
+        }
+
+    def parse_arguments(
+        self, argv: Sequence[str], expected: str, count: int = 1
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Returns the values of the declared options, and exactly `count` other words.
+
+        Args:
+            argv: the words after the command.
+            expected: what the command takes, for the error: "one run directory".
+            count: number of words that are no options.
+
+        Raises:
+            UserError: an unknown option, or another number of words.
+        """
+        options, words = self.parse_words(argv)
+        if unknown := [word for word in words if word.startswith("-")]:
+            name = option_name(unknown[0])
+            raise UserError(f"unknown option {unknown[0]}; {did_you_mean(name, self.option_names)}")
+        if len(words) != count:
+            command = " ".join(itertools.takewhile(str.islower, (self.usage or "").split()))
+            raise UserError(f"{command} takes {expected}, got {' and '.join(words) or 'none'}")
+        return options, words
+
+    def error(self, message: str) -> NoReturn:
+        """Raises argparse's error as a `UserError`, with the option first."""
+        text = re.sub(r"^argument (--[\w-]+): ", r"\1 ", message)
+        raise UserError(text.replace("expected one argument", "needs a value"))
 
 
-def pop_option(argv: list[str], option: str) -> str | None:
-    """The same, the last value; None without one."""
-    values = pop_option_values(argv, option)
-    return values[-1] if values else None
+def whole_number(text: str) -> int:
+    """Converts the value of an option to a whole number."""
+    return int(_convert(text, int, "a whole number"))
 
 
-def pop_flag(argv: list[str], option: str) -> bool:
-    """Removes `--option`; whether it was there."""
-    occurrences = [word for word in argv if option_name(word) == option]
-    if with_value := [word for word in occurrences if "=" in word]:
-        raise UserError(f"{option} takes no value, got {with_value[0]!r}")
-    argv[:] = [word for word in argv if word not in occurrences]
-    return bool(occurrences)
+def decimal_number(text: str) -> float:
+    """Converts the value of an option to a number."""
+    return float(_convert(text, float, "a number"))
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Splits the value of an option at its commas.
+
+    >>> split_names("local, fedavg")
+    ('local', 'fedavg')
+    """
+    return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
+def split_whole_numbers(text: str) -> tuple[int, ...]:
+    """Splits the value of an option at its commas, and converts each part to a whole number."""
+    return tuple(_convert(part, int, "whole numbers with commas between, such as 0,1,2") for part in text.split(","))
+
+
+def _convert(text: str, kind: Callable[[str], Any], expected: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}") from None
+
+
+def optional_path(text: str | None, option: str) -> Path | None:
+    """Returns the path that an option gives, with `~` expanded; None without the option."""
+    return None if text is None else expand_user_path(text, option)
 
 
 def option_name(word: str) -> str:
-    """The option of a word as help and errors write it, with hyphens; underscores are accepted too.
+    """Returns the option that a word gives, with hyphens for underscores, as help and errors write it.
 
     >>> option_name("--data.test_fraction=0.2"), option_name("my_recipe")
     ('--data.test-fraction', 'my_recipe')
@@ -59,20 +150,12 @@ def option_name(word: str) -> str:
 
 
 def has_help_flag(argv: Sequence[str]) -> bool:
-    """Whether -h or --help is among the words."""
+    """Returns whether -h or --help is among the words."""
     return "-h" in argv or "--help" in argv
 
 
-def parse_number(option: str, text: str, kind: Callable[[str], Any], expected: str) -> Any:
-    """The value of an option as a number; `expected` says in an error what it must be."""
-    try:
-        return kind(text)
-    except ValueError:
-        raise UserError(f"{option} must be {expected}, got {text!r}") from None
-
-
 def parse_positive_integers(option: str, text: str, example: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1 with commas between."""
+    """Parses whole numbers of at least 1 with commas between."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UserError(f"{option} must be whole numbers of at least 1, for instance {option} {example}, got {text!r}")
@@ -80,7 +163,7 @@ def parse_positive_integers(option: str, text: str, example: str) -> tuple[int, 
 
 
 def parse_yaml_value(option: str, text: str) -> Any:
-    """A number, word or list as YAML writes it."""
+    """Parses a number, word or list as YAML writes it."""
     import yaml
 
     try:
@@ -89,15 +172,10 @@ def parse_yaml_value(option: str, text: str) -> Any:
         raise UserError(f"{option} must be a number, a word or a [list], got {text!r}") from None
 
 
-def help_text(command: Callable[[list[str]], None]) -> str:
-    """The help of a command: its docstring."""
-    lines = (command.__doc__ or "").split("\n")
-    return "\n".join(line.removeprefix("    ") for line in lines)
-
-
 def user_code_names(argv: Sequence[str]) -> list[str]:
-    """What the user typed as code of their own (a network, method, metric, source or partition) or as a cluster: their word
-    allows it, that of a file does not.
+    """Lists the user's own code (network, method, metric, source, partition) and the cluster that the command line names.
+
+    What is typed there is trusted; what a file names is not.
 
     >>> user_code_names(["--model.name", "mlp,my_nets:make", "--algorithm.teacher={name: nets:big}", "--data.path", "a:b"])
     ['my_nets:make', 'nets:big']
@@ -114,7 +192,7 @@ def user_code_names(argv: Sequence[str]) -> list[str]:
 
 
 def bracket_metrics(argv: Sequence[str]) -> list[str]:
-    """`--metrics auc,accuracy` means `--metrics [auc,accuracy]`.
+    """Puts brackets around the names after `--metrics`, so that they parse as a list.
 
     >>> bracket_metrics(["--metrics", "auc,f1", "--metrics=auc", "--metrics", "[r2]"])
     ['--metrics', '[auc,f1]', '--metrics=[auc]', '--metrics', '[r2]']
@@ -134,5 +212,5 @@ def print_error(message: object, status: int) -> int:
 
 
 def format_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """A warning without the line of code that Python adds."""
+    """Formats a warning as one line, without the line of code that Python adds."""
     return f"polyfed: warning: {sanitise_for_terminal(' '.join(str(message).split()))}\n"

@@ -1,25 +1,32 @@
-"""What `compare` and `warmstart` are asked for, read from the words of the command line before torch is imported."""
+"""Parses the options of `polyfed compare` before torch is imported, which takes seconds."""
 
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from polyfed.cli.commands.argv import parse_number, pop_flag, pop_option
+from polyfed.cli.commands.argv import (
+    CommandParser,
+    decimal_number,
+    split_names,
+    split_whole_numbers,
+    whole_number,
+)
+from polyfed.cli.commands.options.recipes import add_recipe_options
 from polyfed.cli.static_registry import resolve_without_import
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import trust_code
 
-UNSEEN_CLIENT_KEYS = frozenset(
-    {"data.test_fraction", "data.augment"}
-)  # of the split, what one unseen client alone can have
+UNSEEN_CLIENT_KEYS = frozenset({"data.test_fraction", "data.augment"})  # fields of a split that suit one client alone
 
 
 @final
 @dataclass(frozen=True)
 class CompareOptions:
-    """What the command line asks for beside the experiment.
+    """Holds the options of `polyfed compare` that are not part of an experiment.
 
     Args:
         algorithms: labels; empty for the experiment's method and its baselines.
@@ -52,58 +59,121 @@ class CompareOptions:
     logger: tuple[str, ...] = ()
 
     def budget_and_target(self, stored: ResultCriteria | None = None) -> ResultCriteria:
-        """Budget and target, over those that the directory has."""
+        """Returns budget and target, with those of the directory where the command line gives none."""
         defaults = stored or ResultCriteria()
         budget = defaults.budget if self.budget is None else Budget.parse(self.budget)
         return ResultCriteria(budget, defaults.target if self.target is None else self.target)
 
 
-def pop_compare_options(argv: list[str]) -> CompareOptions:
-    """Takes the command's own options from the words of the command line.
+def build_compare_parser() -> CommandParser:
+    """Declares the options of `polyfed compare`."""
+    parser = CommandParser(
+        "polyfed compare [RECIPE|config.yaml] [OPTIONS]\n"
+        "       polyfed compare DIR [--budget BUDGET] [--target SCORE] [--logger NAMES]",
+        "Compares methods on the same clients, with several seeds, the same cohorts and the same amount of local "
+        "training, and tunes each method alike. Says for each client: join, stay alone, or not decided. With DIR it "
+        "continues a "
+        "comparison that was stopped, or reads a finished one again.",
+        "All other options are those of polyfed run, except --seed.",
+    )
+    parser.add_option(
+        "--algorithms", "NAMES", "methods, with commas between (default: the recipe's method and its baselines); "
+        "local, "
+        "and for one architecture fedavg and fedavg_ft, always take part", split_names,
+    )  # fmt: skip
+    parser.add_option(
+        "--seeds", "SEEDS", "one run of each method for each seed (default: 0,1,2,3,4); each seed deals the data again "
+        "unless --same-data or --resplit is given", split_whole_numbers,
+    )  # fmt: skip
+    parser.add_flag("--same-data", "the first seed deals the data for all runs; only then are there answers per client")
+    parser.add_option(
+        "--resplit", "K", "split each client's examples into training and test K times, with one seed each: gives "
+        "answers "
+        "per client, and suits small data better", whole_number,
+    )  # fmt: skip
+    parser.add_option(
+        "--budget", "BUDGET", "best (default): each method at its best round by validation loss; there is no answer "
+        "about a "
+        "method that was still learning. steps: after all rounds. bytes or seconds: each method where it has spent "
+        "what the "
+        "cheapest one spends in total; or an amount, bytes=5e6 or seconds=30",
+    )  # fmt: skip
+    parser.add_option(
+        "--target",
+        "SCORE",
+        "count rounds, MB and seconds until this score (default: the score of local)",
+        decimal_number,
+    )
+    parser.add_option(
+        "--method-config", "FILE", "YAML file with fields of methods, by name or by a label of your own that names its "
+        "method",
+    )  # fmt: skip
+    parser.add_option(
+        "--tune", "FIELDS", "none: keep all learning rates. Default: the best of 0.1, 0.3, 1, 3 and 10 times each "
+        "method's "
+        "own rate by validation examples, with up to two further values where the best is the smallest or largest. "
+        '"lr=0.01,0.1;mu=0.1,1,...": all combinations, and with "..." further values',
+    )  # fmt: skip
+    parser.add_option(
+        "--trials", "N", 'search with N runs a method by Optuna, which also takes ranges: "lr=0.001..0.3"', whole_number
+    )
+    parser.add_flag("--no-references", "leave out simple models and the model of all data pooled")
+    parser.add_option(
+        "--parallel",
+        "N",
+        "runs at the same time (default: one per core where a round has few clients)",
+        _number_or_auto,
+    )
+    parser.add_option(
+        "--out", "DIR", "run directory (default: runs/compare-NAME-DATE-TIME); an existing one is continued"
+    )
+    parser.add_option(
+        "--logger", "NAMES", "tensorboard, mlflow or both: gets all runs when they are finished; MLflow also gets the "
+        "results and the networks of the first seed", split_names,
+    )  # fmt: skip
+    add_recipe_options(parser)
+    parser.add_flag("--quiet", "print no progress")
+    return parser
+
+
+def parse_compare_options(argv: Sequence[str]) -> tuple[CompareOptions, Namespace, list[str]]:
+    """Parses the command's own options; returns them, `out`, `scale` and `variant`, and the remaining words.
 
     Raises:
-        UserError: a value that is none.
+        UserError: a value is missing or is not of its kind.
 
-    >>> pop_compare_options(["--algorithms=local,fedavg", "--seeds", "4,5", "--quiet"]).seeds
-    (4, 5)
+    >>> options, others, words = parse_compare_options(["--algorithms=local,fedavg", "--seeds", "4,5", "--rounds", "2"])
+    >>> options.seeds, others.out, words
+    ((4, 5), None, ['--rounds', '2'])
     """
-    algorithms, seeds, target = (
-        pop_option(argv, "--algorithms"),
-        pop_option(argv, "--seeds"),
-        pop_option(argv, "--target"),
-    )
-    method_config, parallel = pop_option(argv, "--method-config"), pop_option(argv, "--parallel") or "auto"
-    trials, resplit, logger = pop_option(argv, "--trials"), pop_option(argv, "--resplit"), pop_option(argv, "--logger")
-    if code_names := [name.strip() for name in (algorithms or "").split(",") if ":" in name]:
+    options, words = build_compare_parser().parse_words(argv)
+    others = Namespace(**{name: vars(options).pop(name) for name in ("out", "scale", "variant")})
+    values = {name: value for name, value in vars(options).items() if value is not None}
+    if "method_config" in values:
+        values["method_config"] = expand_user_path(values["method_config"], "--method-config")
+    if code_names := [name for name in values.get("algorithms", ()) if ":" in name]:
         trust_code(*code_names)
-    several = "whole numbers with commas between, such as 0,1,2"
-    return CompareOptions(
-        algorithms=tuple(name.strip() for name in algorithms.split(",")) if algorithms else (),
-        seeds=None
-        if seeds is None
-        else tuple(parse_number("--seeds", part, int, several) for part in seeds.split(",")),
-        resplit=None if resplit is None else parse_number("--resplit", resplit, int, "a whole number"),
-        method_config=None if method_config is None else expand_user_path(method_config, "--method-config"),
-        budget=pop_option(argv, "--budget"),
-        target=None if target is None else parse_number("--target", target, float, "a number"),
-        tune=pop_option(argv, "--tune"),
-        trials=None if trials is None else parse_number("--trials", trials, int, "a whole number"),
-        same_data=pop_flag(argv, "--same-data"),
-        no_references=pop_flag(argv, "--no-references"),
-        parallel="auto" if parallel == "auto" else parse_number("--parallel", parallel, int, "a whole number, or auto"),
-        quiet=pop_flag(argv, "--quiet"),
-        logger=tuple(name.strip() for name in logger.split(",")) if logger else (),
-    )
+    return CompareOptions(**values), others, words
+
+
+def _number_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be a whole number, or auto, got {text!r}") from None
 
 
 def is_comparison_folder(folder: str) -> bool:
-    """Whether a folder holds a comparison."""
+    """Returns whether a folder holds a comparison."""
     return bool(folder) and (expand_user_path(folder) / DESCRIPTION).exists()
 
 
 def is_warmstart_key(key: str) -> bool:
-    """Whether a key of a configuration is an option of this command: the fields of networks and sources, and what of the
-    split one unseen client alone can have.
+    """Returns whether `polyfed warmstart` takes a key.
+
+    It takes the fields of networks and sources, and those fields of the split that suit one client alone.
 
     >>> [is_warmstart_key(key) for key in ("model.name", "data.path", "data.clients", "data.partition.alpha", "rounds")]
     [True, True, False, False, False]

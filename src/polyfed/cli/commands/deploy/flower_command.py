@@ -1,4 +1,4 @@
-"""`polyfed flower`: a project for a deployment over Flower, a trial of it on this machine, runs, and how they stand."""
+"""Carries out `polyfed flower`: writes a project, tries it on this machine, submits runs, and shows their state."""
 
 import json
 import shutil
@@ -13,75 +13,27 @@ from typing import Any
 
 from rich.console import Console
 
-from polyfed.cli.commands.argv import parse_number, pop_flag, pop_option, pop_option_values
 from polyfed.cli.commands.terminal import PlainTable
-from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra_installed, did_you_mean
-from polyfed.core.io.atomic_files import expand_user_path, read_text_file
+from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra_installed
+from polyfed.core.io.atomic_files import read_text_file
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import Project, create_project, parse_site_names
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
 
-_OPTIONS = {
-    "init": {"sites"}, "up": {"sites", "port", "node-config", "loss"}, "run": {"out", "resume", "connection"},
-    "status": {"connection"}, "doctor": {"port", "address"},
-}  # fmt: skip
-
-
-def flower_command(argv: list[str]) -> None:
-    """Carries out `polyfed flower`; see its help.
-
-    Raises:
-        UserError: words that do not fit.
-    """
-    kind = argv.pop(0) if argv else ""
-    if kind not in _OPTIONS:
-        raise UserError(f"polyfed flower takes a command, got {kind or 'nothing'!r}; {did_you_mean(kind, _OPTIONS)}")
-    options = {name: pop_option(argv, f"--{name}") for name in sorted(set().union(*_OPTIONS.values()))}
-    changes, allowed = pop_option_values(argv, "--set"), pop_flag(argv, "--allow-disclosure")
-    used = {name for name, value in options.items() if value is not None}
-    used |= {name for name, value in {"set": changes, "allow-disclosure": allowed}.items() if value}
-    allowed_options = _OPTIONS[kind] | ({"set", "allow-disclosure"} if kind == "run" else set())
-    if misplaced := sorted(used - allowed_options):
-        raise UserError(f"polyfed flower {kind} has no --{misplaced[0]}; polyfed flower --help tells what it has")
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise UserError(f"polyfed flower {kind} takes one folder, got {' and '.join(argv) or 'none'}")
-    folder = expand_user_path(argv[0], "the project")
-    if kind == "init":
-        write_project(folder, options["sites"] or "4")
-    elif kind == "up":
-        port = parse_number("--port", options["port"] or "8000", int, "a number")
-        loss = "" if options["loss"] is None else f' loss="{options["loss"]}"'
-        run_trial(folder, options["sites"], port, f"{options['node-config'] or ''}{loss}")
-    elif kind == "doctor":
-        from polyfed.cli.commands.deploy import doctor_command
-
-        doctor_command.run_doctor(
-            folder, parse_number("--port", options["port"] or "8000", int, "a number"), options["address"]
-        )
-    elif kind == "run":
-        out, resume = (
-            None if options[name] is None else expand_user_path(str(options[name]), f"--{name}")
-            for name in ("out", "resume")
-        )
-        submit_run(
-            folder, out=out, resume=resume, allow_disclosure=allowed, changes=changes,
-            connection=options["connection"] or "fed",
-        )  # fmt: skip
-    else:
-        show_status(folder, options["connection"] or "fed")
-
 
 def require_flower() -> None:
-    """Raises a `UserError` if Flower is missing."""
+    """Raises a `UserError` if Flower is not installed."""
     check_extra_installed("flwr", "flower", "polyfed flower")
 
 
 def write_project(folder: Path, sites: str) -> None:
-    """Writes a project."""
+    """Writes a project for these sites, and prints the next steps."""
     require_flower()
     project = create_project(folder, parse_site_names(sites))
-    print(f"{project.path} is ready for {', '.join(project.read_site_names())}; its README.md tells how to go on:")
+    print(
+        f"{project.path} is ready for {', '.join(project.read_site_names())}; its README.md describes the next steps:"
+    )
     print(f"  polyfed flower up {folder}       a trial of it on this machine, until Ctrl-C")
     print(f"  polyfed flower run {folder}      the run, in another terminal")
 
@@ -118,14 +70,14 @@ def submit_run(
     Args:
         folder: the project.
         out: run directory; None takes the next free one below `folder`/runs.
-        resume: go on with the run in this directory instead.
+        resume: continue the run in this directory instead.
         allow_disclosure: whether the server may learn weights or architectures.
-        changes: words of the configuration with other values, as "rounds=3".
-        connection: which of Flower's connections to SuperLinks; that of a running trial wins.
+        changes: values of the configuration to replace, such as "rounds=3".
+        connection: name of Flower's connection to a SuperLink; a running trial takes its own.
     """
     require_flower()
     if resume is not None and changes:
-        raise UserError(f"--set has no effect on a run that goes on; its configuration is {resume}/config.yaml")
+        raise UserError(f"--set has no effect on a resumed run; its configuration is {resume}/config.yaml")
     project = Project(folder.resolve())
     running = trials.read_trial_file(project)
     config, changed = (
@@ -160,10 +112,10 @@ def submit_run(
 def _unfinished_run_message(
     folder: Path, target: Path, records: Sequence[Mapping[str, Any]], planned_rounds: int, status: int
 ) -> str:
-    """Of a run that ended early. Its first round may be in a checkpoint, and its record not yet written."""
+    """Describes a run that ended early; its first round may be in a checkpoint before its record is written."""
     rounds_done = records[-1]["round"] if records else 0
     can_resume = bool(records) or any((target / "checkpoint").glob("round-*"))
-    resume_hint = f"; go on with `polyfed flower run {folder} --resume {target}`" if can_resume else ""
+    resume_hint = f"; continue it with `polyfed flower run {folder} --resume {target}`" if can_resume else ""
     return (
         f"the run has ended after {rounds_done} of {planned_rounds} rounds (flwr: {status}); its log is "
         f"above{resume_hint}"
@@ -188,7 +140,7 @@ def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[
 
 
 def _parse_change(word: str) -> tuple[str, Any]:
-    """A word of the configuration and its value, written as in TOML; text needs no quotes.
+    """Parses KEY=VALUE, with the value as in TOML; text needs no quotes.
 
     >>> _parse_change("rounds=3"), _parse_change("algorithm.name=fedavg")
     (('rounds', 3), ('algorithm.name', 'fedavg'))
@@ -212,12 +164,12 @@ def _write_app_configuration(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _next_run_folder(project: Project) -> Path:
-    """The next free folder for a run."""
+    """Returns the next free folder for a run."""
     return next(path for n in range(1, 100_000) if not (path := project.path / "runs" / f"run-{n}").exists())
 
 
 def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainTable:
-    """What the sites disclosed of the last round."""
+    """Builds a table of the metrics and bytes of the last round, one row a site."""
     last, sites = records[-1], read_manifest(out).get("sites", [])
     names = sorted(
         {name for values in last["clients"].values() for name in values} - {"bytes_down", "bytes_up", "seconds"}
@@ -233,7 +185,7 @@ def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainT
 
 
 def show_status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
-    """Prints which nodes are connected, which runs there are, and how the newest run directory stands."""
+    """Prints the connected nodes, the runs, and the state of the newest run directory."""
     require_flower()
     console = console or Console()
     project = Project(folder.resolve())
@@ -264,8 +216,8 @@ def show_status(folder: Path, connection: str = "fed", console: Console | None =
 
 
 def show_newest_run(runs: Path, console: Console) -> None:
-    """Prints how the newest run directory of a folder stands: its last round, failures and warnings of it, and what the
-    sites disclosed, with the norm of each update where the server sees single ones."""
+    """Prints the state of the newest run directory in a folder: the last round, its failures and warnings, and the sites'
+    metrics, with the norm of each update where the server sees single updates."""
     files = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     if not files or not (records := read_metrics(files[-1])):
         return

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import yaml
 
-from polyfed.cli.commands.argv import pop_option
+from polyfed.cli.commands.argv import CommandParser
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.simulation.storage.directory import read_config
@@ -185,10 +185,20 @@ def load_recipe_configuration(name: str, scale: str | None = None, variant: str 
     return described | recipe.configuration(scale, variant)
 
 
-def pop_recipe_configuration(argv: list[str]) -> tuple[str | None, dict[str, Any], str]:
-    """Takes recipe, scale and variant from the words: the recipe's name (quickstart if there are no options either), what
-    it configures, and which scale and variant that is, with what was reduced."""
-    scale, variant = pop_option(argv, "--scale"), pop_option(argv, "--variant")
+def add_recipe_options(parser: CommandParser) -> None:
+    """Declares --scale and --variant, which `pop_recipe_configuration` takes."""
+    parser.add_option("--scale", "SCALE", "of a recipe that has them (polyfed list recipes); default: cpu")
+    parser.add_option("--variant", "NAME", "of a recipe that has them; default: the first")
+
+
+def pop_recipe_configuration(
+    argv: list[str], scale: str | None, variant: str | None
+) -> tuple[str | None, dict[str, Any], str]:
+    """Takes the recipe's name from the front of the words, and reads it at a scale and variant.
+
+    Returns its name (quickstart if there are no options either; None for options alone), its configuration, and a line on
+    scale, variant and what was reduced against the paper.
+    """
     name = argv.pop(0) if argv and not argv[0].startswith("-") else None
     if name is None:
         if scale is not None or variant is not None:

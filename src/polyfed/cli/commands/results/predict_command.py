@@ -1,9 +1,9 @@
-"""`polyfed predict`: what a client's network of a run says of the rows of a file."""
+"""Runs `polyfed predict`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.cli.commands.argv import has_help_flag, help_text, pop_option
+from polyfed.cli.commands.argv import CommandParser, has_help_flag, optional_path
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 
@@ -14,35 +14,31 @@ _SHOWN = 10
 
 
 def predict_command(argv: list[str]) -> None:
-    """usage: polyfed predict RUN|FOLDER FILE [--client ID] [--out FILE.csv]
-
-    What the network of a client says of new rows, after a run whose data were a table (polyfed run --data table), or from a
-    FOLDER of polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw as they were there; the
-    preprocessing that belongs to the network is applied. The data of the run are not needed.
-
-      --client ID     whose network (needed if the run has several)
-      --out FILE.csv  all rows, in their order; without it the first are printed
-    """
+    """Predicts the rows of a file with a client's network."""
+    parser = CommandParser(
+        "polyfed predict RUN|FOLDER FILE [--client ID] [--out FILE.csv]",
+        "Predicts new rows with the network of a client, after a run on a table (polyfed run --data table) or from a "
+        "FOLDER of "
+        "polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw as they were there; the "
+        "network's "
+        "preprocessing is applied. The data of the run are not needed.",
+    )
+    parser.add_option("--client", "ID", "client whose network it is (needed where the run has several)")
+    parser.add_option("--out", "FILE.csv", "write all rows, in their order; without it the first are printed")
     if has_help_flag(argv):
-        print(help_text(predict_command))
+        parser.print_help()
         return
-    client, out = pop_option(argv, "--client"), pop_option(argv, "--out")
-    if unknown := [word for word in argv if word.startswith("-")]:
-        raise UserError(f"unknown option {unknown[0]}; polyfed predict has --client and --out")
-    if len(argv) != 2:
-        raise UserError(
-            f"polyfed predict takes a run directory and a CSV or Parquet file, got {' and '.join(argv) or 'none'}"
-        )
-    predict_file(expand_user_path(argv[0]), client, argv[1], None if out is None else expand_user_path(out, "--out"))
+    options, (folder, file) = parser.parse_arguments(argv, "a run directory and a CSV or Parquet file", 2)
+    predict_file(expand_user_path(folder), options.client, file, optional_path(options.out, "--out"))
 
 
 def predict_file(
     folder: Path, client: str | None, file: str, out: Path | None, console: "Console | None" = None
 ) -> None:
-    """Writes a CSV file with a line for each row of `file`, or prints the first rows.
+    """Writes the predictions for all rows of `file` to a CSV file, or prints those of the first rows.
 
     Raises:
-        UserError: there is no such model, the file cannot be read, or `out` is there already.
+        UserError: there is no such model, the file cannot be read, or `out` exists.
     """
     if out is not None and out.exists():
         raise UserError(f"{out} exists; choose another --out")
@@ -94,7 +90,7 @@ def predict_file(
 
 
 def _read_rows(file: str, table_options: dict[str, Any]) -> Any:
-    """The file, read as that of the run was."""
+    """Reads a file with the options of the run's own table."""
     from polyfed.core.io.validation import build_dataclass
     from polyfed.data.sources.table_file import TableFile, parse_names
     from polyfed.data.tabular.table_reader import read_table

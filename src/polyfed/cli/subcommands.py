@@ -1,0 +1,325 @@
+"""Parses the words of each subcommand, and calls what carries it out.
+
+torch takes seconds to import, so it is imported only when nothing is left to say about the words.
+"""
+
+import sys
+from pathlib import Path
+
+from polyfed.cli.commands.argv import (
+    CommandParser,
+    decimal_number,
+    has_help_flag,
+    option_name,
+    optional_path,
+    split_names,
+    whole_number,
+)
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.simulation.storage.paths import choose_run_directory
+
+
+def run(argv: list[str]) -> None:
+    """Runs a federation and its baselines."""
+    from polyfed.cli.commands.options import configuration_parser, recipes
+
+    parser = CommandParser(
+        "polyfed run [RECIPE|config.yaml] [OPTIONS]",
+        "Runs a federation and its baselines, and prints a table. Sources, partitions, networks, methods and metrics "
+        "of "
+        "your own are given as MODULE:NAME (docs/configuration.md).",
+        "--print-config prints the configuration. --help also shows the options of the choices made: "
+        "--algorithm fedprox --algorithm.mu 0.1 --help.",
+    )
+    parser.add_option("--out", "DIR", "run directory to create (default: runs/NAME-DATE-TIME)")
+    recipes.add_recipe_options(parser)
+    parser.add_flag("--quiet", "print no progress")
+    parser.add_option(
+        "--logger", "NAME", "tensorboard or mlflow: follow the run there, too (pip install 'polyfed[tracking]'); "
+        "resume "
+        "continues it; MLflow also gets the clients' networks as models with a signature",
+    )  # fmt: skip
+    options, words = parser.parse_words(argv)
+    if has_help_flag(argv):
+        parser.print_help()
+        print("  --loss MODULE:NAME  your own loss, a function of outputs and targets\n")
+    recipe, config, note = recipes.pop_recipe_configuration(words, options.scale, options.variant)
+    config = configuration_parser.parse_configuration(words, config, "polyfed run")
+    from polyfed.cli.commands.run import run_command
+    from polyfed.simulation.experiment import build_experiment
+    from polyfed.simulation.monitoring.trackers import validate_logger_names
+
+    experiment = build_experiment(config)
+    if note and not options.quiet:
+        print(sanitise_for_terminal(note), file=sys.stderr)
+    title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
+    run_command.run_experiment(
+        experiment,
+        optional_path(options.out, "--out") or choose_run_directory(title),
+        quiet=options.quiet,
+        logger=validate_logger_names(options.logger or ()),
+    )
+
+
+def compare(argv: list[str]) -> None:
+    """Compares methods, or continues or reads a comparison."""
+    from polyfed.cli.commands.compare.compare_options import (
+        build_compare_parser,
+        is_comparison_folder,
+        parse_compare_options,
+    )
+    from polyfed.cli.commands.options import configuration_parser, recipes
+
+    if has_help_flag(argv):
+        build_compare_parser().print_help()
+    compare_options, others, words = parse_compare_options(argv)
+    if words and is_comparison_folder(words[0]):
+        from polyfed.cli.commands.compare import compare_command
+
+        misplaced = [*words[1:], *(f"--{name}" for name, value in vars(others).items() if value is not None)]
+        compare_command.resume_comparison(expand_user_path(words[0], "the folder"), compare_options, misplaced)
+        return
+    recipe, config, note = recipes.pop_recipe_configuration(words, others.scale, others.variant)
+    if any(option_name(word) == "--seed" for word in words):
+        raise UserError("polyfed compare takes no --seed; give --seeds, one or several")
+    config = configuration_parser.parse_configuration(words, config, "polyfed compare")
+    from polyfed.cli.commands.compare import compare_command
+
+    if note and not compare_options.quiet:
+        print(sanitise_for_terminal(note), file=sys.stderr)
+    folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"
+    title = Path(recipe).stem if recipe else Path(str(config["data"].get("path") or config["data"]["name"])).stem
+    compare_command.run_compare_command(
+        config, compare_options, title, optional_path(others.out, "--out") or choose_run_directory(folder)
+    )
+
+
+def resume(argv: list[str]) -> None:
+    """Continues a run or a comparison that was stopped."""
+    parser = CommandParser(
+        "polyfed resume DIR [--quiet]",
+        "Continues a run that was stopped by Ctrl-C, kill -9 or a failure, with its baselines, or a comparison. The "
+        "result "
+        "is the one of an uninterrupted run.",
+    )
+    parser.add_flag("--quiet", "print no progress")
+    if has_help_flag(argv):
+        parser.print_help()
+        return
+    options, (directory,) = parser.parse_arguments(argv, "one run directory")
+    from polyfed.cli.commands.compare.compare_options import CompareOptions, is_comparison_folder
+
+    if is_comparison_folder(directory):
+        from polyfed.cli.commands.compare import compare_command
+
+        compare_command.resume_comparison(
+            expand_user_path(directory, "the folder"), CompareOptions(quiet=options.quiet)
+        )
+        return
+    from polyfed.cli.commands.run import run_command
+
+    run_command.resume_experiment(expand_user_path(directory, "the run directory"), quiet=options.quiet)
+
+
+def warmstart(argv: list[str]) -> None:
+    """Gives unseen clients weights from the hypernetwork of a run."""
+    from polyfed.cli.commands.compare.compare_options import is_warmstart_key
+    from polyfed.cli.commands.options import configuration_parser
+
+    parser = CommandParser(
+        "polyfed warmstart RUN [OPTIONS]",
+        "Generates weights for unseen clients with the hypernetwork of RUN, the directory of a run of flha_ghn, then "
+        "trains "
+        "the linear head for one epoch. Prints the share of generated weights, and the scores before and after. "
+        "Without "
+        "options it does so for all unseen clients that the run kept (--data.unseen).",
+        "Also: --model NAME, the network, built-in or module:factory, with --model.FIELD VALUE (default: the unseen "
+        "client's "
+        "own); --data NAME, somebody's own data instead of an unseen client's, with --data.FIELD VALUE, which needs "
+        "--model "
+        "and is scored on the source's common test set, or without one (or with --data.test-fraction) on a held-out "
+        "share.",
+    )
+    parser.add_option("--unseen", "ID", "one of these unseen clients alone")
+    parser.add_option("--client", "ID", "instead, a client of the run, which changes its network to --model")
+    parser.add_option(
+        "--epochs", "E", "then train the whole network for E epochs, from the generated weights and from scratch",
+        whole_number,
+    )  # fmt: skip
+    parser.add_option("--lr", "RATE", "of these epochs (default: the run's)", decimal_number)
+    parser.add_option("--scratch-lr", "RATE", "of the epochs from scratch (default: --lr)", decimal_number)
+    parser.add_option("--plot", "FILE", "picture of both curves, .png or .svg")
+    parser.add_option("--out", "FILE", "weights to write, .safetensors (default: RUN/unseen/ID.safetensors)")
+    options, words = parser.parse_words(argv)
+    if has_help_flag(argv):
+        parser.print_help()
+        chosen = [
+            word for word in words[bool(words and not words[0].startswith("-")) :] if word not in ("-h", "--help")
+        ]
+        configuration_parser.parse_configuration(
+            [*chosen, "--help"], {}, "polyfed warmstart", is_warmstart_key
+        )  # prints their options and ends
+    if not words or words[0].startswith("-"):
+        raise UserError(f"polyfed warmstart takes a run directory before its options, got {(words or ['none'])[0]}")
+    folder = expand_user_path(words.pop(0), "the run directory")
+    keys = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+    if unknown := [key for key in keys if key not in ("data", "model") and not key.startswith(("data.", "model."))]:
+        known_options = [*parser.option_names, "--data", "--model"]
+        raise UserError(
+            f"unknown option {option_name(f'--{unknown[0]}')}; {did_you_mean(f'--{unknown[0]}', known_options)}"
+        )
+    from polyfed.cli.commands.run import warmstart_command
+
+    warmstart_options = warmstart_command.WarmStartOptions(
+        unseen=options.unseen,
+        client=options.client,
+        epochs=options.epochs or 0,
+        lr=options.lr,
+        scratch_lr=options.scratch_lr,
+        plot=optional_path(options.plot, "--plot"),
+        out=optional_path(options.out, "--out"),
+    )
+    warmstart_command.run_warmstart(folder, words, warmstart_options)
+
+
+def report(argv: list[str]) -> None:
+    """Prints the scores of runs, and writes the HTML page."""
+    parser = CommandParser(
+        "polyfed report DIR... [--out FILE] [--subgroup COLUMN]...",
+        "Prints the last scores of runs, of their baselines and of comparisons (polyfed compare), and what their "
+        "methods "
+        "have learned: operations and cells (fedpnas and its relatives), aggregation weights (pfedla, heur_pfedla), "
+        "alignment of representations (fedhenn, fedhenn_homo).",
+    )
+    parser.add_option(
+        "--out", "FILE", "HTML page with everything; it needs no network (default: report.html in the first DIR)"
+    )
+    parser.add_option(
+        "--subgroup", "COLUMN", "also scores of groups of test examples, by one of their columns, such as sex; "
+        "several: "
+        "sex,age, or the option again", split_names, repeatable=True,
+    )  # fmt: skip
+    if has_help_flag(argv):
+        parser.print_help()
+        return
+    options, directories = parser.parse_words(argv)
+    if not directories or any(word.startswith("-") for word in directories):
+        raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
+    column_names = [name for names in options.subgroup for name in names if name]
+    from polyfed.cli.commands.results import report_command
+
+    report_command.show_report(
+        [expand_user_path(word, "the run directory") for word in directories],
+        out=optional_path(options.out, "--out"),
+        subgroups=list(dict.fromkeys(column_names)),
+    )
+
+
+def reproduce(argv: list[str]) -> None:
+    """Runs a table or figure of a paper."""
+    from polyfed.cli.commands.papers import reproduce_command
+
+    parser = CommandParser(
+        "polyfed reproduce [PAPER TABLE] [OPTIONS]",
+        "Runs the recipes of a table or figure of a paper, and prints the results next to the paper's, cell by cell; "
+        "finished "
+        "runs are not repeated. Without arguments it lists papers (flha, fedhenn, pfedla, fedpnas) and tables.",
+        "All other options are those of polyfed run, --data.path FOLDER for instance.",
+    )
+    parser.add_option("--scale", "SCALE", "smoke (seconds, built-in data), cpu (default) or paper")
+    parser.add_option(
+        "--variant", "NAMES", "only these variants of its recipes, with commas between; * matches any text"
+    )
+    parser.add_option("--seeds", "SEEDS", "one run for each, 0,1,2 for instance (default: the recipe's seed)")
+    parser.add_option(
+        "--out", "DIR", "run directories and reproduce.json, the cells (default: runs/reproduce-PAPER-TABLE-SCALE)"
+    )
+    parser.add_flag("--quiet", "print no progress")
+    if has_help_flag(argv):
+        parser.print_help()
+        return
+    options, words = parser.parse_words(argv)
+    reproduce_options = reproduce_command.ReproduceOptions(options.scale, options.variant, options.seeds, options.out)
+    reproduce_command.run_reproduction(words, reproduce_options, quiet=options.quiet)
+
+
+def flower(argv: list[str]) -> None:
+    """Deploys a federation to real sites over Flower."""
+    parsers = {
+        "init": CommandParser("polyfed flower init DIR [--sites NAMES]", "Writes a ready project for these sites."),
+        "up": CommandParser(
+            "polyfed flower up DIR [OPTIONS]",
+            "Tries the project on this machine, with SuperLink and SuperNodes, TLS and keys, until Ctrl-C.",
+        ),
+        "run": CommandParser(
+            "polyfed flower run DIR [OPTIONS]",
+            "Submits a run; prints its log on standard error, and its table at the end.",
+        ),
+        "status": CommandParser("polyfed flower status DIR [OPTIONS]", "Prints nodes, runs, and the newest round."),
+        "doctor": CommandParser(
+            "polyfed flower doctor DIR [OPTIONS]",
+            "Checks the folder of a project, a server or a site: certificates, keys, ports, clocks, versions, disk and "
+            "configuration; says how to mend what is wrong, and then exits with status 1.",
+        ),
+    }
+    for action in ("init", "up"):
+        parsers[action].add_option("--sites", "NAMES", "names with commas between, or a number (default: 4, or all)")
+    for action in ("up", "doctor"):
+        parsers[action].add_option("--port", "P", "port of the SuperLink (default: 8000)", whole_number)
+    for action in ("run", "status"):
+        parsers[action].add_option("--connection", "NAME", "Flower's name of the SuperLink (default: fed)")
+    parsers["up"].add_option("--node-config", "WORDS", "node configuration of all sites: 'KEY=VALUE ...'")
+    parsers["up"].add_option("--loss", "MODULE:NAME", "the loss that sites minimise; its module stands next to site.py")
+    parsers["run"].add_option("--out", "DIR", "run directory to create (default: the next in DIR/runs)")
+    parsers["run"].add_option("--resume", "DIR", "continue the run in this directory")
+    parsers["run"].add_flag("--allow-disclosure", "the server may learn weights or architectures")
+    parsers["run"].add_option("--set", "KEY=VALUE", "another value of the configuration; repeatable", repeatable=True)
+    parsers["doctor"].add_option("--address", "HOST:PORT", "address of the SuperLink to reach")
+    action = argv[0] if argv else ""
+    if has_help_flag(argv):
+        print("usage: polyfed flower init|up|run|status|doctor DIR [OPTIONS]\n")
+        print("Deploys a federation to real sites over Flower (docs/deploy.md); pip install 'polyfed[flower]'.\n")
+        for parser in [parsers[action]] if action in parsers else parsers.values():
+            parser.print_help()
+            print()
+        return
+    if action not in parsers:
+        raise UserError(f"polyfed flower takes a command, got {action or 'nothing'!r}; {did_you_mean(action, parsers)}")
+    options, (directory,) = parsers[action].parse_arguments(argv[1:], "one folder")
+    folder = expand_user_path(directory, "the project")
+    from polyfed.cli.commands.deploy import doctor_command, flower_command
+
+    if action == "init":
+        flower_command.write_project(folder, options.sites or "4")
+    elif action == "up":
+        loss = "" if options.loss is None else f' loss="{options.loss}"'
+        flower_command.run_trial(folder, options.sites, options.port or 8000, f"{options.node_config or ''}{loss}")
+    elif action == "doctor":
+        doctor_command.run_doctor(folder, options.port or 8000, options.address)
+    elif action == "status":
+        flower_command.show_status(folder, options.connection or "fed")
+    else:
+        flower_command.submit_run(
+            folder,
+            out=optional_path(options.out, "--out"),
+            resume=optional_path(options.resume, "--resume"),
+            allow_disclosure=options.allow_disclosure,
+            changes=options.set,
+            connection=options.connection or "fed",
+        )
+
+
+def list_choices(argv: list[str]) -> None:
+    """Lists methods, data, networks and recipes."""
+    parser = CommandParser(
+        "polyfed list [algorithms|data|models|recipes]",
+        "Lists what there is to choose from: names, with a line each; with an argument, more about one kind.",
+    )
+    if has_help_flag(argv):
+        parser.print_help()
+        return
+    from polyfed.cli.commands import list_command
+
+    list_command.show_choices(argv)
