@@ -377,7 +377,7 @@ def test_resume_of_a_run_made_in_python(refused):
 def test_a_file_of_a_run_that_does_not_say_its_data_is_not_run_on_the_default_data(refused, command, path):
     pf.federate(small_clients(), "local", rounds=1, workers=0, out="made")
     told = refused(command, path)
-    assert told.startswith(f"{path} is of a run, and does not say what data its clients had")
+    assert told.startswith(f"{path} belongs to a run and does not say which data its clients had")
     assert "add a section `data`" in told
 
 

@@ -13,8 +13,8 @@ from polyfed.algorithms import FedRep
 from polyfed.cli.commands.options.recipes import read_recipe
 from polyfed.cli.commands.papers import job_runner
 from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
+from polyfed.cli.commands.papers.cell_results import CellResult, measure_cell_result
 from polyfed.cli.commands.papers.paper_tables import PaperCell, find_table, load_papers
-from polyfed.cli.commands.papers.reproduce_command import CellResult, _cell_result
 from polyfed.cli.main import main
 from polyfed.models import MODELS
 from polyfed.simulation.experiment import build_experiment
@@ -345,9 +345,9 @@ def test_the_drop_is_of_the_clients_that_keep_their_network(tmp_path):
     assert measure_cell(spread, done) == pytest.approx(spread.paper, abs=0.05)
 
     recipes = {"flha_table7": read_recipe("flha_table7")}
-    assert _cell_result(drop, recipes, "cpu", [0, 1], folder).value_by_seed == {0: pytest.approx(27 / 12)}
+    assert measure_cell_result(drop, recipes, "cpu", [0, 1], folder).value_by_seed == {0: pytest.approx(27 / 12)}
     shutil.rmtree(runs[-1].folder)  # one of the five is not there
-    assert _cell_result(drop, recipes, "cpu", [0], folder).value_by_seed == {}
+    assert measure_cell_result(drop, recipes, "cpu", [0], folder).value_by_seed == {}
 
 
 def test_seconds_are_of_clients_and_server_over_all_rounds(run):

@@ -89,7 +89,7 @@ def test_stopped_while_two_runs_go_on(tmp_path, whole, number):
     wait_until_nobody_is_left(process.pid)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
-        assert told.endswith("polyfed: interrupted; the complete rounds are saved: the same command goes on\n")
+        assert told.endswith("polyfed: interrupted; the complete rounds are saved; the same command continues\n")
     assert not (out / "reproduce.json").exists()
     rounds = {run: len(read_metrics(run / "metrics.jsonl")) for run in runs(out)}
     finished = {run: (run / "metrics.jsonl").read_bytes() for run, number in rounds.items() if number == 12}

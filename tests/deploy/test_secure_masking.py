@@ -134,7 +134,7 @@ def _rows(n, threshold, told, colluding):
 
 @pytest.mark.parametrize(("n", "threshold", "colluding"), [(3, 2, ()), (4, 3, ()), (4, 3, (4,))])
 def test_a_list_is_opened_only_by_as_many_sites_as_the_threshold(n, threshold, colluding):
-    """The claim of `polyfed.deploy.secure_aggregation`, by the ranks of all that a server can be told, whatever lists it tells."""
+    """The claim of `polyfed.deploy.secure_aggregation`, by the ranks of all that a server can learn, whatever it sends."""
     lists = [c for size in range(threshold, n + 1) for c in itertools.combinations(range(1, n + 1), size)]
     honest = [x for x in range(1, n + 1) if x not in colluding]
     for told in itertools.product(*([None, *(c for c in lists if x in c)] for x in honest)):

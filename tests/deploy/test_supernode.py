@@ -377,7 +377,8 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
 
 def test_the_supernode_needs_neither_torch_nor_more_of_flower_than_it_uses():
     """Before Flower is known to fit, nothing of it; never torch, which is the site process's."""
-    code = "import sys, polyfed.deploy.flower.supernode as s; print([m for m in ('torch', 'flwr', 'numpy') if m in sys.modules])"
+    modules = "[m for m in ('torch', 'flwr', 'numpy') if m in sys.modules]"
+    code = f"import sys, polyfed.deploy.flower.supernode as s; print({modules})"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(told) == []
 

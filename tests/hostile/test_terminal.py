@@ -13,7 +13,7 @@ from rich.console import Console
 
 import polyfed as pf
 from polyfed.cli.commands.argv import format_warning, print_error
-from polyfed.cli.commands.compare import compare_command
+from polyfed.cli.commands.compare import comparison_tables
 from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.commands.run import run_command
 from polyfed.cli.commands.terminal import PlainTable, print_line
@@ -86,7 +86,7 @@ def test_the_tables_of_a_comparison(tmp_path):
     content["notes"] = EVIL
     content["skipped"] = {"[/i]\x1b": "\u202e"}
     where = console()
-    compare_command.show_comparison(type(found)(content, out), where)
+    comparison_tables.show_comparison(type(found)(content, out), where)
     assert "m[/b]" in text_of(where)
 
 

@@ -1,5 +1,4 @@
-"""What is printed: tables and lines whose text is shown as it is. No text is markup, and none reaches the terminal with
-control characters."""
+"""Prints tables and lines as plain text: no text is markup, and no control character reaches the terminal."""
 
 from typing import Any, final
 
@@ -11,7 +10,7 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
 def plain_text(value: Any) -> Any:
-    """Text that is not read as markup; other renderables stay.
+    """Returns text that rich does not read as markup; other renderables stay as they are.
 
     >>> plain_text("[/b]\\x1b[31m")
     <text '[/b]�[31m' [] ''>
@@ -21,7 +20,7 @@ def plain_text(value: Any) -> Any:
 
 @final
 class PlainTable(rich.table.Table):
-    """A table of rich's, of plain text: title, caption, headers and cells."""
+    """A rich table of plain text: title, caption, headers and cells."""
 
     def __init__(self, *headers: str, title: str | None = None, caption: str | None = None, **options: Any) -> None:
         super().__init__(
@@ -33,11 +32,11 @@ class PlainTable(rich.table.Table):
             self.add_column(header)
 
     def add_column(self, header: Any = "", footer: Any = "", **options: Any) -> None:
-        """Another column."""
+        """Adds a column."""
         super().add_column(plain_text(header), plain_text(footer), **options)
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """Another row."""
+        """Adds a row."""
         super().add_row(*map(plain_text, cells), **options)
 
 

@@ -1,4 +1,4 @@
-"""What the command `compare` does: methods and seeds of an experiment, and the table."""
+"""Carries out `polyfed compare`: plans the runs of methods and seeds, and prints the results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -9,24 +9,22 @@ from rich.console import Console
 
 from polyfed.algorithms import registry_name
 from polyfed.cli.commands.compare.compare_options import CompareOptions
-from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.cli.commands.compare.comparison_tables import show_comparison
+from polyfed.cli.commands.terminal import print_line
 from polyfed.comparison.compare import DEFAULT_NUM_SEEDS, parse_search_space, run_comparison
 from polyfed.comparison.method_selection import DEFAULT_METHODS, build_method_with_training_of, select_methods
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
 from polyfed.comparison.storage.comparison_directory import (
     DESCRIPTION,
-    Comparison,
     load_result_criteria,
     read_description,
 )
 from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
 from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE
 from polyfed.comparison.tuning.optuna_search import parse_number_or_text
-from polyfed.comparison.tuning.ranking import format_chosen_fields
 from polyfed.core.errors import RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import import_path_of
-from polyfed.data.partitioning.resplit import prepare_public_like_clients
-from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
+from polyfed.data.partitioning.resplit import prepare_public_like_clients, resplit_clients
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import (
     Experiment,
@@ -47,11 +45,11 @@ _DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger")  # what
 def run_compare_command(
     config: Mapping[str, Any], options: CompareOptions, title: str, out: Path, console: Console | None = None
 ) -> None:
-    """Compares methods on the experiment of a complete configuration, and prints the table.
+    """Compares methods on the experiment of a complete configuration, and prints the results.
 
     Raises:
         UserError: what `polyfed.compare` refuses, hyper-parameters that do not fit, or another comparison in `out`.
-        RoundError: methods failed; the others are told.
+        RoundError: methods failed; the results of the others are printed.
     """
     validate_logger_names(options.logger)
     experiment = build_experiment(config)
@@ -80,11 +78,12 @@ def run_compare_command(
 def resume_comparison(
     folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = (), console: Console | None = None
 ) -> None:
-    """Goes on with the comparison in a directory, or reads a finished one again, and prints the table.
-    `extra_arguments` are words of the command line that have no place here.
+    """Continues the comparison in a directory, or reads a finished one, and prints the results.
+
+    `extra_arguments` are words of the command line that are refused, since the directory decides them.
 
     Raises:
-        UserError: something is asked for that the directory has decided, or the clients were made in Python.
+        UserError: an option contradicts the directory, or the clients were made in Python.
         RoundError: as for `run_compare_command`.
     """
     fixed_options = {
@@ -94,14 +93,14 @@ def resume_comparison(
         *extra_arguments,
         *(f"--{name}" for name, value in fixed_options.items() if value not in ((), None) and value is not False),
     ]:
-        raise UserError(f"{folder} has decided what is compared, so {misplaced[0]} has no place here; with a directory, "
+        raise UserError(f"{folder} decides what is compared, so {misplaced[0]} cannot be given; with a directory, "
                         "polyfed compare takes --budget, --target, --parallel, --logger and --quiet")  # fmt: skip
     validate_logger_names(options.logger)
     _run_plan(read_comparison_plan(folder, options), console, options.logger)
 
 
 def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
-    """What a directory has decided, with what may be asked of it.
+    """Reads the plan of a comparison from its directory, and applies the options that may change.
 
     Raises:
         UserError: its description is damaged, or the clients were made in Python.
@@ -139,7 +138,7 @@ def _run_plan(plan: ComparisonPlan, console: Console | None, logger: Sequence[st
         print_line(console or Console(), f"tracked with {', '.join(logger)}")
     if comparison.failed:
         raise RoundError(
-            f"no results of {', '.join(comparison.failed)}, for the reason told above: give other hyper-parameters "
+            f"no results of {', '.join(comparison.failed)}, for the reason printed above: give other hyper-parameters "
             "(--method-config FILE) and another --out, or leave the method out"
         )
 
@@ -156,7 +155,7 @@ def _build_plan(
         experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
         check_networks_run(experiment_data.clients, experiment_data.pool.num_classes)
         if resplit is not None:
-            seed_clients = dealt_anew(experiment_data.clients, resplit)[seeds.index(seed)]
+            seed_clients = resplit_clients(experiment_data.clients, resplit)[seeds.index(seed)]
             experiment_data = replace(
                 experiment_data,
                 clients=seed_clients,
@@ -179,8 +178,9 @@ def _build_plan(
 
 
 def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[str, Method]:
-    """The methods by label. Each has the local training of the experiment's method, its own fields as the experiment or
-    the file of hyper-parameters gives them, and otherwise its defaults."""
+    """Builds the methods by label. Each has the local training of the experiment's method, and its own fields from the
+    experiment, the file of hyper-parameters, or its defaults.
+    """
     experiment_methods: dict[str, Method] = {
         _method_name(experiment.algorithm): experiment.algorithm,
         **experiment.baselines,
@@ -234,7 +234,7 @@ def _build_method(
 
 
 def _parse_tune_option(text: str) -> dict[str, list[Any] | str]:
-    """The fields of `--tune` with their values or range.
+    """Parses the fields of `--tune` with their values or range.
 
     >>> _parse_tune_option("lr=0.001..0.3; mu=1,2,...; weighted=true,false")
     {'lr': '0.001..0.3', 'mu': [1, 2, '...'], 'weighted': [True, False]}
@@ -252,152 +252,3 @@ def _parse_tune_option(text: str) -> dict[str, list[Any] | str]:
             values if is_range else [_WORDS.get(v.strip(), parse_number_or_text(v.strip())) for v in values.split(",")]
         )
     return values_by_field
-
-
-def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Prints what may be said, scores, costs, and what was left out."""
-    results = comparison.results
-
-    participants_text = f"{len(results['clients'])} clients, {_count_with_noun(len(results['seeds']), 'seed')}"
-    for sentence in (*results["warnings"], *comparison.verdicts, *results["covers"]):
-        print_line(console, sentence)
-    console.print(
-        _scores_table(results, f"{results['score_label']} of {participants_text}; {results['budget']['sentence']}")
-    )
-    if results["reference"] is not None:
-        console.print(_gains_table(results))
-    console.print(_costs_table(results))
-    for label, reason in comparison.skipped.items():
-        print_line(console, f"left out {label}: {reason}")
-    for label, reason in comparison.failed.items():
-        print_line(console, f"failed {label}: {reason}")
-    if results["tuning"] is not None:
-        print_line(console, f"searched {results['tuning']['sentence']}")
-        for label, tuning in results["tuning"]["methods"].items():
-            if chosen := format_chosen_fields(tuning):
-                print_line(console, f"  {label}: {chosen} of {_count_with_noun(tuning['runs'], 'run')}")
-    for label, convergence in results["convergence"].items():
-        if convergence["converged"] is not True:
-            print_line(console, f"{label}: {convergence['sentence']}")
-    for note in results["notes"]:
-        print_line(console, f"note: {note}")
-    if comparison.out is not None:
-        print_line(console, f"Everything about this comparison is in {comparison.out}")
-
-
-def _new_table(title: str, columns: Sequence[str]) -> PlainTable:
-    table = PlainTable(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _score_unit(content: Mapping[str, Any]) -> str:
-    return str(content["score_unit"])
-
-
-def _scores_table(content: Mapping[str, Any], title: str) -> PlainTable:
-    unit = _score_unit(content)
-    table = _new_table(title, (f"mean {unit}".strip(), "95 % interval", "worst client", "p10", "p90"))
-    for label, method in content["methods"].items():
-        s = method["statistics"]
-        spread = (_format_score(s[name], unit) for name in ("worst", "p10", "p90"))
-        table.add_row(label, _format_score(s["mean"], unit), _format_interval(s["interval"], unit), *spread)
-    for name, reference in content["references"].items():
-        defined_scores = [score for score in reference["scores"].values() if score is not None]
-        worst_score = (min if content["higher_is_better"] else max)(defined_scores, default=None)
-        ends = _format_interval(reference["interval"], unit) if reference.get("interval") else ""
-        table.add_row(
-            f"({name})",
-            _format_score(reference["mean"], unit),
-            ends,
-            _format_score(worst_score, unit),
-            "",
-            "",
-            style="dim",
-        )
-    return table
-
-
-def _gains_table(content: Mapping[str, Any]) -> PlainTable:
-    reference, best, unit = content["reference"], content["best"], _score_unit(content)
-    gain_text = "points gained" if unit == "%" else f"gain of {content['score_label']}"
-    title = (
-        f"{gain_text} over {reference} (positive is better), clients that lose, and p; best by {content['best_by']}: "
-        f"{best}"
-    )
-    table = _new_table(title, ("gain", "95 % interval", "lose", f"p ({reference})", "p (best)"))
-    for label, method in content["methods"].items():
-        s = method["statistics"]
-        lose = "" if s["losers"] is None else f"{s['losers']} of {s['participants']}"
-        gain = "" if label == reference else _format_score(s["gain"], unit, "+")
-        spread = "" if label == reference else _format_interval(s["gain_interval"], unit, "+")
-        table.add_row(label, gain, spread, lose, _format_p_value(s["p_reference"]), _format_p_value(s["p_best"]))
-    for name, simple_model in content["references"].items():
-        if simple_model.get("gain") is not None:
-            table.add_row(
-                f"({name})",
-                _format_score(simple_model["gain"], unit, "+"),
-                _format_interval(simple_model["gain_interval"], unit, "+"),
-                style="dim",
-            )
-    return table
-
-
-def _costs_table(content: Mapping[str, Any]) -> PlainTable:
-    target, unit = content["target"]["score"], _score_unit(content)
-    goal = "a target (none)" if target is None else f"{_format_score(target, unit)} ({content['target']['sentence']})"
-    columns = ("round", "MB", "seconds", "reached", "round", "MB", "seconds")
-    table = _new_table(f"cost of a run up to there, and to reach {goal}", columns)
-    for label, method in content["methods"].items():
-        s = method["statistics"]
-        rounds = sorted({number for number in s["rounds"] if number is not None})
-        rounds_text = "–" if not rounds else f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]}–{rounds[-1]}"
-        reached = s["to_target"]
-        table.add_row(
-            label,
-            rounds_text,
-            _format_megabytes(s["bytes"]),
-            _format_number(s["seconds"]),
-            f"{reached['reached']} of {len(s['rounds'])}",
-            _format_number(reached["round"]),
-            _format_megabytes(reached["bytes"]),
-            _format_number(reached["seconds"]),
-        )
-    return table
-
-
-def _count_with_noun(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _format_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
-
-
-def _format_score(value: float | None, unit: str, sign: str = "") -> str:
-    """A share in per cent, any other score as it is.
-
-    >>> _format_score(0.8123, "%"), _format_score(0.8123, ""), _format_score(0.05, "%", "+")
-    ('81.2', '0.812', '+5.0')
-    """
-    if value is None:
-        return "–"
-    return f"{100 * value:{sign}.1f}" if unit == "%" else f"{value:{sign}.3f}"
-
-
-def _format_megabytes(value: float | None) -> str:
-    return "–" if value is None else f"{value / 2**20:.2f}"
-
-
-def _format_interval(interval: Sequence[float] | None, unit: str, sign: str = "") -> str:
-    return (
-        "–"
-        if interval is None
-        else f"{_format_score(interval[0], unit, sign)} to {_format_score(interval[1], unit, sign)}"
-    )
-
-
-def _format_p_value(p_value: float | None) -> str:
-    return "" if p_value is None else f"{p_value:.2g}"

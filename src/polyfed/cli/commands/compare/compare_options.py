@@ -31,7 +31,7 @@ class CompareOptions:
     Args:
         algorithms: labels; empty for the experiment's method and its baselines.
         seeds: of the runs; None is 0 to 4, or one for each dealing of `resplit`.
-        resplit: how many times each client's examples are dealt anew.
+        resplit: how many times each client's examples are split again.
         method_config: a YAML file with the fields of methods, by label.
         budget, target: how results are read; None leaves what the directory says, or the defaults.
         tune: fields to search and their values or ranges, "lr=0.01,0.1,...;mu=0.01..1", or "none"; None and "grid" search

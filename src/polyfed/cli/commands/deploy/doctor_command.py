@@ -1,4 +1,4 @@
-"""What the command `flower doctor` does: findings of a folder, one line each."""
+"""Carries out `polyfed flower doctor`: checks a folder, and prints its findings."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _FUNCTIONS = {
 
 
 def run_doctor(folder: Path, port: int = 8000, address: str | None = None) -> None:
-    """Prints what is found in a folder.
+    """Checks a folder, and prints one line a finding.
 
     Raises:
         UserError: the folder is none of a project, a server or a site.
@@ -48,8 +48,9 @@ def run_doctor(folder: Path, port: int = 8000, address: str | None = None) -> No
 
 
 def check_server_configuration(config: Mapping[str, Any], file: Path) -> Findings:
-    """Whether the words of a server's configuration are known, of their types, and fit one another. What only an import of
-    the method can tell is told by the run."""
+    """Checks the names, types and combinations of a server's configuration, as far as that needs no import of the
+    method.
+    """
     findings = list(_configuration_findings(config, file))
     yield from findings
     if not any(finding.level == "wrong" for finding in findings):

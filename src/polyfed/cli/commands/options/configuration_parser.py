@@ -1,4 +1,4 @@
-"""From command-line options and YAML to one complete, typed configuration.
+"""Turns command-line options and YAML into one complete, typed configuration.
 
 A configuration is a nested mapping. The sections `data`, `data.partition`, `model` and `algorithm` each name a choice
 from a registry (`name`) and hold the fields of that choice; everything else are the fields of `Settings`. The options of
@@ -54,7 +54,7 @@ _EXTRA_OPTIONS: Mapping[str, tuple[Any, Any, str]] = {  # keys that belong to no
 @final
 @dataclass(frozen=True)
 class Option:
-    """One option: its key, type, default, whether it must be given, and help."""
+    """An option: its key, type, default, whether it must be given, and its help text."""
 
     key: str
     type: Any
@@ -64,7 +64,7 @@ class Option:
 
 
 def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
-    """The fields of a dataclass, or the arguments of a network's constructor, with what their docstrings say.
+    """Lists the fields of a dataclass, or the arguments of a network's constructor, with the help of their docstrings.
 
     >>> [option.key for option in options_of(MODELS["mlp"], "model")]
     ['model.hidden']
@@ -91,7 +91,7 @@ def parse_configuration(
     program: str,
     is_offered: Callable[[str], bool] = lambda key: True,
 ) -> dict[str, Any]:
-    """The complete configuration.
+    """Parses options over a configuration, and returns the complete configuration.
 
     Args:
         arguments: options, e.g. ["--rounds", "5", "--algorithm", "fedprox"].
@@ -154,7 +154,7 @@ def parse_configuration(
 
 
 def _drop_model_choice(argv: Sequence[str]) -> list[str]:
-    """The words without the choice of a network."""
+    """Returns the words without the option that chooses a network."""
     remaining = [w for w, before in zip(argv, ["", *argv], strict=False) if "--model.name" not in (w, before)]
     return [word for word in remaining if not word.startswith("--model.name=")]
 
@@ -178,7 +178,7 @@ def _split_class() -> Any:
 
 
 def _class_of_choice(section: str, name: str) -> Callable[..., Any]:
-    """What a name means: an outline of a registry's entry, or the user's own, whose arguments only an import can say."""
+    """Returns the class of a choice: an outline of a registry's entry, or the user's own class, which is imported."""
     if name in _REGISTRIES[section]:
         return _REGISTRIES[section][name]
     choice, kind = import_object(name, _KIND_OF_SECTION[section]), _KIND_OF_SECTION[section]
@@ -190,7 +190,9 @@ def _class_of_choice(section: str, name: str) -> Callable[..., Any]:
 def _parse_values(
     options: Sequence[Option], config_values: Mapping[str, Any], argv: Sequence[str], program: str
 ) -> dict[str, Any]:
-    """Values of all options: the configuration's become options before the user's, so that both are checked alike."""
+    """Parses the values of all options. Those of the configuration become options before the user's, so that both are
+    checked alike.
+    """
     option_by_key = {option.key: option for option in options}
     if unknown := sorted(config_values.keys() - option_by_key):
         raise UserError(f"unknown key {_unknown_key_message(unknown[0], option_by_key)}")
@@ -218,7 +220,7 @@ def _parse_values(
 
 
 def _is_option_or_entry(key: str, option_by_key: Mapping[str, Option]) -> bool:
-    """Whether a key is an option, or an entry of one that is a mapping: `algorithm.teacher.name`."""
+    """Returns whether a key is an option, or an entry of an option that is a mapping: `algorithm.teacher.name`."""
     owner = option_by_key.get(key.rpartition(".")[0])
     return key in option_by_key or (owner is not None and _is_mapping(owner.type))
 
@@ -228,7 +230,7 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: str = "") -> str:
-    """What to do about a key that nothing has: another choice that has it, or the nearest fields of its section."""
+    """Says which other choice has an unknown key, or which keys of its section come nearest."""
     shown = option_name(f"{prefix}{key}")
     section, _, field = key.rpartition(".")
     if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in option_by_key):
@@ -257,7 +259,7 @@ def _as_text(value: Any) -> str:
 
 
 def _rewrite_parser_error(message: str, option_by_key: Mapping[str, Option]) -> str:
-    """jsonargparse's report as one sentence in plain words, with the value that it saw."""
+    """Rewrites jsonargparse's error as one sentence with the option and the value."""
     text = " ".join(message.split())
     if matched := re.match(r'Parser key "([^"]+)": .*Got value: (.*)', text) or re.match(
         r'Parser key "([^"]+)": .*Given value: (.*)', text
@@ -285,7 +287,7 @@ _LISTS: Mapping[Any, str] = {
 
 
 def describe_type(kind: Any) -> str:
-    """What a value of a type looks like.
+    """Describes the values of a type in words.
 
     >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])
     ('a whole number or null', 'sgd or adam', 'a list such as [1, 2]')
@@ -310,7 +312,8 @@ def describe_type(kind: Any) -> str:
 
 
 def _normalize_options(arguments: Sequence[str]) -> list[str]:
-    """`--algorithm fedprox` means `--algorithm.name fedprox`, and so for each section; `--ray-address` is `--ray_address`.
+    """Expands `--algorithm fedprox` to `--algorithm.name fedprox`, for each section, and writes `--ray-address` as
+    `--ray_address`.
 
     >>> _normalize_options(["--algorithm=fedavg", "--evaluate-every", "2"])
     ['--algorithm.name=fedavg', '--evaluate_every', '2']
@@ -326,7 +329,8 @@ def _normalize_options(arguments: Sequence[str]) -> list[str]:
 
 
 def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keys of nested sections with dots; `algorithm: fedprox` is short for its name. A mapping elsewhere is a value.
+    """Joins the keys of nested sections with dots; `algorithm: fedprox` is short for its name. Other mappings are
+    values.
 
     >>> _flatten_configuration({"rounds": 3, "algorithm": "fedprox", "data": {"partition": {"alpha": 0.1}}})
     {'rounds': 3, 'algorithm.name': 'fedprox', 'data.partition.alpha': 0.1}
@@ -346,12 +350,12 @@ def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[
 
 
 def _name_by_option(section: str, argv: Sequence[str]) -> str | None:
-    """The name that the options choose for a section, if they do."""
+    """Returns the name that the options choose for a section; None if they choose none."""
     return find_option_value(f"--{section}.name", argv)
 
 
 def _validate_choice(section: str, name: Any) -> str:
-    """The name of a choice, checked."""
+    """Returns the name of a choice if there is such a choice, and raises a `UserError` otherwise."""
     for part in str(name).split(",") if section == "model" else [str(name)]:
         if part not in _REGISTRIES[section] and ":" not in part:
             raise UserError(f"unknown {section} {part!r}; {did_you_mean(part, _REGISTRIES[section])}")
@@ -359,8 +363,7 @@ def _validate_choice(section: str, name: Any) -> str:
 
 
 def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
-    """What still holds of a configuration when options choose another method, data set, partition or network: the local
-    training and the split, not what belonged to the choice that was replaced."""
+    """Removes from a configuration what belongs to choices that the options replace; local training and split stay."""
     shared = {
         "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training.loop", "LocalTraining"))}
         - {"buffers"},
@@ -380,7 +383,7 @@ def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str
 
 
 def _complete_model(entry: Any, program: str) -> dict[str, Any]:
-    """One network of a mixture, complete."""
+    """Completes the fields of one network of a mixture."""
     entry = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, Mapping) or "name" not in entry:
         raise UserError(f"each entry of `model` is a name or a mapping with a name, got {entry!r}")
@@ -393,7 +396,7 @@ def _complete_model(entry: Any, program: str) -> dict[str, Any]:
 
 
 def _complete_baseline(entry: Any, program: str) -> Any:
-    """A name, or a mapping with the fields that it gives, in the types that the method declares."""
+    """Completes a baseline given by its name, or by a mapping of some fields, in the types that the method declares."""
     if isinstance(entry, str):
         return _validate_choice("algorithm", entry)
     if "name" not in entry:

@@ -1,4 +1,5 @@
-"""Recipes: YAML files of experiments, with variants (the columns of a table, say) and scales (how much of it to run).
+"""Reads recipes: YAML files of experiments, with variants (the columns of a table, say) and scales (how much of it to
+run).
 
 A file's sections `variants` and `scales` hold partial configurations. What is run is the file without these two, with the
 variant laid over it, with the scale laid over that, and with what the scale says of this variant laid over all.
@@ -27,10 +28,10 @@ _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a ba
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """One file.
+    """A recipe file: its configuration, variants and scales.
 
     Args:
-        name: as it was asked for.
+        name: as the user gave it.
         description: one line; empty if the file has none.
         base: what holds for all variants and scales.
         variants: partial configurations by name, laid over `base`; the first is the default.
@@ -49,7 +50,7 @@ class Recipe:
     scales: Mapping[str, Mapping[str, Any]]
 
     def resolve_variant(self, name: str | None = None) -> str | None:
-        """The name of the variant to run; None for a recipe without variants.
+        """Returns the name of the variant to run; None for a recipe without variants.
 
         Raises:
             UserError: there is none of this name.
@@ -57,7 +58,7 @@ class Recipe:
         return _resolve_choice(self.name, "variant", name, self.variants, next(iter(self.variants), None))
 
     def resolve_scale(self, name: str | None = None) -> str | None:
-        """The name of the scale to run; None for a recipe without scales.
+        """Returns the name of the scale to run; None for a recipe without scales.
 
         Raises:
             UserError: there is none of this name.
@@ -66,7 +67,7 @@ class Recipe:
         return _resolve_choice(self.name, "scale", name, self.scales, default)
 
     def configuration(self, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
-        """What is run: base, variant and scale merged, without the sections that offer the choice.
+        """Merges base, variant and scale to the configuration to run.
 
         Raises:
             UserError: there is no such scale or variant.
@@ -85,12 +86,12 @@ class Recipe:
         return config
 
     def reduction_note(self, scale: str | None = None) -> str:
-        """What a scale leaves out of the paper's experiment; empty if nothing is known to be."""
+        """Says what a scale leaves out of the paper's experiment; empty if it is not known to leave anything out."""
         chosen_scale = self.resolve_scale(scale)
         return "" if chosen_scale is None else " ".join(str(self.scales[chosen_scale].get("reduced") or "").split())
 
     def title(self, scale: str | None = None, variant: str | None = None) -> str:
-        """Name, variant and scale, for people.
+        """Returns name, variant and scale as text.
 
         >>> read_recipe("quickstart").title()
         'quickstart'
@@ -100,8 +101,9 @@ class Recipe:
 
 
 def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`: mappings key by key, all else replaced. A mapping that names another choice than the one
-    below replaces it whole, since the fields belong to the choice.
+    """Merges `above` over `below`, mappings key by key.
+
+    A mapping that names another choice than the one below replaces it, since the fields belong to the choice.
 
     >>> merge_configurations({"data": {"name": "mnist", "path": "x"}, "rounds": 9}, {"data": {"name": "digits"}})
     {'data': {'name': 'digits'}, 'rounds': 9}
@@ -120,17 +122,17 @@ def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> 
 
 
 def recipe_files() -> dict[str, Path]:
-    """The recipes that polyfed ships, by name."""
+    """Returns the files of the recipes that polyfed ships, by name."""
     return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}
 
 
 def load_shipped_yaml(file: Path) -> Any:
-    """The content of a YAML file of polyfed's own, by the parser in C where there is one, which is six times as fast."""
+    """Loads a YAML file of polyfed's own, with the parser in C where it is installed, which is six times as fast."""
     return yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_recipe(name: str) -> Recipe:
-    """A recipe by its name, a YAML file, or a run directory's `config.yaml` (which has no variants and scales).
+    """Reads a recipe by its name, a YAML file, or a run directory's `config.yaml` (which has no variants and scales).
 
     Raises:
         UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
@@ -159,20 +161,22 @@ def read_recipe(name: str) -> Recipe:
 
 
 def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
-    """A run made in Python, or of a comparison in which another seed dealt the data, does not say which examples its clients
-    had. Run as a file, it would take the default data instead."""
+    """Refuses a configuration without a data section, which would run on the default data.
+
+    Runs made in Python have none, and runs of a comparison whose data another seed dealt.
+    """
     folder = path if path.is_dir() else path.parent
     if "data" in config or "deployment" in config or not (folder / "manifest.json").is_file():
         return
     raise UserError(
-        f"{path} is of a run, and does not say what data its clients had: they were given in Python, or dealt by another "
-        "seed of a comparison, which `polyfed compare` goes on with. To use its settings with other data, copy the file "
-        "to another folder and add a section `data`"
+        f"{path} belongs to a run and does not say which data its clients had: they were given in Python, or dealt by "
+        "another seed of a comparison, which `polyfed compare` continues. To use its settings with other data, copy the "
+        "file to another folder and add a section `data`"
     )
 
 
 def load_recipe_configuration(name: str, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
-    """The configuration of a recipe at a scale, with its `description` if it has one.
+    """Returns the configuration of a recipe at a scale, with its `description` if it has one.
 
     Raises:
         UserError: there is no such recipe, file, scale or variant.
@@ -231,7 +235,7 @@ def _parse_recipe(name: str, content: Mapping[str, Any]) -> Recipe:
 
 
 def _partial_configurations(name: str, section: str, content: Any) -> dict[str, Mapping[str, Any]]:
-    """A section as partial configurations by name; an empty one (`emnist:` and nothing more) changes nothing."""
+    """Returns a section as partial configurations by name; an empty one (`emnist:` and nothing more) changes nothing."""
     if content is None:
         return {}
     if not isinstance(content, Mapping):

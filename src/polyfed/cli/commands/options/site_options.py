@@ -1,4 +1,4 @@
-"""Natural sites on the command line: networks by the names of sites, and the partition that a column of sites implies."""
+"""Parses networks by the names of sites, and derives the partition from a column of sites."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from polyfed.core.errors import UserError
 
 
 def networks_by_site(model: Any) -> dict[str, Any] | None:
-    """Networks by the names of sites, where a section `model` gives them; None where it is one network.
+    """Returns the networks by the names of sites that a section `model` gives; None where it is one network.
 
     >>> networks_by_site({"north": "mlp", "south": {"name": "mlp", "hidden": [8]}})
     {'north': 'mlp', 'south': {'name': 'mlp', 'hidden': [8]}}
@@ -30,7 +30,7 @@ def _is_network(entry: Any) -> bool:
 
 
 def parse_networks_by_site(name: str) -> dict[str, Any] | None:
-    """The same of what follows `--model`; None for one name, or several with commas.
+    """Parses the networks by site that follow `--model`; None for one name, or several with commas.
 
     Raises:
         UserError: it begins as a mapping and is none of networks.
@@ -52,7 +52,7 @@ def parse_networks_by_site(name: str) -> dict[str, Any] | None:
 
 
 def find_option_value(option: str, argv: Sequence[str]) -> str | None:
-    """The last value of an option among the words, which stay as they are."""
+    """Returns the last value of an option among the words, and leaves the words as they are."""
     value = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         if word == option and following is not None:
@@ -65,16 +65,16 @@ def find_option_value(option: str, argv: Sequence[str]) -> str | None:
 def partition_of_site_column(
     fields: Sequence[str], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
-    """What a source with a column of sites implies of the partition: natural, by this column.
+    """Returns the options that a source with a column of sites implies: the natural partition by this column.
 
     Args:
         fields: the options of the source.
         config_values: what a file says, by key.
         argv: of the command line.
-        partition_name: the partition that is asked for, by an option or a file; None if none is.
+        partition_name: the partition that an option or a file chooses; None if none does.
 
     Raises:
-        UserError: neither a column nor a partition is given: rows would be dealt to simulated clients unasked.
+        UserError: neither a column nor a partition is given, so that rows would be dealt to simulated clients.
     """
     if not {"data.site", "data.layout"} & set(fields) or partition_name not in (None, "natural"):
         return {}

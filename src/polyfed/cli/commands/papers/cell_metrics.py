@@ -1,4 +1,4 @@
-"""What of a finished run makes a cell of a paper's table: scores, what training after it gives, weights, bytes."""
+"""Measures a cell of a paper's table from a finished run: scores, training after the run, weights, bytes."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -42,21 +42,23 @@ _PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, s
 @final
 @dataclass(frozen=True)
 class RecipeRun:
-    """A run with its baselines, at the end: its folder, the scale of its recipe, and the runs of `others`, variants that a
-    cell compares it with."""
+    """A finished run with its baselines: its folder, the scale of its recipe, and the runs of `others`, the variants
+    that a cell compares it with.
+    """
 
     folder: Path
     scale: str
     others: tuple["RecipeRun", ...] = ()
 
     def folder_of(self, method: str) -> Path:
-        """The run directory of one of its methods; empty is the recipe's own."""
+        """Returns the run directory of one of its methods; an empty name is the recipe's own method."""
         recipe_method = read_config(self.folder)["algorithm"]["name"]
         return self.folder if method in ("", recipe_method) else self.folder / BASELINES / method
 
 
 def measure_cell(cell: PaperCell, run: RecipeRun | None) -> float | None:
-    """Ours in the cell's unit; None where the run has no such method or the value is not defined.
+    """Measures the value of a cell in the cell's unit; None where the run has no such method or the value is not
+    defined.
 
     Raises:
         UserError: the run is damaged.
@@ -68,7 +70,7 @@ def measure_cell(cell: PaperCell, run: RecipeRun | None) -> float | None:
 
 
 def _score_metric(prefix: str) -> Callable[[PaperCell, Any], float | None]:
-    """Mean over the cell's clients of the task's score, of the metric with this prefix, after the last round."""
+    """Averages a score over the cell's clients: the task's score of the metric with this prefix, after the last round."""
 
     def measure_score(cell: PaperCell, run: RecipeRun) -> float | None:
         return _mean_of_defined(
@@ -79,15 +81,17 @@ def _score_metric(prefix: str) -> Callable[[PaperCell, Any], float | None]:
 
 
 def _scores(prefix: str, folder: Path) -> list[float | None]:
-    """The task's score of each client, of the metric with this prefix, after the last round."""
+    """Returns each client's score of the metric with this prefix, after the last round."""
     rows = read_metrics(folder / "metrics.jsonl")[-1]["clients"]
     names = [f"{prefix}{score}" for score in DEFAULT_METRIC.values()]
     return [next((row[n] for n in names if n in row), None) for _, row in sorted(rows.items())]
 
 
 def _drop(cell: PaperCell, run: RecipeRun) -> float | None:
-    """How much clients' scores on the common test set fall from this run to each of its `others`, in which some clients have
-    another network: the mean over runs and over the clients that keep theirs, or with `over: cells` the standard deviation.
+    """Computes how much clients' scores on the common test set fall from this run to its `others`.
+
+    In each of the others, some clients have another network. The value is the mean over runs and over the clients that
+    keep their network, or with `over: cells` the standard deviation.
     """
 
     def clients(of: RecipeRun) -> list[tuple[Any, float | None]]:
@@ -104,13 +108,13 @@ def _drop(cell: PaperCell, run: RecipeRun) -> float | None:
 
 
 def _mean_cka(cell: PaperCell, run: RecipeRun) -> float | None:
-    """FedHeNN's mean CKA between two clients' representations of public examples, after the last round."""
+    """Returns FedHeNN's mean CKA between two clients' representations of public examples, after the last round."""
     value = read_metrics(run.folder_of(cell.method) / "metrics.jsonl")[-1].get("analysis", {}).get("mean_cka")
     return None if value is None else float(value)
 
 
 def _megabytes(cell: PaperCell, run: RecipeRun) -> float:
-    """What one client moves in a round, both ways, times the number that the paper has."""
+    """Returns the megabytes that one client moves in a round, both ways, times the number that the paper has."""
     history = read_metrics(run.folder_of(cell.method) / "metrics.jsonl")
     moved = history[-1]["bytes_down_total"] + history[-1]["bytes_up_total"]
     trained = sum("bytes_up" in row for record in history for row in record["clients"].values())
@@ -118,9 +122,11 @@ def _megabytes(cell: PaperCell, run: RecipeRun) -> float:
 
 
 def _aggregation_weight(cell: PaperCell, run: RecipeRun) -> float | None:
-    """Mean of pFedLA's weights after the last round, or over the rounds of a `period` (1 the first third, 2, 3): over the
-    layers, or one `layer`; from client `target` to those of `sources`, or between all clients whose positions differ by
-    `distance`. None where the run has no such layer or period."""
+    """Averages pFedLA's aggregation weights after the last round, or over the rounds of a `period` (thirds: 1, 2, 3).
+
+    Averages over the layers, or takes one `layer`; from client `target` to those of `sources`, or between all clients
+    whose positions differ by `distance`. None where the run has no such layer or period.
+    """
     aggregation_weights, part = aggregation.read_aggregation_weights(run.folder_of(cell.method)), cell.part
     thirds = aggregation.round_positions_by_third(aggregation_weights)
     if part.get("period", 1) > len(thirds):
@@ -144,8 +150,10 @@ def _aggregation_weight(cell: PaperCell, run: RecipeRun) -> float | None:
 
 
 def _warm_start_metric(curve_name: str) -> Callable[[PaperCell, Any], float | None]:
-    """The last point of an unseen client's training from generated weights ("warm") or from scratch, mean over unseen
-    clients. The cell's `scratch_lr` has the rate from scratch by scale; where it has none, that is the run's."""
+    """Averages over unseen clients the last score of training from generated weights ("warm") or from scratch.
+
+    The cell's `scratch_lr` has the rate from scratch by scale; the default is the run's.
+    """
 
     def compute(folder: Path, experiment: Experiment, scale: str, scratch_lr: float | None) -> dict[str, float | None]:
         server, unseen = load_trained_server(folder), load_participants(experiment).unseen
@@ -165,8 +173,7 @@ def _warm_start_metric(curve_name: str) -> Callable[[PaperCell, Any], float | No
 
 
 def _accuracy_after_adaptation(cell: PaperCell, run: RecipeRun) -> float | None:
-    """Mean accuracy over the cell's clients after the epoch of adaptation that the run's own method has, for one that has
-    none in the run."""
+    """Averages clients' accuracy after the run's own adaptation epoch, for a method that has no such epoch."""
 
     def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
         experiment_data = load_participants(experiment)
@@ -182,8 +189,11 @@ def _accuracy_after_adaptation(cell: PaperCell, run: RecipeRun) -> float | None:
 
 
 def _step_weights(cell: PaperCell, run: RecipeRun) -> float | None:
-    """FedPNAS's α_i of normalised gradients ("cosine"), a client's own gradient along the "federated" one, or the "gap"
-    between both (Proposition 1), at the server's θ after the last round; mean over the cell's clients."""
+    """Averages FedPNAS's α_i at the server's θ after the last round over the cell's clients.
+
+    It is α_i of normalised gradients ("cosine"), a client's own gradient along the federated one ("federated"), or the
+    difference of both ("gap", Proposition 1).
+    """
 
     def compute(folder: Path, experiment: Experiment, scale: str) -> dict[str, float | None]:
         experiment_data = load_participants(experiment)
@@ -207,8 +217,9 @@ def _step_weights(cell: PaperCell, run: RecipeRun) -> float | None:
 
 
 def _training_seconds(cell: PaperCell, run: RecipeRun) -> float | None:
-    """Seconds of clients and server over all rounds, without evaluation; with `against` how many times those of another
-    method of the run."""
+    """Returns the seconds of clients and server over all rounds without evaluation, or with `against` the ratio to
+    those of another method of the run.
+    """
 
     def seconds_of(method: str) -> float:
         history = read_metrics(run.folder_of(method) / "metrics.jsonl")
@@ -221,8 +232,9 @@ def _training_seconds(cell: PaperCell, run: RecipeRun) -> float | None:
 
 
 def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]:
-    """Accuracy of the clients' networks on their images rotated otherwise, "before" and "after" a few steps on them: the
-    mean over clients, or with `over: clients` its standard deviation over them."""
+    """Averages the accuracy of the clients' networks on their images under other rotations, "before" and "after" a few
+    steps on them, or with `over: clients` returns its standard deviation.
+    """
 
     def compute(folder: Path, experiment: Experiment, degrees: float) -> dict[str, float | None]:
         experiment_data = load_participants(experiment)
@@ -250,8 +262,9 @@ def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]
 
 
 def _parameter_count(cell: PaperCell, run: None) -> float:
-    """Numbers of parameters of one operation of the search space, of all of an edge, or of a network of 32 such edges (4
-    base and 4 personal cells of 2 nodes); needs no run."""
+    """Counts the parameters of one operation of the search space, of an edge, or of a network of 32 such edges (4 base
+    and 4 personal cells of 2 nodes); needs no run.
+    """
     if cell.part["operation"] == "network":
         base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
         return float(count_edge_parameters(SupernetPlan(1, 10, cell.part["channels"], base, personal)))
@@ -260,9 +273,11 @@ def _parameter_count(cell: PaperCell, run: None) -> float:
 
 
 def _untrained_weight_deviation(cell: PaperCell, run: None) -> float:
-    """Standard deviation of a fresh hypernetwork's weights for a convolution of the small CNN, over Kaiming's √(2/fan_in) or
-    √(2/fan_out), by the cell's `fan`; needs no run. Three hypernetworks of the paper's sizes, of that network's layer
-    types."""
+    """Measures the standard deviation of an untrained hypernetwork's weights for a convolution of the small CNN.
+
+    It is divided by Kaiming's √(2/fan_in) or √(2/fan_out), as the cell's `fan` says, and averaged over three
+    hypernetworks of the paper's sizes; needs no run.
+    """
     shape = (1, 28, 28)
     graph = extract(build("flha_small", shape, 10), torch.zeros(2, *shape))
     form = GHNConfig(LayerCatalogue.from_graphs([graph]), normalise=cell.part["normalise"])
@@ -304,7 +319,7 @@ CELL_METRICS: Mapping[str, Callable[[PaperCell, Any], float | None]] = {
 def _measure_once(
     run: RecipeRun, cell: PaperCell, key: str, compute: Callable[[Path, Experiment, str], dict[str, float | None]]
 ) -> dict[str, float | None]:
-    """What `compute` finds of the run of the cell's method; written beside the run, and not computed a second time."""
+    """Calls `compute` for the run of the cell's method, and stores the result beside the run for later calls."""
     file, folder = run.folder / MEASURED_FILE, run.folder_of(cell.method)
     measured = _read_measured(file)
     experiment = build_experiment(read_config(folder))
@@ -316,7 +331,7 @@ def _measure_once(
 
 
 def _read_measured(file: Path) -> dict[str, dict[str, float | None]]:
-    """What was measured before.
+    """Reads the results that `_measure_once` stored.
 
     Raises:
         UserError: the file is damaged.
@@ -333,7 +348,7 @@ def _read_measured(file: Path) -> dict[str, dict[str, float | None]]:
 
 
 def _parse_slice(text: str) -> slice:
-    """Which of a list, as Python writes it.
+    """Parses a slice as Python writes it.
 
     >>> list(range(8))[_parse_slice("1::4")], list(range(8))[_parse_slice("6:")], list(range(3))[_parse_slice(":")]
     ([1, 5], [6, 7], [0, 1, 2])

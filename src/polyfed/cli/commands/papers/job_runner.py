@@ -1,4 +1,4 @@
-"""The runs that a paper's table needs: those of its methods, one after another or side by side."""
+"""Runs what a paper's table needs, one run after another or several at a time."""
 
 import dataclasses
 import sys
@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from polyfed.cli.commands.options.recipes import Recipe
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _BUSY = 0.85
 @final
 @dataclass(frozen=True)
 class PaperJob:
-    """An experiment that the table needs, with its baselines, and the folder that it gets."""
+    """An experiment that the table needs, with its baselines and its folder."""
 
     title: str
     experiment: "Experiment"
@@ -42,21 +43,33 @@ class _MethodRun:
         return f"{self.job.title}, {self.method}"
 
 
+def first_equal_variant(recipe: Recipe, scale: str, variant: str | None) -> str | None:
+    """Returns the first variant with the same configuration at this scale: at scale smoke many are the same."""
+    config = recipe.configuration(scale, variant)
+    return next((v for v in recipe.variants if recipe.configuration(scale, v) == config), variant)
+
+
+def job_folder(out: Path, recipe: str, variant: str | None, seed: int) -> Path:
+    """Returns the run directory of a recipe's variant and seed below `out`."""
+    return out / "-".join([recipe, *([variant] if variant else []), f"seed{seed}"])
+
+
 def is_complete_run(folder: Path) -> bool:
-    """Whether there is a run, and complete."""
+    """Returns whether a folder holds a complete run."""
     if not (folder / "config.yaml").exists():
         return False
     return len(read_metrics(folder / "metrics.jsonl")) == int(read_config(folder)["rounds"])
 
 
 def is_complete_job(job: PaperJob) -> bool:
-    """Whether a job's run and its baselines have all of their rounds."""
+    """Returns whether a job's run and its baselines have all of their rounds."""
     return not _unfinished_runs(job)
 
 
 def run_paper_jobs(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
-    """Runs what is missing of the jobs, and goes on with what was stopped. A method that cannot finish its run does not keep
-    the others from theirs; returned is why, a sentence each.
+    """Runs the missing runs of the jobs, and continues those that were stopped.
+
+    A method that cannot finish does not keep the others from running. Returns one sentence for each such method.
 
     Raises:
         UserError: clients whom a method does not suit, or data that cannot be read.
@@ -89,8 +102,7 @@ def _unfinished_runs(job: PaperJob) -> list[_MethodRun]:
 
 
 def _process_count(job: PaperJob, runs: int) -> int:
-    """How many of `runs` go at once. Some end sooner than others, so that few are sooner done one after another, each on all
-    cores."""
+    """Returns how many of `runs` to run at a time. A few runs finish sooner one after another, each on all cores."""
     from polyfed.comparison.process_pool import default_parallel_runs
 
     settings, clients = job.experiment.settings, job.experiment.split.clients

@@ -1,9 +1,9 @@
-"""The tables and figures of the papers as `recipes/papers/*.yaml` holds them: each cell with the paper's figure, if its text
-states one, and what of which recipe's run is ours.
+"""Loads the tables and figures of the papers from `recipes/papers/*.yaml`: each cell with the paper's figure, if its
+text states one, and the metric of a recipe's run to compare with it.
 
 A table has `columns` and `rows`, partial descriptions of cells by name; a cell is the table's description, with the
 column's laid over it, and the row's over that. `recipe`, `variant` (`{field}` in it stands for a field of the cell),
-`method` (of the run; default: the recipe's own) and `metric` say what is ours; other fields say which part of it
+`method` (of the run; default: the recipe's own) and `metric` say what polyfed's value is; other fields say which part of it
 (`polyfed.cli.commands.papers.cell_metrics`).
 `cells` of a row are the paper's figures in the order of the columns, numbers or "71.5 ± 0.5";
 null is not stated, "-" is no cell.
@@ -33,7 +33,7 @@ class PaperCell:
         paper: the paper's figure in the table's unit; None if the text does not state it.
         spread: its ±; None if there is none.
         printed: both as the paper prints them.
-        recipe: which recipe gives ours; empty for what needs no run.
+        recipe: the recipe whose run gives polyfed's value; empty where no run is needed.
         variant: of the recipe; None for a recipe without variants.
         method: name of the method whose run it is, the recipe's own or a baseline; empty for the recipe's own.
         metric: what is measured, see `polyfed.cli.commands.papers.cell_metrics.CELL_METRICS`.
@@ -55,16 +55,17 @@ class PaperCell:
 
     @property
     def variants(self) -> tuple[str | None, ...]:
-        """The variants whose runs it needs: its own, and the `others` that this one is compared with."""
+        """Returns the variants whose runs the cell needs: its own, and the `others` that it is compared with."""
         return (self.variant, *self.part.get("others", ()))
 
 
 @final
 @dataclass(frozen=True)
 class PaperTable:
-    """A table or figure, or a sweep of ours: its short name (`table1`), other names, title, a note for its readers, and its
-    cells in the order of rows and columns. One that cannot be run has `reason_not_run` instead, a sentence that says
-    what to do.
+    """A table or figure, or a sweep of polyfed's own: names, title, a note for readers, and its cells in the order of
+    rows and columns.
+
+    A table that cannot be run has `reason_not_run`, a sentence that says what to do.
     """
 
     paper: str
@@ -77,7 +78,7 @@ class PaperTable:
 
     @property
     def printed_name(self) -> str:
-        """Its name as the paper writes it.
+        """Returns the table's name as the paper writes it.
 
         >>> ([find_table("flha", name).printed_name for name in ("table1", "fig7", "appendix b")],
         ...  find_table("fedhenn", "effects").printed_name)
@@ -101,7 +102,7 @@ class PaperTable:
         return f"{prefixes[kind]} {suffix}".rstrip()
 
     def variants_by_recipe(self) -> dict[str, tuple[str | None, ...]]:
-        """The variants that make a cell, by recipe, in the order of the cells.
+        """Returns the variants that make a cell, by recipe, in the order of the cells.
 
         >>> find_table("fedhenn", "table 3").variants_by_recipe()["fedhenn_table3"][:2]
         ('cifar10-linear', 'cifar10-rbf')
@@ -126,7 +127,7 @@ class Paper:
 
 @cache
 def load_papers() -> Mapping[str, Paper]:
-    """The papers by their short names.
+    """Loads the papers by their short names.
 
     >>> list(load_papers())
     ['fedhenn', 'fedpnas', 'flha', 'pfedla']
@@ -137,7 +138,7 @@ def load_papers() -> Mapping[str, Paper]:
 
 
 def find_paper(name: str) -> Paper:
-    """A paper by any of its names, however they are written.
+    """Finds a paper by any of its names, in any spelling.
 
     Raises:
         UserError: there is none of this name.
@@ -153,8 +154,9 @@ def find_paper(name: str) -> Paper:
 
 
 def find_table(paper: str, table: str) -> PaperTable:
-    """A table or figure of a paper: "table1", "Table 1", "1", "Fig. 3", "appendix B", or its recipe's name. A bare number is
-    the table, or where there is no such table the figure.
+    """Finds a table or figure of a paper: "table1", "Table 1", "1", "Fig. 3", "appendix B", or its recipe's name.
+
+    A bare number is the table, or where there is no such table the figure.
 
     Raises:
         UserError: there is no such paper or table.

@@ -1,12 +1,11 @@
-"""What the command `reproduce` does: runs the recipes of a paper's table, and prints what they reach next to it."""
+"""Carries out `polyfed reproduce`: runs the recipes of a paper's table, and prints the results next to the paper's."""
 
 import fnmatch
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Console
@@ -14,7 +13,9 @@ from rich.console import Console
 from polyfed.cli.commands.options import configuration_parser
 from polyfed.cli.commands.options.recipes import SCALES, Recipe, read_recipe
 from polyfed.cli.commands.papers import job_runner
-from polyfed.cli.commands.papers.paper_tables import PaperCell, PaperTable, find_paper, find_table, load_papers
+from polyfed.cli.commands.papers.cell_results import cell_result_fields, measure_cell_result, show_cells
+from polyfed.cli.commands.papers.job_runner import first_equal_variant, job_folder
+from polyfed.cli.commands.papers.paper_tables import PaperTable, find_paper, find_table, load_papers
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, did_you_mean
 from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, write_file_atomically
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from polyfed.simulation.experiment import Experiment
 
 RESULT_FILE = "reproduce.json"  # the cells, in the folder of --out
-_DECIMALS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
-# What may differ between a run that is there and the one that is asked for: where data lie and where it is computed.
+# What may differ between an existing run and the requested one: where data lie and where it is computed.
 _PLACES = ("engine", "workers", "ray_address", "gpus_per_worker", "device")
 _PATHS = ("path", "cache")
 
@@ -33,7 +33,7 @@ _PATHS = ("path", "cache")
 @final
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """What the command was asked for beside paper, table and the options of `polyfed run`.
+    """Holds the options of `polyfed reproduce` besides paper, table and the options of `polyfed run`.
 
     Args:
         scale: of the recipes; None is "cpu".
@@ -61,7 +61,7 @@ class ReproduceOptions:
 
     @property
     def seed_numbers(self) -> list[int | None]:
-        """The seeds; None is the recipe's.
+        """Returns the seeds; None stands for the recipe's.
 
         >>> ReproduceOptions(seeds="0, 7").seed_numbers, ReproduceOptions().seed_numbers
         ([0, 7], [None])
@@ -69,39 +69,13 @@ class ReproduceOptions:
         return [None] if self.seeds is None else [int(part) for part in self.seeds.split(",")]
 
     def output_folder(self, table: PaperTable) -> Path:
-        """Where everything goes."""
+        """Returns the folder of the runs and of `reproduce.json`."""
         default_folder = Path("runs") / f"reproduce-{table.paper}-{table.name}-{self.scale or 'cpu'}"
         return default_folder if self.out is None else expand_user_path(self.out, "--out")
 
 
-@final
-@dataclass(frozen=True)
-class CellResult:
-    """A cell with what polyfed reached: the value of each seed that has one, in the unit of the cell, and the folders of
-    the runs."""
-
-    cell: PaperCell
-    value_by_seed: Mapping[int, float]
-    run_folders: tuple[str, ...]
-
-    @property
-    def mean_value(self) -> float | None:
-        """Mean over seeds."""
-        return fmean(self.value_by_seed.values()) if self.value_by_seed else None
-
-    @property
-    def standard_deviation(self) -> float | None:
-        """Standard deviation over seeds, where there are several."""
-        return stdev(self.value_by_seed.values()) if len(self.value_by_seed) > 1 else None
-
-    @property
-    def difference_to_paper(self) -> float | None:
-        """Ours less the paper's."""
-        return None if self.mean_value is None or self.cell.paper is None else self.mean_value - self.cell.paper
-
-
 def run_reproduction(argv: Sequence[str], reproduce_options: ReproduceOptions, *, quiet: bool = False) -> None:
-    """Carries out the command.
+    """Runs a table of a paper, or lists the tables.
 
     Args:
         argv: paper and table, then options of `polyfed run`; nothing, or a paper alone, lists what there is.
@@ -146,11 +120,13 @@ def _reproduce_table(
     try:
         failed = job_runner.run_paper_jobs(jobs, quiet=quiet)
     except KeyboardInterrupt as stop:
-        raise RunInterrupt("interrupted; the complete rounds are saved: the same command goes on") from stop
-    results = [_cell_result(cell, recipes, scale, reproduce_options.seed_numbers, folder) for cell in table.cells]
+        raise RunInterrupt("interrupted; the complete rounds are saved; the same command continues") from stop
+    results = [
+        measure_cell_result(cell, recipes, scale, reproduce_options.seed_numbers, folder) for cell in table.cells
+    ]
     reduced = {name: recipe.reduction_note(scale) for name, recipe in recipes.items()}
     create_private_folder(folder, parents=True)
-    content = _result_content(table, results, scale, reduced, run_arguments)
+    content = cell_result_fields(table, results, scale, reduced, run_arguments)
     write_file_atomically(folder / RESULT_FILE, json.dumps(content, indent=1, ensure_ascii=False).encode())
     show_cells(table, results, scale, reduced, run_arguments, console)
     print_line(console, f"Runs and cells ({RESULT_FILE}) are in {folder}")
@@ -176,7 +152,7 @@ def show_papers(console: Console, paper: str | None = None) -> None:
 
 
 def _variants_to_run(table: PaperTable, patterns: str | None) -> dict[str, list[str | None]]:
-    """The variants to run, by recipe."""
+    """Returns the variants to run, by recipe."""
     all_variants = table.variants_by_recipe()
     if patterns is None:
         return {recipe: list(variants) for recipe, variants in all_variants.items()}
@@ -197,8 +173,10 @@ def _variants_to_run(table: PaperTable, patterns: str | None) -> dict[str, list[
 def _build_jobs(
     table: PaperTable, recipes: Mapping[str, Recipe], reproduce_options: ReproduceOptions, run_arguments: Sequence[str]
 ) -> list[job_runner.PaperJob]:
-    """The runs that the chosen variants need; variants that are the same at this scale share one. Runs of other variants
-    that are there are shown, too, and so must have the same settings."""
+    """Builds the runs that the chosen variants need; variants that are the same at this scale share one.
+
+    Runs of other variants that exist are shown, too, and must have the same settings.
+    """
     scale, selected = reproduce_options.scale or "cpu", _variants_to_run(table, reproduce_options.variant)
     _check_single_data_path(
         table,
@@ -208,12 +186,12 @@ def _build_jobs(
     jobs: dict[Path, job_runner.PaperJob] = {}
     for name, variants in table.variants_by_recipe().items():
         recipe = recipes[name]
-        chosen = {_first_equal_variant(recipe, scale, v) for v in selected[name]}
-        for variant in dict.fromkeys(_first_equal_variant(recipe, scale, v) for v in variants):
+        chosen = {first_equal_variant(recipe, scale, v) for v in selected[name]}
+        for variant in dict.fromkeys(first_equal_variant(recipe, scale, v) for v in variants):
             config = recipe.configuration(scale, variant)
             for number in reproduce_options.seed_numbers:
                 seed = config["seed"] if number is None else number
-                folder = _run_folder(reproduce_options.output_folder(table), name, variant, seed)
+                folder = job_folder(reproduce_options.output_folder(table), name, variant, seed)
                 if variant not in chosen and not folder.exists():
                     continue
                 argv = run_arguments if variant in chosen else _without_paths(run_arguments)
@@ -234,18 +212,8 @@ def _experiment_from_config(config: Mapping[str, Any]) -> "Experiment":
     return build_experiment(config)
 
 
-def _first_equal_variant(recipe: Recipe, scale: str, variant: str | None) -> str | None:
-    """The first variant whose configuration at this scale is that of `variant`: at scale smoke many are the same."""
-    config = recipe.configuration(scale, variant)
-    return next((v for v in recipe.variants if recipe.configuration(scale, v) == config), variant)
-
-
-def _run_folder(out: Path, recipe: str, variant: str | None, seed: int) -> Path:
-    return out / "-".join([recipe, *([variant] if variant else []), f"seed{seed}"])
-
-
 def _check_same_settings(folder: Path, experiment: "Experiment") -> None:
-    """Refuses a folder whose runs have other settings than those that are asked for."""
+    """Refuses a folder whose runs have other settings than the requested ones."""
     from polyfed.cli.commands.run.run_command import run_folders_by_method
     from polyfed.simulation.storage.configuration import describe_method_and_settings
 
@@ -279,7 +247,7 @@ def _check_single_data_path(table: PaperTable, sources: set[str], argv: Sequence
 
 
 def _without_paths(argv: Sequence[str]) -> list[str]:
-    """The words for a variant that only is shown: where the chosen one's data lie is no option of data without files."""
+    """Returns the words without data paths, for a variant that is only shown and whose data set has no files."""
     paths, before = {f"--data.{path}" for path in _PATHS}, ["", *argv]
     return [word for word, last in zip(argv, before, strict=False) if not {word.partition("=")[0], last} & paths]
 
@@ -289,113 +257,7 @@ def _without_data_paths(key: str, value: Any) -> Any:
 
 
 def _check_data_available(jobs: Sequence[job_runner.PaperJob]) -> None:
-    """Finds before the first run whether a later one lacks its data."""
+    """Checks before the first run that the data of all runs are there."""
     sources = list(dict.fromkeys(job.experiment.source for job in jobs if not job_runner.is_complete_job(job)))
     for source in sources[1:]:
         source.load()
-
-
-def _cell_result(
-    cell: PaperCell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequence[int | None], out: Path
-) -> CellResult:
-    """Ours of the runs that are there, those of an earlier call too."""
-    from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
-
-    if not cell.recipe:
-        value = measure_cell(cell, None)
-        return CellResult(cell, {} if value is None else {0: value}, ())
-    recipe, places = recipes[cell.recipe], []
-    by_seed: dict[int, float] = {}
-    variants = [_first_equal_variant(recipe, scale, variant) for variant in cell.variants]
-    for seed in seeds:
-        number = recipe.configuration(scale, variants[0])["seed"] if seed is None else seed
-        run, *others = (RecipeRun(_run_folder(out, recipe.name, variant, number), scale) for variant in variants)
-        if all(
-            (of.folder / "config.yaml").exists() and job_runner.is_complete_run(of.folder_of(cell.method))
-            for of in (run, *others)
-        ):
-            places.append(run.folder.name)
-            value = measure_cell(cell, replace(run, others=tuple(others)))
-            by_seed |= {} if value is None else {number: value}
-    return CellResult(cell, by_seed, tuple(places))
-
-
-def _result_content(
-    table: PaperTable,
-    results: Sequence[CellResult],
-    scale: str,
-    reduced: Mapping[str, str],
-    run_arguments: Sequence[str],
-) -> dict[str, Any]:
-    cells = [
-        {
-            **asdict(result.cell),
-            "ours": result.mean_value,
-            "ours_spread": result.standard_deviation,
-            "difference": result.difference_to_paper,
-            "seeds": dict(result.value_by_seed),
-            "runs": result.run_folders,
-        }
-        for result in results
-    ]
-    return {
-        "paper": table.paper, "table": table.name, "title": table.title, "note": table.note, "scale": scale,
-        "reduced": dict(reduced), "options": list(run_arguments), "cells": cells,
-    }  # fmt: skip
-
-
-def show_cells(
-    table: PaperTable,
-    results: Sequence[CellResult],
-    scale: str,
-    reduced: Mapping[str, str],
-    run_arguments: Sequence[str],
-    console: Console,
-) -> None:
-    """Prints the cells next to the paper's, and what was reduced against the paper."""
-    several = max((len(f.value_by_seed) for f in results), default=0)
-    over = f", means over {several} seeds" if several > 1 else ""
-    units = dict.fromkeys(f.cell.unit for f in results)
-    at = f", scale {scale}{over}" if reduced else ""
-    title = f"{find_paper(table.paper).title}, {table.printed_name}: {table.title} ({', '.join(units)}){at}"
-    shown = PlainTable(title=title, title_justify="left")
-    for column in ("row", "column"):
-        shown.add_column(column)
-    for column in ("polyfed", "paper", "difference"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    previous_row = None
-    for f in results:
-        if previous_row is not None and f.cell.row != previous_row:
-            shown.add_section()
-        decimals = _DECIMALS[f.cell.unit]
-        ours = (
-            _with_spread(f.mean_value, f.standard_deviation, decimals)
-            if f.mean_value is not None
-            else "–"
-            if f.run_folders
-            else "not run"
-        )
-        difference = "–" if f.difference_to_paper is None else f"{f.difference_to_paper:+.{decimals}f}"
-        shown.add_row("" if f.cell.row == previous_row else f.cell.row, f.cell.column, ours, f.cell.printed, difference)
-        previous_row = f.cell.row
-    console.print(shown)
-    for sentence, recipes in _recipes_by_sentence(reduced).items():
-        reduction_text = (
-            f"reduced against the paper: {sentence}" if sentence else "nothing is reduced against the paper"
-        )
-        print_line(console, f"{', '.join(recipes)}, scale {scale}: {reduction_text}")
-    if run_arguments:
-        print_line(console, f"changed besides: {' '.join(run_arguments)}")
-    if table.note:
-        print_line(console, f"note: {table.note}")
-
-
-def _recipes_by_sentence(reduced: Mapping[str, str]) -> dict[str, list[str]]:
-    recipes_by_sentence: dict[str, list[str]] = {}
-    for recipe, sentence in reduced.items():
-        recipes_by_sentence.setdefault(sentence, []).append(recipe)
-    return recipes_by_sentence
-
-
-def _with_spread(value: float, spread: float | None, decimals: int) -> str:
-    return f"{value:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")

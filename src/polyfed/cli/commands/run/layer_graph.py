@@ -1,4 +1,4 @@
-"""What the command `graph` does: a network's graph of layers as tables, as a picture, and as a layer catalogue."""
+"""Prints a network's graph of layers as tables, draws it, and writes its layer catalogue."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,7 +62,7 @@ def _random_example(shape: Sequence[int], integer: bool) -> Tensor:
 
 
 def _extend_catalogue(graph: ArchitectureGraph, path: Path, contraction: Contraction) -> str:
-    """Writes the union of the file's catalogue and the graph's types; returns what to say about it."""
+    """Writes the union of the file's catalogue and the graph's types; returns a line that says so."""
     catalogue_types = LayerCatalogue.read(path).types if path.exists() else ()
     nodes = "layers_and_norms" if contraction.norms == "nodes" else "layers"
     if catalogue_types and (stated_graph := read_graph_variant(path)) != nodes:
@@ -86,7 +86,7 @@ def _coverage_text(graph: ArchitectureGraph) -> str:
 
 
 def _build_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> PlainTable:
-    """A table with the columns' names and where their text stands."""
+    """Builds a table with named columns, each with its alignment."""
     table = PlainTable(title=title, title_justify="left")
     for name, justify in columns.items():
         table.add_column(name, justify=justify, overflow="fold")

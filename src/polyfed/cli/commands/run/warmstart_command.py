@@ -1,5 +1,4 @@
-"""What the command `warmstart` does: weights at once for unseen clients, from the trained hypernetwork of a run
-directory."""
+"""Carries out `polyfed warmstart`: generates weights for unseen clients with the hypernetwork of a run directory."""
 
 import json
 import math
@@ -45,7 +44,7 @@ _LISTED_TENSORS = 6  # tensors that a line names
 @final
 @dataclass(frozen=True)
 class WarmStartOptions:
-    """What the command was asked for beside the options of `data` and `model`.
+    """Holds the options of `polyfed warmstart` besides those of `data` and `model`.
 
     Args:
         unseen: id of one of the run's unseen clients; None for all of them.
@@ -85,7 +84,7 @@ class WarmStartOptions:
 def run_warmstart(
     folder: Path, argv: Sequence[str], warmstart_options: WarmStartOptions, console: Console | None = None
 ) -> None:
-    """Gives the unseen clients their networks, writes them, and prints how good they are.
+    """Generates the unseen clients' weights, writes them, and prints their scores.
 
     Args:
         folder: run directory of a run of flha_ghn.
@@ -130,8 +129,11 @@ def _unseen_clients(
     warmstart_options: WarmStartOptions,
     server: TrainedServer,
 ) -> tuple[list[Client], int]:
-    """The unseen clients with their data and networks, tried on two examples, and how many examples of their own data were
-    held out for the score (0 where the run's split or the source has test examples)."""
+    """Loads the unseen clients with their data and networks, and checks each network on two examples.
+
+    Also returns how many of a client's own examples are held out for the score (0 where the split or the source has
+    test examples).
+    """
     has_own_data = any(word.partition("=")[0].partition(".")[0] == "--data" for word in argv)
     has_other_model = any(word.partition("=")[0].partition(".")[0] == "--model" for word in argv)
     resolved = configuration_parser.parse_configuration(argv, config, "polyfed warmstart", is_warmstart_key)
@@ -202,7 +204,9 @@ def _check_same_data(folder: Path, experiment_data: Participants) -> None:
 def _client_with_own_data(
     data: Mapping[str, Any], model: Mapping[str, Any], argv: Sequence[str], server: TrainedServer
 ) -> tuple[Client, int, int]:
-    """An unseen client with all examples of a source, the number of its classes, and how many examples were held out."""
+    """Builds an unseen client from all examples of a source; also returns the numbers of classes and of held-out
+    examples.
+    """
     fields = {key: value for key, value in data.items() if key != "name" and f"data.{key}" not in UNSEEN_CLIENT_KEYS}
     pool = SOURCES[data["name"]](**fields).load()
     has_test_fraction = any(word.partition("=")[0] == "--data.test_fraction" for word in argv)
@@ -222,7 +226,7 @@ def _client_with_own_data(
 
 
 def _weights_file(folder: Path, client: str, out: Path | None, number: int) -> Path:
-    """The file of an unseen client's weights, which can be written as far as one can tell."""
+    """Returns the file of an unseen client's weights, after a check that it can be written."""
     weights_folder = folder / UNSEEN_FOLDER
     if out is None:
         if not os.access(weights_folder if weights_folder.exists() else folder, os.W_OK):
@@ -294,7 +298,7 @@ def _show_scores(
 
 
 def format_coverage(coverage: float) -> str:
-    """A share in per cent, which says 0 or 100 only of none and of all.
+    """Formats a share in per cent; only exactly none or all are shown as 0 or 100.
 
     >>> format_coverage(1.0), format_coverage(0.9999), format_coverage(0.25), format_coverage(0.0001), format_coverage(0.0)
     ('100 %', '>99.9 %', '25.0 %', '<0.1 %', '0 %')
@@ -311,13 +315,13 @@ def _network_name(client: Client) -> str:
 
 
 def _network_lines(client: Client) -> list[str]:
-    """The fields of a network that has some."""
+    """Formats the fields of a network, where it has some."""
     arguments = client.model.arguments if isinstance(client.model, ModelSpec) else {}
     return [f"{_network_name(client)} with {', '.join(f'{k}={v}' for k, v in arguments.items())}"] if arguments else []
 
 
 def _lines_of_local_tensors(start: WarmStart) -> list[str]:
-    """What stays local, a line for each reason."""
+    """Formats what stays local, one line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in start.local.items():
         by_reason.setdefault(reason, []).append(name)
@@ -333,7 +337,7 @@ def _format_number(value: float | None) -> str:
 
 
 def _add_curves_to_file(file: Path, curves: Mapping[str, TrainingCurves]) -> None:
-    """Adds the curves to those that the run has of other unseen clients, for `polyfed report`."""
+    """Adds the curves to those of the run's other unseen clients, for `polyfed report`."""
     create_private_folder(file.parent)
     stored_curves: dict[str, Any] = {}
     if file.is_file():
@@ -374,7 +378,7 @@ def _show_curves(
 
 
 def describe_epochs_to_scratch_score(curves: TrainingCurves) -> str:
-    """When the warm start has what training from scratch has at the end.
+    """Says after how many epochs the warm start has the final score of training from scratch.
 
     >>> describe_epochs_to_scratch_score(TrainingCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7)))
     'the warm start has after 1 epoch what training from scratch has after 2 (0.700)'
