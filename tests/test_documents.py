@@ -112,7 +112,7 @@ def test_readme_commands(tmp_path, monkeypatch, capsys):
     assert main(["run", "fedavg_digits", "--rounds", "1", "--quiet", "--workers", "0", "--out", "runs/a"]) == 0
     for command in [*commands, ["resume", "runs/a"]]:
         if command[0] == "reproduce":
-            continue  # tests/cli/test_reproduce.py runs each
+            continue  # tests/cli/papers/test_reproduce.py runs each
         shortened = ["--print_config"] if command[0] in ("run", "compare") else []
         assert main([*command, *shortened]) == 0, (command, capsys.readouterr().err)
 

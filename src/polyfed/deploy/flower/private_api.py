@@ -1,6 +1,6 @@
 """Parts of Flower that are not public, which a deployment uses or replaces, and what is known of them.
 
-`tests/deploy/test_supernode.py` and `test_link.py` hold the installed version to it; where it differs at run time, a
+`tests/deploy/flower/test_supernode.py` and `test_link.py` hold the installed version to it; where it differs at run time, a
 deployment does without, at Flower's own pace.
 """
 

@@ -11,7 +11,7 @@ their owners. Flower's open build asks for nothing there (`NoOpControlAuthnPlugi
 entities refuse every such run. But the interface has a place for a plugin that checks a token, and the command `flwr` sends
 the token of its credential store.
 
-This uses parts of Flower that are not public. `tests/deploy/test_link.py` holds them to what is needed here, and
+This uses parts of Flower that are not public. `tests/deploy/flower/test_superlink.py` holds them to what is needed here, and
 pyproject.toml names the versions with which that was tried.
 """
 

@@ -5,7 +5,7 @@ with μ = 2/z (Dong, Roth and Su 2022, "Gaussian Differential Privacy"). Message
 μ² = Σ μ_i², whoever chooses what is asked next. Its privacy loss distribution is normal, so that (ε, δ) is known exactly
 (Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy"), and no accountant can give less.
 Discretised privacy loss distributions, as in dp-accounting, come to the same value from above
-(`tests/deploy/test_budget.py`), but need minutes and gigabytes where z is small.
+(`tests/deploy/privacy/test_accountant.py`), but need minutes and gigabytes where z is small.
 """
 
 import json

@@ -20,7 +20,7 @@ coefficients of a gives Σ_h k_h e(x_h) + (terms at the c points) = e(0), of d_v
 which is e(0) if v ∈ L and 0 if not. So for each v the sum over those h whose lists differ from L in v, with terms at the c
 points, is 0. Are these h at most t − c, it follows that k_h = 0 for all of them. Are they more, then the other h, whose
 terms give e(0), are at least t − c, and there are at least 2t − 2c + 1 > n − c honest sites, which cannot be. So k_h ≠ 0
-only where L_h = L, and e(0) is a combination of at least t points. ∎ (`tests/deploy/test_secure_masking.py` counts ranks.)
+only where L_h = L, and e(0) is a combination of at least t points. ∎ (`tests/deploy/secure_aggregation/test_secure_masking.py` counts ranks.)
 
 Since an honest site hands out once, at most one list can be opened. Of each site then either shares of its self-mask
 are known to the server, or shares of its key, never both.

@@ -37,8 +37,8 @@ from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import create_project
 from polyfed.testing import small_clients
 
-from .conftest import ONE
-from .test_parity import deployed
+from ..conftest import ONE
+from ..test_parity import deployed
 
 pytestmark = pytest.mark.slow  # .ci/run has it
 

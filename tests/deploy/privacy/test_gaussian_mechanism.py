@@ -26,15 +26,15 @@ from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.testing import SmallNet, small_clients
 
-from .conftest import ONE
-from .test_parity import deployed, image_clients
+from ..conftest import ONE
+from ..test_parity import deployed, image_clients
 
 
 @pytest.mark.thorough
 def test_traffic_of_flha_ghn_has_the_same_form_for_sites_with_different_networks(tmp_path, nodes):
     """Every object of three rounds is recorded: names, shapes and types are the same in both directions whatever the
     network of the site, and no bytes of a site's files are among them. (The values do tell its layers: heads of layer types
-    that it lacks come back as they went, `tests/algorithms/test_flha_privacy.py`. So it needs consent.)"""
+    that it lacks come back as they went, `tests/algorithms/hypernetworks/test_flha_privacy.py`. So it needs consent.)"""
     clients = image_clients(("flha_arch1", "flha_arch2"), number=2)
     assert len({graph_of_client(client).layer_types for client in clients}) > 1, "the sites have the same network"
     LayerCatalogue.from_graphs(map(graph_of_client, clients)).write(tmp_path / "catalogue.yaml")

@@ -11,7 +11,7 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.testing import small_clients
 
-from .test_outgoing import failing
+from .test_disclosure_guard import failing
 
 METHOD = describe_method_and_settings(Local(lr=0.05), Settings(rounds=1))["algorithm"]
 

@@ -20,9 +20,9 @@ from polyfed.simulation.storage import checkpoint as checkpoints
 from polyfed.simulation.storage.directory import list_changes, read_metrics
 from polyfed.testing import small_clients, without_durations
 
-from .conftest import ALL, ONE, MemoryGrid
-from .test_faults import instead
-from .test_parity import assert_same, deployed
+from ..conftest import ALL, ONE, MemoryGrid
+from ..test_faults import instead
+from ..test_parity import assert_same, deployed
 
 POOL = """import torch
 def public():

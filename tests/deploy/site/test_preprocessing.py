@@ -26,9 +26,9 @@ from polyfed.deploy.site.private_state import InvalidSiteStateError
 from polyfed.models import ModelSpec
 from polyfed.simulation.rounds.federated_preprocessing import Moments, fit_common_preprocessing
 
-from .conftest import ALL, MemoryGrid
-from .test_faults import _InterruptAfter
-from .test_parity import assert_same
+from ..conftest import ALL, MemoryGrid
+from ..test_faults import _InterruptAfter
+from ..test_parity import assert_same
 
 CATEGORIES = {"a": ["f", "m"], "b": ["f", "x"], "c": ["m", "f"]}
 SHIFT = {"a": 40.0, "b": 60.0, "c": 1e7}
@@ -65,7 +65,7 @@ def client(name, target="ill", model=Net, table=None, **options):
 @pytest.fixture
 def play(nodes, run, tmp_path):
     def start(*clients, spoil=None, model="Net", **words):
-        (tmp_path / "server.py").write_text(f"from tests.deploy.test_agreeing import {model} as model\n")
+        (tmp_path / "server.py").write_text(f"from tests.deploy.site.test_preprocessing import {model} as model\n")
         settings = {key: words.pop(key) for key in ("resume", "rounds", "method", "grid", "progress") if key in words}
         grid = settings.pop("grid", None) or MemoryGrid(nodes(list(clients), **words))
         if spoil is not None:
@@ -128,13 +128,13 @@ def test_a_resumed_run_does_not_ask_again(tmp_path, play):
 
 
 def test_secure_sums_give_the_same_up_to_fixed_point(tmp_path, secure_grid, secure_play):
-    (tmp_path / "server.py").write_text("from tests.deploy.test_agreeing import Net as model\n")
+    (tmp_path / "server.py").write_text("from tests.deploy.site.test_preprocessing import Net as model\n")
     tables = {
         name: {**rows(name), "age": rows(name)["lab"], "sex": list("fm") * 20, "ill": ["no", "yes"] * 20}
         for name in "abc"
     }
     clients = [client(f"client-{k}", model=Two, table=table) for k, table in enumerate(tables.values())]
-    (tmp_path / "server.py").write_text("from tests.deploy.test_agreeing import Two as model\n")
+    (tmp_path / "server.py").write_text("from tests.deploy.site.test_preprocessing import Two as model\n")
     grid = secure_grid(clients)
     found = secure_play(grid, FedAvg(lr=0.05))
     other = pf.federate(clients, FedAvg(lr=0.05), rounds=3, seed=3, secure=True, workers=0)

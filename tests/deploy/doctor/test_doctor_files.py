@@ -34,7 +34,7 @@ from polyfed.deploy.doctor.site_config import (
 )
 from polyfed.deploy.trial.project import write_key_pair, write_trial_certificates
 
-from .patients import PEM, Authority, server_files, write
+from ..patients import PEM, Authority, server_files, write
 
 
 def said(findings, level="wrong"):

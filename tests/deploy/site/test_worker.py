@@ -24,8 +24,8 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.testing import small_clients
 
-from .conftest import NAMES, ONE, MemoryGrid, configuration
-from .test_parity import assert_same
+from ..conftest import NAMES, ONE, MemoryGrid, configuration
+from ..test_parity import assert_same
 
 SITE = """
 import pathlib

@@ -12,7 +12,7 @@ from polyfed.core.errors import UserError
 from polyfed.data.tabular.schema import merge_schemas, read_schema
 from polyfed.deploy.protocol.table_summary import describe_table_difference, summarize_table
 
-from .conftest import ALL, MemoryGrid
+from ..conftest import ALL, MemoryGrid
 
 ROWS = {"age": [40.0, 51, 63, 70] * 5, "sex": list("fmfm") * 5, "ill": ["no", "yes", "no", "yes"] * 5}
 SMOKER = {"smoker": ["never", "daily"] * 10}
@@ -36,7 +36,7 @@ def play(nodes, run, tmp_path):
     (tmp_path / "server.py").write_text("from torch import nn\ndef model():\n    return nn.Linear(3, 2)\n")
 
     def start(*clients, method=None, **words):
-        (tmp_path / "server.py").write_text("from tests.deploy.test_tables import Net as model\n")
+        (tmp_path / "server.py").write_text("from tests.deploy.protocol.test_table_summary import Net as model\n")
         return run(grid=MemoryGrid(nodes(list(clients), **words)), method=method, sites=",".join(c.id for c in clients))
 
     return start

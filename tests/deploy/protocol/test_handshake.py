@@ -17,7 +17,7 @@ from polyfed.deploy.protocol.handshake import (
 )
 from polyfed.testing import small_clients
 
-from .conftest import MemoryGrid
+from ..conftest import MemoryGrid
 
 
 def network(layers):

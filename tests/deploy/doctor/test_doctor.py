@@ -14,7 +14,7 @@ from polyfed.deploy.doctor.folders import detect_folder_kinds, read_systemd_unit
 from polyfed.deploy.doctor.network import check_port_free, check_tls_server, parse_address
 from polyfed.deploy.trial.project import Project, create_project, write_key_pair, write_trial_certificates
 
-from .patients import NODE, UNIT, Authority, free_port, server_files, serving, write
+from ..patients import NODE, UNIT, Authority, free_port, server_files, serving, write
 from .test_doctor_files import said
 
 SITE = "def client(): ...\n"

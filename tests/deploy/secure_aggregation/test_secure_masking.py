@@ -20,7 +20,7 @@ from polyfed.deploy.secure_aggregation.protocol import (
     share_secrets,
 )
 
-from .secure_sums import WHICH, Server, names, peers, play, registered
+from ..secure_sums import WHICH, Server, names, peers, play, registered
 
 
 def uniform(data):

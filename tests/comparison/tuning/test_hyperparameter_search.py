@@ -84,7 +84,7 @@ def test_optuna_finds_a_rate_in_a_range_and_repeats_nothing(tmp_path):
 SCRIPT = """
 import sys
 import polyfed as pf
-from tests.comparison.test_tuning import misleading
+from tests.comparison.tuning.test_hyperparameter_search import misleading
 pf.compare(misleading(), ["fedprox"], rounds=25, seeds=[0], parallel=2, out=sys.argv[1], quiet=True,
            tune={"lr": "0.001..0.5"}, trials=3)
 """
