@@ -37,7 +37,7 @@ def test_shapes_and_fan_in():
         (("linear", 2, 4, (), (), 2), "groups=1"),
         (("linear", 2, 4, (), (), 1, True, (1,)), "0 entries in kernel, stride and dilation"),
         (("conv1d", 2, 4, (3,), (1,), 1, True, (0,)), "at least 1"),
-        (("linear", 2, 4, (), (), 1, True, (), "tan"), "unknown activation 'tan': it is 'none', or of celu, "),
+        (("linear", 2, 4, (), (), 1, True, (), "tan"), "unknown activation 'tan': give 'none', or names of celu, "),
         (("linear", 2, 4, (), (), 1, True, (), "tanh+relu"), "in this order"),
         (("linear", 2, 4, (), (), 1, True, (), ["relu"]), "unknown activation"),
         (("conv1d", 3, 4, (1,), (1,), 2), "groups=2 does not divide"),
@@ -52,12 +52,12 @@ def test_types_that_are_no_layers_are_refused(fields, part):
 @pytest.mark.parametrize(
     ("key", "part"),
     [
-        ("", "is no layer type; an example is"),
-        ("linear-8-3", "is no layer type"),
-        ("linear-8-3-k-s-g1-b2-d-none", "is no layer type"),
+        ("", "is not a layer type; an example is"),
+        ("linear-8-3", "is not a layer type"),
+        ("linear-8-3-k-s-g1-b2-d-none", "is not a layer type"),
         ("conv2d-1-1-k3-s1-g1-b1-d1-none", "2 entries"),
         ("linear-8-3-k-s-g1-b1-d-tan", "unknown activation"),
-        ("linear-8-3-k-s-g1-b1", "of an earlier version of polyfed; train the hypernetwork anew"),
+        ("linear-8-3-k-s-g1-b1", "from an earlier version of polyfed; train the hypernetwork again"),
     ],
 )
 def test_keys_that_are_none_are_refused(key, part):
@@ -123,9 +123,9 @@ def test_catalogue_files_round_trip(tmp_path):
         ("[1]", "must have a list"),
         (
             "layer_types: [{kind: linear, c_in: 1, c_out: 2}]",
-            "of format 1, and this version of polyfed reads format 2, in ",
+            "has format 1, and this version of polyfed reads format 2, in ",
         ),
-        ("format: 3\nlayer_types: [3]", "delete it and write it anew, with `polyfed graph"),
+        ("format: 3\nlayer_types: [3]", "delete it and write it again, with `polyfed graph"),
         ("format: 2\nlayer_types: [{kind: linear, c_in: 1, c_out: 2, dilation: 1}]", "dilation must be a list"),
         ("format: 2\nlayer_types: [{kind: linear, c_in: 1, c_out: 2, activation: rel}]", "unknown activation 'rel'"),
         ("format: 2\nlayer_types: [3]", "layer type 1 must give kind, c_in and c_out"),

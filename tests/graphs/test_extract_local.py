@@ -54,10 +54,10 @@ def test_modules_outside_the_catalogue(extracted, told):
         "out: linear-3-2-k-s-g1-b1 < act",
     ]
     assert reasons(graph) == {
-        "embedding": "Embedding is no layer of the catalogue",
-        "recurrent": "LSTM is no layer of the catalogue",
-        "up": "ConvTranspose1d is no layer of the catalogue",
-        "act": "PReLU is no layer of the catalogue",
+        "embedding": "Embedding is not a layer of the catalogue",
+        "recurrent": "LSTM is not a layer of the catalogue",
+        "up": "ConvTranspose1d is not a layer of the catalogue",
+        "act": "PReLU is not a layer of the catalogue",
     }
     assert len(graph.nodes[1].parameters) == 8
     assert graph.coverage == pytest.approx(8 / sum(p.numel() for p in net.parameters()))
@@ -75,7 +75,9 @@ def test_norms_without_parameters_are_passed_through(extracted):
 def test_a_norm_over_several_dimensions_is_no_layer_type(extracted):
     graph = extracted(nn.Sequential(nn.LayerNorm((3, 4)), line()), torch.randn(2, 3, 4))
     assert [getattr(node.type, "kind", node.type) for node in graph.nodes] == ["other", "linear"]
-    assert graph.local_reasons["0.weight"] == "LayerNorm with weight (3, 4), bias (3, 4) is no layer of the catalogue"
+    assert (
+        graph.local_reasons["0.weight"] == "LayerNorm with weight (3, 4), bias (3, 4) is not a layer of the catalogue"
+    )
 
 
 def test_frozen_parameters_and_their_layers(extracted):
@@ -193,7 +195,7 @@ def test_computed_weights_are_no_layers(extracted, parametrised):
     graph = extracted(nn.Sequential(line(), nn.ReLU(), parametrised(line())), X)
     assert [node.name for node in graph.nodes] == ["0", "2"]
     assert (graph.nodes[1].type, graph.edges) == ("other", ((0, 1),))
-    assert set(reasons(graph).values()) == {"ParametrizedLinear is no layer of the catalogue"}
+    assert set(reasons(graph).values()) == {"ParametrizedLinear is not a layer of the catalogue"}
 
 
 class Standardised(nn.Conv1d):

@@ -225,7 +225,7 @@ def test_a_parameter_that_the_tracers_miss_is_no_silent_loss():
     net = Net(lambda net, x: net.fc(x) + net.hidden[0] * 2, fc=line())
     net.scale = nn.Parameter(torch.ones(4))
     net.hidden = [net.scale]  # a plain list: its tensor is a constant for both tracers
-    with pytest.raises(UserError, match=r"torch\.fx stopped in Net: what was traced does not use scale, on which"):
+    with pytest.raises(UserError, match=r"torch\.fx stopped in Net: the traced program does not use scale, on which"):
         extract(net, X)
 
 
@@ -272,7 +272,7 @@ def test_where_torch_export_fails_composites_are_one_node(extracted, told):
     graph = extracted(net, torch.randn(2, 3, 4))
     assert graph.tracer == "torch.fx"
     assert told(graph) == ["attend: other < ", "out: linear-4-4-k-s-g1-b1 < attend"]
-    assert graph.local_reasons["attend.out_proj.weight"] == "MultiheadAttention is no layer of the catalogue"
+    assert graph.local_reasons["attend.out_proj.weight"] == "MultiheadAttention is not a layer of the catalogue"
 
 
 def projected(x, weight, bias):

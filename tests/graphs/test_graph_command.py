@@ -104,7 +104,7 @@ def test_networks_of_the_zoo(polyfed, here):
     assert (here / "one.svg").read_bytes() == first
     status, out, _ = polyfed("graph", "lstm", "--input=7", "--integer", "--model.vocabulary", "9")
     assert status == 0
-    assert ["embedding.weight", "576", "Embedding is no layer of the catalogue"] in cells(out)
+    assert ["embedding.weight", "576", "Embedding is not a layer of the catalogue"] in cells(out)
 
 
 def test_a_catalogue_grows(polyfed, here):
@@ -168,8 +168,8 @@ def test_a_catalogue_of_an_earlier_version_is_not_added_to(polyfed, here):
     (here / "layers.yaml").write_text(text)
     status, _, err = polyfed("graph", "mlp", "--input", "1,8,8", "--catalogue", "layers.yaml")
     assert status == 2
-    assert "layers.yaml is of format 1, and this version of polyfed reads format 2" in err
-    assert "delete it and write it anew, with `polyfed graph MODEL --catalogue FILE` for each network" in err
+    assert "layers.yaml has format 1, and this version of polyfed reads format 2" in err
+    assert "delete it and write it again, with `polyfed graph MODEL --catalogue FILE` for each network" in err
     assert (here / "layers.yaml").read_text() == text
 
 

@@ -1,4 +1,6 @@
-"""From any `nn.Module` to the graph of its layers (FLHA-GHN, section 4.2), and the public catalogue of layer types."""
+"""Extracts the graph of layers of any `nn.Module` (FLHA-GHN, section 4.2), and defines the public catalogue of layer
+types.
+"""
 
 from polyfed.graphs.architecture import ArchitectureGraph, GeneratedWeights, LayerType, Node
 from polyfed.graphs.catalogue import LayerCatalogue

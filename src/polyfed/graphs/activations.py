@@ -1,8 +1,8 @@
-"""Which operations of a traced program are activations: element-wise functions that are not linear, and gated linear units.
+"""Recognises the activations in a traced program: element-wise nonlinear functions, and gated linear units.
 
 A layer's activation is part of its type (FLHA-GHN, section 4.2). Pooling, softmax, dropout and products of two values are
-none, nor is what is made of them. Both tracers give the same names, but for `nn.Softsign` and `nn.Tanhshrink`, which
-torch.export takes apart into arithmetic (none) and a tanh.
+not activations, nor are functions composed of them. Both tracers give the same names, except for `nn.Softsign` and
+`nn.Tanhshrink`, which torch.export decomposes into arithmetic ("none") and a tanh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,12 @@ _FUNCTIONS |= dict.fromkeys(("clamp", "clamp_min", "clip"), "clamp")
 def activation_name(
     node: fx.Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """The name of the activation that an operation is; None for all other operations.
+    """Returns the name of the activation that an operation computes; None for all other operations.
 
     Args:
-        node: of the traced program.
-        module: what it calls, if that is a module.
-        args, kwargs: the values with which it is called.
+        node: an operation of the traced program.
+        module: the module that the node calls; None if it calls a function.
+        args, kwargs: the values with which the operation is called.
     """
     if module is not None:
         name = next((name for kind, name in _CLASSES.items() if isinstance(module, kind)), None)
@@ -49,7 +49,9 @@ def activation_name(
 
 
 def _clamp_activation(least: Any, most: Any) -> str | None:
-    """The name of x bounded by two numbers. A bound from above alone is no activation."""
+    """Returns the name of x clamped between two bounds; None if only an upper bound is given, which is not an
+    activation.
+    """
     if not isinstance(least, int | float):
         return None
     if least == 0 and most in (None, 6):

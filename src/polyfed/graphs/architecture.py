@@ -1,4 +1,6 @@
-"""The graph 𝒜 = (V, E, X) of a network's layers (FLHA-GHN, section 4.2): nodes, their types, and what they own."""
+"""Defines the graph 𝒜 = (V, E, X) of a network's layers (FLHA-GHN, section 4.2): nodes, their types and their
+parameters.
+"""
 
 import math
 import re
@@ -22,9 +24,10 @@ ACTIVATIONS = (
     "mish", "prelu", "relu", "relu6", "rrelu", "selu", "sigmoid", "silu", "sin", "softplus", "softshrink", "softsign",
     "tanh", "tanhshrink", "threshold",
 )  # fmt: skip
-"""Activations that are told apart. Their own numbers (a slope, say) are not."""
+"""Names of the activations that layer types distinguish. Their constants (a slope, say) are not part of a type."""
 NODE_MARKS: tuple[NodeMark, ...] = ("add", "concat", "other")
-"""Nodes without generated weights: the two joins, and "other", a layer outside the catalogue, which passes messages on."""
+"""Types of nodes without generated weights: the two joins, and "other", a layer outside the catalogue. Messages of the graph
+neural network pass through all of them."""
 
 _FORMER_KEY = re.compile(r"([a-z0-9_]+)-(\d+)-(\d+)-k([\dx]*)-s([\dx]*)-g(\d+)-b([01])")
 _KEY = re.compile(_FORMER_KEY.pattern + r"-d([\dx]*)-([a-z0-9_+]+)(?:-([a-z]+_norm)-b([01]))?")
@@ -33,22 +36,22 @@ _KEY = re.compile(_FORMER_KEY.pattern + r"-d([\dx]*)-([a-z0-9_+]+)(?:-([a-z]+_no
 @final
 @dataclass(frozen=True, order=True)
 class LayerType:
-    """What two layers must have in common so that one hypernetwork head H_l can generate both.
+    """Describes the type of a layer: two layers of one type can get their weights from the same hypernetwork head H_l.
 
     Args:
         kind: one of `LAYER_KINDS`.
-        c_in, c_out: channels or features; of a norm, the number of its scales, twice.
-        kernel, stride: one entry a dimension of the convolution; empty for the other kinds.
-        groups: of the convolution; 1 for the other kinds.
-        bias: whether there is a bias (of a norm: a shift).
-        dilation: as `stride`; () is 1 in each dimension.
-        activation: the first one that the output reaches before another layer, through norms, joins, pooling and reshapes
-            alone; "none", or several with "+" between them, sorted (section 4.2: a type specifies the activation).
-        norm: the kind of the norm layer that is part of the layer (`contraction.fold_norms`), or "none".
+        c_in, c_out: input and output channels or features; for a norm layer, both are the number of its scales.
+        kernel, stride: one entry per dimension of the convolution; empty for the other kinds.
+        groups: groups of the convolution; 1 for the other kinds.
+        bias: whether the layer has a bias (a norm layer: a shift).
+        dilation: one entry per dimension of the convolution; () means 1 in each dimension.
+        activation: the first activation that the output reaches before another layer, through norms, joins, pooling and
+            reshapes alone; "none", or several joined by "+", sorted (section 4.2: a type specifies the activation).
+        norm: kind of the norm layer that is folded into this layer (`contraction.fold_norms`), or "none".
         norm_bias: whether that norm has a shift.
 
     Raises:
-        UserError: an unknown kind or activation, or numbers that make no layer.
+        UserError: an unknown kind or activation, or numbers that do not describe a layer.
 
     >>> conv = LayerType("conv2d", 64, 128, (3, 3), (2, 2), 1, False, activation="relu")
     >>> conv.key, conv.parameter_shapes, conv.fan_in
@@ -92,23 +95,23 @@ class LayerType:
         names = self.activation.split("+") if isinstance(self.activation, str) else []
         if self.activation != NONE and not (names and sorted(set(names)) == names and set(names) <= set(ACTIVATIONS)):
             raise UserError(
-                f"unknown activation {self.activation!r}: it is 'none', or of {', '.join(ACTIVATIONS)}; several have a + "
-                "between them, in this order"
+                f"unknown activation {self.activation!r}: give 'none', or names of {', '.join(ACTIVATIONS)}; join several "
+                "with + in this order"
             )
 
     @property
     def is_conv(self) -> bool:
-        """Whether it is a convolution."""
+        """Returns whether the layer is a convolution."""
         return self.kind.startswith("conv")
 
     @property
     def is_norm(self) -> bool:
-        """Whether it is a norm layer, whose weight is a scale near 1."""
+        """Returns whether the layer is a norm layer, whose weight is a scale near 1."""
         return self.kind.endswith("_norm")
 
     @property
     def parameter_shapes(self) -> dict[ParameterRole, tuple[int, ...]]:
-        """The shapes of its parameters."""
+        """Returns the shapes of the layer's parameters by role."""
         weight = (self.c_out,) if self.is_norm else (self.c_out, self.c_in // self.groups, *self.kernel)
         shapes: dict[ParameterRole, tuple[int, ...]] = {"weight": weight}
         vectors: dict[ParameterRole, bool] = {"bias": self.bias, "scale": self.norm != NONE, "shift": self.norm_bias}
@@ -116,12 +119,12 @@ class LayerType:
 
     @property
     def fan_in(self) -> int:
-        """Inputs of one output: of what Kaiming's variance 2/fan_in is made."""
+        """Returns the number of inputs of one output, which Kaiming's variance 2/fan_in needs."""
         return 1 if self.is_norm else self.c_in // self.groups * math.prod(self.kernel)
 
     @property
     def key(self) -> str:
-        """The type as text without dots, as part of tensors' names."""
+        """Returns the type as text without dots, for use in tensor names."""
         k, s, d = ("x".join(map(str, numbers)) for numbers in (self.kernel, self.stride, self.dilation))
         start = f"{self.kind}-{self.c_in}-{self.c_out}-k{k}-s{s}-g{self.groups}-b{int(self.bias)}"
         norm = "" if self.norm == NONE else f"-{self.norm}-b{int(self.norm_bias)}"
@@ -129,22 +132,22 @@ class LayerType:
 
     @classmethod
     def from_key(cls, key: str) -> "LayerType":
-        """The type that has this key.
+        """Returns the type that has this `key`.
 
         Raises:
-            UserError: no type has it, or only in a version in which types had no dilation and activation.
+            UserError: the key is malformed, or from a version whose types had no dilation and activation.
 
         >>> LayerType.from_key("linear-64-10-k-s-g1-b1-d-tanh").activation
         'tanh'
         """
         if _FORMER_KEY.fullmatch(key):
             raise UserError(
-                f"{key!r} is a layer type without dilation and activation, of an earlier version of polyfed; train the "
-                "hypernetwork anew"
+                f"{key!r} is a layer type without dilation and activation, from an earlier version of polyfed; train the "
+                "hypernetwork again"
             )
         match = _KEY.fullmatch(key)
         if match is None:
-            raise UserError(f"{key!r} is no layer type; an example is 'conv2d-64-128-k3x3-s2x2-g1-b0-d1x1-relu'")
+            raise UserError(f"{key!r} is not a layer type; an example is 'conv2d-64-128-k3x3-s2x2-g1-b0-d1x1-relu'")
         kind, c_in, c_out, kernel, stride, groups, bias, dilation, activation, norm, shift = match.groups()
         texts = (kernel, stride, dilation)
         k, s, d = (tuple(int(n) for n in numbers.split("x")) if numbers else () for numbers in texts)
@@ -155,10 +158,13 @@ class LayerType:
 @final
 @dataclass(frozen=True)
 class Node:
-    """A vertex: one use of a layer, or a join.
+    """Represents a vertex of the graph: one use of a layer, or a join.
 
-    Attributes: `name`, where it is in the model, for people; `type`, a layer type or a mark; `parameters`, what it owns:
-    for a layer type role -> name in `named_parameters()`, for "other" name -> name, for joins nothing.
+    Attributes:
+        name: path of the node in the model, for people.
+        type: a layer type or a mark.
+        parameters: the node's parameters. For a layer type role -> name in `named_parameters()`, for "other" name -> name,
+            for joins nothing.
     """
 
     name: str
@@ -169,7 +175,9 @@ class Node:
 @final
 @dataclass(frozen=True)
 class GeneratedWeights:
-    """One set of weights to generate: the layer type, the nodes that use it, and role -> name in `named_parameters()`."""
+    """Describes one set of weights to generate: the layer type, the nodes that use it, and role -> name in
+    `named_parameters()`.
+    """
 
     type: LayerType
     nodes: tuple[int, ...]
@@ -179,16 +187,16 @@ class GeneratedWeights:
 @final
 @dataclass(frozen=True)
 class ArchitectureGraph:
-    """A network as a graph.
+    """Represents a network as a graph of its layers.
 
     Attributes:
-        nodes: in the order in which they run.
-        edges: (from, to), positions among `nodes`: the output of the first reaches the second through nothing but
-            operations without a node (activations, pooling, reshapes). Each pair once, sorted.
+        nodes: the nodes in the order in which they run.
+        edges: (from, to) as positions in `nodes`: the output of the first node reaches the second through operations
+            without a node only (activations, pooling, reshapes). Each pair once, sorted.
         parameter_sizes: number of entries of every parameter, by its name in `named_parameters()`.
         local_reasons: name -> reason, for each parameter that cannot be generated and stays with the client.
-        tracer: "torch.fx" or "torch.export": which of them could follow the network.
-        stored_head: `head_parameters`, where the edges no longer say what it is.
+        tracer: the tracer that could follow the network, "torch.fx" or "torch.export".
+        stored_head: `head_parameters` of the original graph, if contraction removed nodes or edges that determine them.
     """
 
     nodes: tuple[Node, ...]
@@ -200,7 +208,7 @@ class ArchitectureGraph:
 
     @cached_property
     def generated_weights(self) -> tuple[GeneratedWeights, ...]:
-        """The sets of weights to generate. Nodes that use the same parameters (shared weights) share one."""
+        """Returns the sets of weights to generate. Nodes that use the same parameters (shared weights) share one set."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for position, node in enumerate(self.nodes):
             if isinstance(node.type, LayerType):
@@ -212,8 +220,11 @@ class ArchitectureGraph:
 
     @cached_property
     def head_parameters(self) -> frozenset[str]:
-        """Names of the parameters of the last layers, after which no other comes. A norm there goes along with the layers
-        before it, and where branches join last, the last layer of each is in the head."""
+        """Returns the names of the parameters of the last layers, after which no other layer comes.
+
+        A norm at the end belongs to the head together with the layers before it. Where branches join last, the last
+        layer of each branch is in the head.
+        """
         if self.stored_head is not None:
             return self.stored_head
         before: dict[int, list[int]] = {position: [] for position in range(len(self.nodes))}
@@ -232,17 +243,19 @@ class ArchitectureGraph:
 
     @property
     def layer_types(self) -> tuple[LayerType, ...]:
-        """The layer types that occur, sorted."""
+        """Returns the layer types that occur in the graph, sorted."""
         return tuple(sorted({node.type for node in self.nodes if isinstance(node.type, LayerType)}))
 
     @property
     def coverage(self) -> float:
-        """Share of the parameters that is generated, from 0 to 1."""
+        """Returns the share of the parameters that is generated, from 0 to 1."""
         total = sum(self.parameter_sizes.values())
         return 1 - sum(self.parameter_sizes[name] for name in self.local_reasons) / total if total else 0.0
 
     def restrict_to(self, types: Collection[LayerType]) -> "ArchitectureGraph":
-        """The same graph where only layers of these types are generated; the others become "other" and stay local."""
+        """Returns the graph in which only layers of these types are generated; all others become "other" and stay
+        local.
+        """
         allowed = set(types)
         if allowed.issuperset(self.layer_types):
             return self

@@ -1,4 +1,6 @@
-"""The layer catalogue: the types of layers that a federation's hypernetwork can generate. It is public; graphs are not."""
+"""Defines the layer catalogue: the types of layers that a federation's hypernetwork can generate. It is public; graphs
+are not.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -12,13 +14,13 @@ from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_yaml, validation_error
 from polyfed.graphs.architecture import NODE_MARKS, NONE, ArchitectureGraph, LayerType, NodeMark
 
-_FORMAT = 2  # of the file; before it, types had no dilation and no activation
+_FORMAT = 2  # version of the file format; in version 1, types had no dilation and no activation
 
 
 @final
 @dataclass(frozen=True)
 class LayerCatalogue:
-    """The layer types l_1..l_k, sorted and each once.
+    """Holds the layer types l_1..l_k, sorted and without duplicates.
 
     >>> conv, line = LayerType("conv2d", 1, 8, (3, 3), (1, 1)), LayerType("linear", 8, 2)
     >>> catalogue = LayerCatalogue((line, conv, conv))
@@ -33,16 +35,18 @@ class LayerCatalogue:
 
     @classmethod
     def from_graphs(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
-        """The union of the types that occur in these graphs."""
+        """Returns the catalogue of all layer types that occur in the graphs."""
         return cls(tuple(t for graph in graphs for t in graph.layer_types))
 
     @property
     def node_types(self) -> tuple[NodeMark | LayerType, ...]:
-        """What a column of the one-hot node features X stands for: the marks "add", "concat", "other", then the types."""
+        """Returns the meaning of each column of the one-hot node features X: the marks "add", "concat", "other", then
+        the types.
+        """
         return (*NODE_MARKS, *self.types)
 
     def column_of(self, kind: NodeMark | LayerType) -> int:
-        """The column of a node's type.
+        """Returns the column of a node's type in the node features X.
 
         Raises:
             UserError: the type is not in the catalogue.
@@ -53,7 +57,7 @@ class LayerCatalogue:
             raise UserError(f"{kind} is not in the layer catalogue of {len(self.types)} types") from None
 
     def write(self, path: str | Path, graph: str = "layers_and_norms") -> None:
-        """Writes `catalogue.yaml`: what the sites of a deployment agree on; `graph` is as in FLHAGHN."""
+        """Writes `catalogue.yaml`, on which the sites of a deployment agree; `graph` is as in FLHAGHN."""
         rows = [
             {
                 name: list(value) if isinstance(value, tuple) else value
@@ -70,10 +74,10 @@ class LayerCatalogue:
 
     @classmethod
     def read(cls, path: str | Path) -> "LayerCatalogue":
-        """The catalogue in a file that `write` wrote, or a person.
+        """Reads the catalogue from a file that `write` or a person wrote.
 
         Raises:
-            UserError: the file cannot be read, is of another format, or says something that is no layer type.
+            UserError: the file cannot be read, has another format, or an entry is not a layer type.
         """
         content = _read_content(path)
         rows = content.get("layer_types") if isinstance(content, Mapping) else None
@@ -83,18 +87,18 @@ class LayerCatalogue:
             )
         if (stated := content.get("format", 1)) != _FORMAT:
             raise UserError(
-                f"the layer catalogue {path} is of format {stated!r}, and this version of polyfed reads format {_FORMAT}, "
-                "in which a layer type has a dilation and an activation; delete it and write it anew, with `polyfed graph "
+                f"the layer catalogue {path} has format {stated!r}, and this version of polyfed reads format {_FORMAT}, "
+                "in which a layer type has a dilation and an activation; delete it and write it again, with `polyfed graph "
                 "MODEL --catalogue FILE` for each network"
             )
         return cls(tuple(_parse_layer_type(row, f"{path}, layer type {k}") for k, row in enumerate(rows, start=1)))
 
 
 def read_graph_variant(path: str | Path) -> str:
-    """Reads of which graphs a file's layer types are: "layers" or "layers_and_norms".
+    """Reads from a catalogue file which graphs its layer types come from: "layers" or "layers_and_norms".
 
     Raises:
-        UserError: the file cannot be read, or names other graphs.
+        UserError: the file cannot be read, or has another value of `graph`.
     """
     content = _read_content(path)
     graph = content.get("graph", "layers_and_norms") if isinstance(content, Mapping) else "layers_and_norms"

@@ -1,4 +1,4 @@
-"""The graph of a client's architecture, extracted once a process."""
+"""Extracts the graph of a client's architecture, once per process."""
 
 from collections.abc import Hashable
 from functools import lru_cache
@@ -16,16 +16,16 @@ from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.contraction import NO_CONTRACTION, Contraction
 from polyfed.graphs.extract import extract
 
-_ROWS = 2  # since BatchNorm or torch.export may treat a batch of one as a special case
+_ROWS = 2  # BatchNorm and torch.export may treat a batch of one example as a special case
 
 
 def graph_of_client(
     client: Client, catalogue: LayerCatalogue | None = None, contraction: Contraction = NO_CONTRACTION
 ) -> ArchitectureGraph:
-    """The graph of a client's network, contracted; with a catalogue, one in which layers of other types are private.
+    """Returns the contracted graph of a client's network; with a catalogue, layers of types outside it stay local.
 
     Raises:
-        UserError: the network cannot be followed, with the client's id.
+        UserError: the network cannot be traced; the message has the client's id.
     """
     assert client.model is not None
     x = client.train.batch(torch.zeros(_ROWS, dtype=torch.int64, device=client.train.device))[0]
@@ -42,7 +42,7 @@ def _extract_contracted(
     if (catalogue is not None or contraction != NO_CONTRACTION) and isinstance(factory, Hashable):
         graph = contraction.apply(_extract_cached(factory, form, None, NO_CONTRACTION))
         return graph if catalogue is None else graph.restrict_to(catalogue.types)
-    # Values that differ, so that a graph which computes something else than the network shows; a token is 0 or 1.
+    # Random values reveal a traced program that computes something else than the network; tokens are 0 or 1.
     generator = torch_generator(0)
 
     def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

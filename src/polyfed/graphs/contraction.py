@@ -1,7 +1,7 @@
-"""Graphs with fewer nodes: norm layers as part of the layer before them, and no nodes for sums and concatenations.
+"""Contracts graphs to fewer nodes: folds norm layers into the layers before them, and removes sums and concatenations.
 
-FLHA-GHN's section 4.2 has a node for each convolution and linear layer, and names no norm layers; appendix B says that the
-edges alone are enough where networks have residual sums.
+FLHA-GHN's section 4.2 has a node for each convolution and linear layer and does not mention norm layers; appendix B says
+that the edges alone are enough where networks have residual sums.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,12 +17,12 @@ _LOCAL = "norm layers stay with the client (norms=local)"
 @final
 @dataclass(frozen=True)
 class Contraction:
-    """Says which operations of a network are nodes of its graph.
+    """Specifies which operations of a network are nodes of its graph.
 
     Args:
-        norms: "nodes": each norm layer is one, as `extract` has it; "layers": it is part of the layer before it, see
-            `fold_norms`; "local": none is, and all stay with the client, see `drop_norms`.
-        joins: whether sums and concatenations are.
+        norms: "nodes": each norm layer is a node, as `extract` returns it; "layers": it is part of the layer before it, see
+            `fold_norms`; "local": no norm layer is a node, and all stay with the client, see `drop_norms`.
+        joins: whether sums and concatenations are nodes.
 
     >>> import torch
     >>> from torch import nn
@@ -46,16 +46,16 @@ class Contraction:
 
 
 NO_CONTRACTION = Contraction()
-"""Graphs as they are extracted."""
+"""Leaves graphs as `extract` returns them."""
 
 
 def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Moves each norm layer into the node of the convolution or linear layer before it.
+    """Folds each norm layer into the node of the convolution or linear layer before it.
 
-    It moves if the layer's output alone reaches it, through nothing with a node; if no other norm reads this output; if it
-    has one scale for each of the layer's outputs; and if layer and norm share weights with the same other uses, if with any.
-    Every other norm stays a node: one after a sum or a concatenation, at the beginning, the second of two in a row, or one
-    of two with which a shared layer is used.
+    A norm is folded if its only predecessor is the layer, no other norm reads the layer's output, it has one scale for each
+    of the layer's outputs, and layer and norm share weights with the same other uses, if any. Every other norm stays a node:
+    one after a sum or a concatenation, at the beginning, the second of two in a row, or one of two different norms after a
+    shared layer.
     """
     before, after = _neighbours(graph)
     norm_after: dict[int, int] = {}
@@ -85,8 +85,7 @@ def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
 
 
 def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Takes norm layers out of the graph, whose scales and shifts stay with the client; what was before one is before what
-    was after it."""
+    """Removes norm layers from the graph, connecting their neighbours; their scales and shifts stay with the client."""
     norms = [position for position, node in enumerate(graph.nodes) if _is_norm(node)]
     reasons = {name: _LOCAL for position in norms for name in graph.nodes[position].parameters.values()}
     reasons = {**graph.local_reasons, **reasons}
@@ -95,7 +94,8 @@ def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
 
 
 def bypass_joins(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Takes sums and concatenations out of the graph: an edge from each layer before one to each after it.
+    """Removes sums and concatenations from the graph and adds an edge from each layer before one to each layer after
+    it.
 
     >>> a, b, c = (Node(name, "other", {name: name}) for name in "abc")
     >>> graph = ArchitectureGraph((a, b, Node("a + b", "add", {}), c), ((0, 1), (0, 2), (1, 2), (2, 3)), {}, {})
@@ -116,7 +116,7 @@ def _is_layer(node: Node) -> bool:
 
 
 def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]]]:
-    """Lists, for each node, those before it and those after it."""
+    """Returns the predecessors and the successors of each node."""
     before: list[set[int]] = [set() for _ in graph.nodes]
     after: list[set[int]] = [set() for _ in graph.nodes]
     for start, end in graph.edges:
@@ -126,7 +126,7 @@ def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]
 
 
 def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> ArchitectureGraph:
-    """Takes nodes out and connects what they connected."""
+    """Removes nodes and connects their predecessors with their successors."""
     dropped = set(positions)
     before, after = _neighbours(graph)
     for position in dropped:
@@ -139,7 +139,7 @@ def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> Archite
 
 
 def _renumber(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
-    """Numbers the nodes anew without these, which no edge needs any more; edges each once, sorted."""
+    """Removes nodes that no edge uses any more and numbers the others again; edges are sorted, without duplicates."""
     positions = [position for position in range(len(graph.nodes)) if position not in dropped]
     number: Mapping[int, int] = {position: k for k, position in enumerate(positions)}
     edges = {(number[start], number[end]) for start, end in graph.edges if start != end}

@@ -1,4 +1,4 @@
-"""The picture of an architecture graph."""
+"""Draws an architecture graph as a picture."""
 
 import math
 import textwrap
@@ -16,12 +16,12 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
     """Draws a graph from top to bottom; a node that stays local has a dashed border.
 
     Args:
-        graph: to draw.
-        path: the picture to write; its ending, .png or .svg, is the format.
-        title: above the picture.
+        graph: the graph to draw.
+        path: the picture file to write; its suffix, .png or .svg, determines the format.
+        title: text above the picture.
 
     Raises:
-        UserError: another ending, or a place that cannot be written.
+        UserError: the suffix is another one, or the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
     places, lines = layout_nodes(graph)
     rows = 1 + max((y for _, y in places), default=0)
     columns = 1 + max((x for line in [places, *lines] for x, _ in line), default=0)
-    # A row is as high as two lines of text, until the picture is so high that no reader opens it.
+    # A row is as high as two lines of text; the limit keeps the picture small enough for viewers to open.
     figure = Figure(figsize=(1 + 2.2 * columns, 1 + min(0.42 * rows, 250)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -53,10 +53,10 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
 
 
 def layout_nodes(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Point]]]:
-    """Where the nodes are, (column, row) with row 0 on top, and the corners of each edge's line.
+    """Computes the positions of the nodes, (column, row) with row 0 on top, and the corners of each edge's line.
 
-    A node is in the row after its last predecessor's, one without predecessors just before its first successor. An edge
-    that skips rows passes through each of them on the right of the nodes, so that no line crosses a node.
+    A node is in the row after its last predecessor; one without predecessors is in the row before its first successor. An
+    edge that skips rows passes each of them to the right of the nodes, so that no line crosses a node.
 
     >>> nodes = [Node(name, "other", {name: name}) for name in "abc"]
     >>> places, lines = layout_nodes(ArchitectureGraph(tuple(nodes), ((0, 1), (0, 2), (1, 2)), {}, {}))
@@ -95,7 +95,7 @@ def layout_nodes(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Poi
 
 
 def node_label(node: Node) -> str:
-    """A node's name and its type, in two lines.
+    """Returns a node's name and its type, in two lines.
 
     >>> node_label(Node("stem", LayerType("conv2d", 3, 64, (7, 7), (2, 2), bias=False), {})).split("\\n")
     ['stem', 'conv2d 3→64, 7×7 /2']

@@ -1,4 +1,4 @@
-"""Programs of networks by torch.export, which runs `forward` on the example and records the operators of ATen."""
+"""Traces networks by torch.export, which runs `forward` on the example and records ATen operators."""
 
 import logging
 import warnings
@@ -15,20 +15,20 @@ from polyfed.graphs.layer_flow import Root, TracedProgram, iterate_tensors
 
 
 def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
-    """The program of a model on inputs of the shape of x; decisions on shapes and types are made as x has them.
+    """Traces a model into a program; branches on shapes and types are resolved for the example `x`.
 
     Args:
-        root: holds a copy of the model.
+        root: module around a copy of the model.
         x: a batch of inputs.
 
     Raises:
-        Exception: of any kind, where a decision depends on the values of tensors or an operation is unknown.
+        Exception: of any class, if a branch depends on the values of tensors or an operation is unknown.
 
     >>> [node.op for node in trace_with_export(Root(nn.Flatten()), torch.zeros(2, 1, 3)).graph.nodes][-2:]
     ['call_function', 'output']
     """
     with _silence_export():
-        # strict=False runs Python itself rather than analyse its bytecode: faster, and takes more models.
+        # strict=False runs the Python code instead of analysing its bytecode: faster, and works for more models.
         parts = tuple(part for _, part in named_leaves(x))
         program: Any = torch.export.export(_Tensors(root, input_spec_of(x)), parts, strict=False).module()
     return TracedProgram(program.graph, program)
@@ -36,8 +36,10 @@ def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
 
 @final
 class _Tensors(nn.Module):
-    """Takes the parts of inputs one by one, and leaves of a model's output the tensors; torch.export takes no containers of
-    classes that it does not know."""
+    """Wraps a model so that it takes the parts of its inputs one by one and returns a flat list of tensors.
+
+    torch.export accepts no containers of classes that it does not know.
+    """
 
     def __init__(self, root: Root, form: InputSpec) -> None:
         super().__init__()
@@ -51,13 +53,15 @@ class _Tensors(nn.Module):
 
 @contextmanager
 def _silence_export() -> Iterator[None]:
-    """Without what torch.export prints and logs about a model that it cannot take; the error says it."""
+    """Suppresses what torch.export prints and logs about a model that it cannot trace; its error has the same
+    information.
+    """
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), redirect_stderr(StringIO()):
-            # Models that keep tensors in plain attributes (an LSTM's list of weights); the copy is thrown away.
+            # It warns of tensors in plain attributes (an LSTM's list of weights); this copy is discarded.
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             yield
     finally:

@@ -1,4 +1,6 @@
-"""From any network to its graph of layers (FLHA-GHN, Litany et al. 2022, section 4.2): by torch.fx, else by torch.export."""
+"""Extracts the graph of layers from any network (FLHA-GHN, Litany et al. 2022, section 4.2), by torch.fx or else
+torch.export.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -29,29 +31,30 @@ _TRACERS: dict[str, Callable[[Root, Inputs], TracedProgram]] = {
     "torch.fx": fx_tracer.trace_with_fx,
     "torch.export": export_tracer.trace_with_export,
 }
-_GENERATED = (torch.float32, torch.float64)  # types of the numbers that can be generated
+_GENERATED = (torch.float32, torch.float64)  # dtypes of parameters that a hypernetwork can generate
 
 
 def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
-    """The graph of a network's layers: a node for each use of a layer and for each join, edges along the data flow.
+    """Extracts the graph of a network's layers: a node for each use of a layer and for each join, and edges along the
+    data flow.
 
-    A copy of the model is traced in evaluation mode, by torch.fx, or where Python decides on shapes, by torch.export;
-    nothing of the model itself changes, nor the random state. A graph is believed only if the traced program computes
-    what the model does on the example, and misses no parameter on which the output depends.
+    A copy of the model is traced in evaluation mode, by torch.fx, or where Python branches on shapes, by torch.export;
+    neither the model nor the random state changes. A graph is accepted only if the traced program computes the model's
+    output on the example and uses every parameter on which the output depends.
 
-    Convolutions, linear and norm layers, classes derived from them and calls of their functions are nodes of a
-    `LayerType`, which has the activation that follows; sums and concatenations of what comes from different layers are
-    joins; everything else that has parameters is "other" and stays local, with a reason. What has no parameters is
-    passed through.
+    Convolutions, linear and norm layers, classes derived from them and calls of their functions are nodes with a
+    `LayerType`, which includes the activation that follows. Sums and concatenations of outputs of different layers are
+    joins. Everything else that has parameters is "other" and stays local, with a reason. Operations without parameters
+    have no node.
 
     Args:
-        model: any network whose `forward` needs these inputs alone; its parameters are initialised.
-        example_input: a batch that the model takes, of shape (batch, ...), or a tuple or dict of such (see
+        model: any network with initialised parameters whose `forward` takes these inputs alone.
+        example_input: a batch for the model, of shape (batch, ...), or a tuple or dict of such (see
             `polyfed.core.examples.pytree`), on the model's device; two rows are enough.
 
     Raises:
-        UserError: the model is no nn.Module, cannot be copied, needs other arguments, fails on the example, or neither
-            tracer can follow it; then the sentence names the module where each of them stopped.
+        UserError: the model is not an nn.Module, cannot be copied, needs other arguments, fails on the example, or neither
+            tracer can follow it; then the message names the module where each tracer stopped.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     >>> graph = extract(net, torch.zeros(2, 1, 8, 8))
@@ -61,7 +64,7 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
     _check_arguments(model, example_input)
     x: Inputs = tree_map(Tensor.detach, as_inputs(example_input))
     device = first_leaf(x).device
-    # A caller's inference mode or no_grad would hide what depends on what.
+    # A caller's inference mode or no_grad would hide on which parameters the output depends.
     with torch.inference_mode(False), torch.enable_grad():
         reference = _run_reference(model, x)
         failures: list[str] = []
@@ -86,7 +89,7 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
             f"forward to torch's operations, whatever the values are (torch.where in place of if), or use a method "
             f"that needs no graph"
         )
-    # torch.export sees into torch's composite modules (attention), torch.fx does not; the first one wins a tie.
+    # Only torch.export sees inside torch's composite modules (attention); in a tie, torch.fx's graph is taken.
     return max(graphs, key=lambda graph: graph.coverage)
 
 
@@ -102,12 +105,14 @@ def _check_arguments(model: Any, x: Any) -> None:
         )
     lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
-        raise UserError(f"{type(model).__name__} leaves {lazy[0]!r} uninitialised; run one batch through it first")
+        raise UserError(
+            f"{type(model).__name__} leaves {lazy[0]!r} uninitialised; run one batch through the model first"
+        )
     if compiled := [
         name or "the model" for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)
     ]:
         raise UserError(
-            f"{compiled[0]} is compiled by torch.jit, which tracing cannot see into; give the module it was made from"
+            f"{compiled[0]} is compiled by torch.jit and cannot be traced; give the module that it was compiled from"
         )
     args, named = call_arguments(inputs)
     try:
@@ -130,20 +135,21 @@ def _copy(model: nn.Module) -> Root:
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} cannot be copied, which tracing needs: {_error_summary(error)}; "
-            f"keep what copy.deepcopy refuses outside the module"
+            f"keep objects that copy.deepcopy refuses outside the module"
         ) from error
 
 
 @final
 @dataclass(frozen=True)
 class _Reference:
-    """What the model itself does on the example.
+    """Holds the model's own output on the example and the parameters that it depends on, to compare a traced program
+    with.
 
     Attributes:
-        output: what it computes.
+        output: the model's output.
         reached: the parameters that a gradient of the output reaches.
-        all_reached: whether it reaches no others; unknown where the output is not differentiable, or behind functions
-            of Python, which may call layers that autograd's graph does not show (checkpointing).
+        all_reached: whether `reached` is certain to be complete. It is not if the output is not differentiable, or if an
+            autograd function written in Python (checkpointing) may call layers that autograd's graph does not show.
     """
 
     output: Any
@@ -159,7 +165,7 @@ def _run_reference(model: nn.Module, x: Inputs) -> _Reference:
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} fails on an example of {_describe_inputs(x)}, in "
-            f"{_failing_module(error, root)}: {_error_summary(error)}; give an example that the model takes"
+            f"{_failing_module(error, root)}: {_error_summary(error)}; give an example that the model accepts"
         ) from error
     names = {id(parameter): name for name, parameter in root.model.named_parameters()}
     leaves = {id(tensor) for tensor in iterate_tensors(output) if tensor.is_leaf}
@@ -174,7 +180,7 @@ def _describe_inputs(x: Inputs) -> str:
 
 
 def _autograd_functions(output: Any) -> set[Any]:
-    """The functions of autograd's graph from which the output comes. Nothing is differentiated."""
+    """Returns all functions of the autograd graph of `output`, without differentiating."""
     ahead = [tensor.grad_fn for tensor in iterate_tensors(output)]
     functions: set[Any] = set()
     while ahead:
@@ -186,12 +192,12 @@ def _autograd_functions(output: Any) -> set[Any]:
 
 
 def _verify(flow: LayerFlow, reference: _Reference) -> None:
-    """Refuses a program that computes something else than the model, and a flow that misses a parameter."""
+    """Raises a `UserError` if a traced program computes another output than the model, or its flow lacks a parameter."""
     expected, traced = list(iterate_tensors(reference.output)), list(iterate_tensors(flow.output))
     if len(expected) != len(traced) or not all(map(_close, expected, traced)):
-        raise UserError("what was traced computes another output than the model does on the example")
+        raise UserError("the traced program computes another output than the model on the example")
     if missed := sorted(reference.reached - _parameter_names(flow.nodes)):
-        raise UserError(f"what was traced does not use {missed[0]}, on which the output depends")
+        raise UserError(f"the traced program does not use {missed[0]}, on which the output depends")
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -204,11 +210,11 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _build_graph(flow: LayerFlow, model: nn.Module, reference: _Reference, tracer: str) -> ArchitectureGraph:
-    """The graph of a flow, with a reason for each parameter that stays local."""
+    """Builds the graph of a flow, with a reason for each parameter that stays local."""
     parameters = dict(model.named_parameters())
     refused = {name: reason for name, p in parameters.items() if (reason := _refusal_reason(p))}
     owned = _parameter_names(flow.nodes)
-    if reference.all_reached:  # the others are behind no_grad or detach: generated, they would never be learnt
+    if reference.all_reached:  # the others are behind no_grad or detach: if generated, they would never be trained
         refused |= dict.fromkeys(owned - reference.reached - refused.keys(), "no gradient of the output reaches it")
     nodes, reasons = list(flow.nodes), dict(flow.reasons)
     for position, node in enumerate(nodes):
@@ -249,8 +255,11 @@ def _as_local_node(node: Node) -> Node:
 
 
 def _conflicting_parameters(nodes: Sequence[Node]) -> set[str]:
-    """The parameters shared by nodes that do not agree in type and in all their parameters, a layer of the catalogue among
-    them: no one set of generated weights suits them."""
+    """Returns the parameters that nodes share without agreeing in type and in all their parameters, if one is a layer
+    type.
+
+    No single set of generated weights suits such nodes.
+    """
     uses: dict[str, set[tuple[object, frozenset[tuple[str, str]]]]] = {}
     for node in nodes:
         for name in node.parameters.values():
@@ -261,7 +270,7 @@ def _conflicting_parameters(nodes: Sequence[Node]) -> set[str]:
 
 
 def _failing_module(error: BaseException, root: Root) -> str:
-    """The innermost module in whose forward the error was raised."""
+    """Returns the name and class of the innermost module in whose forward the error was raised."""
     names = {id(module): name for name, module in root.named_modules()}
     module_name, trace = "model", error.__traceback__
     while trace is not None:
@@ -274,7 +283,7 @@ def _failing_module(error: BaseException, root: Root) -> str:
 
 
 def _error_summary(error: BaseException) -> str:
-    """The error's class, if it is not one of polyfed's, and the first line of its message, without the full stop."""
+    """Returns the error's class (unless it is a `UserError`) and the first line of its message, without the full stop."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     first = first if len(first) <= 240 else f"{first[:240]}…"
     kind = "" if isinstance(error, UserError) else type(error).__name__

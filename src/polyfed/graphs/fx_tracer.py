@@ -1,4 +1,4 @@
-"""Programs of networks by torch.fx, which runs `forward` with symbols in place of tensors."""
+"""Traces networks by torch.fx, which runs `forward` with symbols in place of tensors."""
 
 from itertools import count
 from typing import Any, final
@@ -13,14 +13,14 @@ from polyfed.graphs.layer_recognition import has_only_weight_and_bias, layer_kin
 
 
 def trace_with_fx(root: Root, x: Inputs) -> TracedProgram:
-    """The program of a model, with calls of layers as calls of modules.
+    """Traces a model into a program in which calls of layers are calls of modules.
 
     Args:
-        root: holds a copy of the model; symbols may be left in it.
-        x: inputs of whose structure the program takes the parts; it is the same for all inputs of this structure.
+        root: module around a copy of the model; symbols may remain in it.
+        x: inputs with the structure that the program shall take; their values do not matter.
 
     Raises:
-        Exception: of any kind, where `forward` does with a symbol what only a tensor can.
+        Exception: of any class, if `forward` uses a symbol in a way that only a tensor supports.
 
     >>> import torch
     >>> [node.op for node in trace_with_fx(Root(nn.Linear(2, 3)), torch.zeros(1, 2)).graph.nodes]
@@ -36,7 +36,7 @@ class _Tracer(fx.Tracer):
         self._form = input_spec_of(x)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """A symbol for each part of the inputs, in their structure."""
+        """Creates a symbol for each part of the inputs, in their structure."""
         number = count()
 
         def symbol(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -45,7 +45,10 @@ class _Tracer(fx.Tracer):
         return root_fn, [self.root, self._form.build_inputs(symbol)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the module is one operation: torch's own ones, layers of the catalogue's kinds whatever they do with their
-        weight, and layers whose weight is computed (a property that symbols cannot pass)."""
+        """Returns whether the module is recorded as one operation.
+
+        These are torch's own modules, layers of the catalogue's kinds whatever they do with their weight, and layers
+        whose weight is computed (a property that symbols cannot pass through).
+        """
         layer = layer_kind(m) is not None and has_only_weight_and_bias(m)
         return layer or is_parametrized(m) or has_torch_forward(m)

@@ -1,8 +1,8 @@
-"""Which layer's output reaches which layer: what both tracers' programs become.
+"""Records which layer's output reaches which layer, from a traced program of either tracer.
 
-A tracer gives a program, a torch.fx graph with the module that holds its tensors. The program runs once on the example,
-and next to each value the nodes are kept from which it comes. Real values rather than names tell a tensor from a size,
-a parameter from a constant, and, by autograd's version counters, what an operation changed in place.
+A tracer returns a program: a torch.fx graph with the module that holds its tensors. The program runs once on the example,
+and for each value the recorder notes the nodes from which it comes. Real values, unlike names, distinguish a tensor from a
+size and a parameter from a constant; autograd's version counters show which tensors an operation changed in place.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ from polyfed.graphs.layer_recognition import (
     torch_operation_name,
 )
 
-_INPUT = -1  # stands for the model's input, which is no node, among the positions of nodes
+_INPUT = -1  # position that stands for the model's input, which is not a node
 
 
 @final
 class Root(nn.Module):
-    """Calls a model with its inputs and nothing else; the model's names begin with "model." in it.
+    """Wraps a model and calls it with its inputs alone; inside it, the model's names begin with "model.".
 
-    So optional arguments of the model's forward have their defaults, and a model that is itself a layer is called.
+    So optional arguments of the model's forward have their defaults, and a model that is itself a layer appears as a call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,14 +42,14 @@ class Root(nn.Module):
         self.model = model
 
     def forward(self, x: Any) -> Any:
-        """The model's output: its logits, where it names them."""
+        """Returns the model's output: the logits, if the output names them."""
         return logits_or_output(call_network(self.model, x))
 
 
 @final
 @dataclass(frozen=True)
 class TracedProgram:
-    """What a tracer gives: operations, and the module in which they find parameters and submodules, named as in `Root`."""
+    """Holds a traced program: its operations, and the module with their parameters and submodules, named as in `Root`."""
 
     graph: fx.Graph
     module: nn.Module
@@ -58,13 +58,13 @@ class TracedProgram:
 @final
 @dataclass(frozen=True)
 class LayerFlow:
-    """The nodes from which the output is reached, in the order in which they run, and what else a run says.
+    """Holds the nodes that the output depends on, in the order in which they run, and other results of a run.
 
     Attributes:
         nodes, edges: as in `ArchitectureGraph`.
-        reasons: parameter of a node of type "other" -> why that is no layer of the catalogue.
-        opaque: names of nodes in which there are layers that the tracer does not see.
-        output: what the program computed.
+        reasons: parameter of a node of type "other" -> why the node is not a layer of the catalogue.
+        opaque: names of nodes with layers inside that the tracer does not see.
+        output: the program's output.
     """
 
     nodes: tuple[Node, ...]
@@ -75,11 +75,11 @@ class LayerFlow:
 
 
 def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs) -> LayerFlow:
-    """Runs a program on x and returns the flow between its layers.
+    """Runs a program on `x` and returns the flow between its layers.
 
     Args:
-        program: traced from a copy of the model in `Root`.
-        model: whose names and classes the flow speaks of.
+        program: program that was traced from a copy of the model in `Root`.
+        model: the model, for the names and classes in the flow.
         x: a batch of inputs, whose parts the program takes one by one; in-place operations may change them.
     """
     recorder = _FlowRecorder(program, model)
@@ -100,8 +100,11 @@ def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs) -> La
 
 
 def _with_activations(nodes_with_activations: Sequence[tuple[Node, Collection[str]]]) -> tuple[Node, ...]:
-    """The nodes with the activations found of them in their types. Uses of shared weights have those of all uses: they get
-    one set of weights, and so have one type."""
+    """Returns the nodes with their activations in their types.
+
+    All uses of shared weights get the activations of all these uses, since they have one set of weights and so one
+    type.
+    """
     shared: dict[tuple[str, ...], set[str]] = {}
     for node, activations in nodes_with_activations:
         shared.setdefault(tuple(sorted(node.parameters.values())), set()).update(activations)
@@ -115,7 +118,7 @@ def _with_activations(nodes_with_activations: Sequence[tuple[Node, Collection[st
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and mappings.
+    """Yields the tensors in nested tuples, lists and mappings.
 
     >>> [t.item() for t in iterate_tensors({"a": [torch.tensor(1), None], "b": torch.tensor(2)})]
     [1, 2]
@@ -131,10 +134,14 @@ def iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 @final
 class _FlowRecorder(fx.Interpreter):
-    """Runs a program; its attributes are what was found so far, dead ends included.
+    """Runs a program and records its nodes and edges, dead ends included.
 
-    Attributes: `nodes` and their `edges`; `reasons` of each node, and the `activations` that its output reaches first; the
-    `opaque` nodes; `ends`, where the output comes from.
+    Attributes:
+        nodes, edges: the nodes, and pairs of their positions.
+        reasons: for each node, its parameters that stay local and why.
+        activations: for each node, the names of the activations that its output reaches first.
+        opaque: positions of nodes with layers inside that the tracer does not see.
+        ends: positions of the nodes from which the output comes.
     """
 
     def __init__(self, program: TracedProgram, model: nn.Module) -> None:
@@ -155,13 +162,13 @@ class _FlowRecorder(fx.Interpreter):
         }
         self._sources: dict[fx.Node, frozenset[int]] = {}
         self._raw: dict[str, frozenset[int]] = {}  # parameters that are nodes by themselves
-        # Value -> the layers whose output it is up to norms, joins and what has no node: the next activation is theirs.
+        # Value -> the layers whose output it is up to norms, joins and operations without a node; they await an activation.
         self._linear: dict[fx.Node, frozenset[int]] = {}
-        # Storage -> what an in-place operation left there: both of these, and the tensor, so that no other gets its storage.
+        # Storage -> (tensor, sources, layers) after an in-place operation; keeping the tensor keeps its storage from reuse.
         self._written: dict[int, tuple[Tensor, frozenset[int], frozenset[int]]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Computes the value and notes from which nodes it comes."""
+        """Computes the node's value and records from which nodes it comes."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         versions = [(operand, operand._version) for operand in iterate_tensors((args, kwargs))]
         value = getattr(self, n.op)(n.target, args, kwargs)
@@ -176,8 +183,11 @@ class _FlowRecorder(fx.Interpreter):
     def _record_activation(
         self, n: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: int
     ) -> frozenset[int]:
-        """Gives layers the activation that the operation is, if it is one; returns the layers that await theirs after it.
-        Nodes from `before` on were added by the operation."""
+        """Adds the activation that the operation computes, if any, to the layers that await one; returns the layers
+        still awaiting.
+
+        Nodes from `before` on were added by the operation.
+        """
         waiting = frozenset[int]().union(*(self._layers_awaiting_activation(operand) for operand in operand_nodes(n)))
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         if (name := activation_name(n, module, args, kwargs)) is not None:
@@ -197,7 +207,7 @@ class _FlowRecorder(fx.Interpreter):
         return frozenset[int]().union(*(self._linear[operand] if record is None else record[2] for record in records))
 
     def _record_node(self, n: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[int]:
-        """Adds the node that the operation is, if it is one; returns the nodes that its result comes from."""
+        """Adds the node that the operation is, if it is one; returns the nodes from which its result comes."""
         if n.op == "placeholder":
             return frozenset({_INPUT})
         if n.op == "get_attr":
@@ -213,20 +223,20 @@ class _FlowRecorder(fx.Interpreter):
             }
             if len(set(parameters.values())) == len(
                 layer.parameters
-            ):  # no weight that is computed, or that is the bias too
+            ):  # not if a weight is computed, or is also the bias
                 where = _owner_name(parameters["weight"]) if module is None else _strip_root(str(n.target))
                 where = where or type(self._model).__name__
                 return self._add_node(where, layer.type, parameters, self._sources_of(n, parameters.values()))
         join = join_kind(n)
         if module is not None:
             used_tensors: Iterable[Tensor] = module.parameters()
-        else:  # a function may be given parameters as they are; those of a join are nodes by themselves
+        else:  # a function may take parameters directly; those of a join are nodes of their own
             used_tensors = () if join else iterate_tensors((args, kwargs))
         if used_parameters := [name for tensor in used_tensors if (name := self._parameter_name(tensor))]:
             return self._add_local_node(n, module, used_parameters)
         origins = {self._sources_of_value(operand) for operand in operand_nodes(n)} - {frozenset()}
         sources = frozenset[int]().union(*origins)
-        if join is None or len(origins) < 2:  # what comes from the same layers (x + relu(x)) is joined already
+        if join is None or len(origins) < 2:  # values of the same layers (x + relu(x)) need no join
             return sources
         return self._add_node(_operation_path(n, join), join, {}, sources)
 
@@ -234,11 +244,11 @@ class _FlowRecorder(fx.Interpreter):
         return self._names.get(id(tensor))
 
     def _sources_of(self, n: fx.Node, owned: Collection[str] = ()) -> frozenset[int]:
-        """The nodes from which the operands of an operation come."""
+        """Returns the nodes from which the operands of an operation come."""
         return frozenset[int]().union(*(self._sources_of_value(operand, owned) for operand in operand_nodes(n)))
 
     def _sources_of_value(self, operand: fx.Node, owned: Collection[str] = ()) -> frozenset[int]:
-        """The nodes from which a value comes. A parameter is a node, but for those that the asking node owns."""
+        """Returns the nodes from which a value comes. A parameter is a node itself, unless its name is in `owned`."""
         positions: set[int] = set()
         for tensor in iterate_tensors(self.env[operand]):
             name = self._parameter_name(tensor)
@@ -254,7 +264,7 @@ class _FlowRecorder(fx.Interpreter):
         return frozenset(positions)
 
     def _add_local_node(self, n: fx.Node, module: nn.Module | None, held: Sequence[str]) -> frozenset[int]:
-        """Adds a module or function outside the catalogue, with the parameters that it holds or is given."""
+        """Adds a node for a module or function outside the catalogue, with the parameters that it owns or takes."""
         parameters = {name: name for name in held}
         sources = self._sources_of(n, parameters)
         if module is not None:
@@ -296,7 +306,7 @@ class _FlowRecorder(fx.Interpreter):
         return frozenset({position})
 
     def _local_reasons(self, names: Collection[str]) -> dict[str, str]:
-        """Why parameters that a function is given as they are belong to no layer of the catalogue."""
+        """Returns for each parameter that a function takes directly why it belongs to no layer of the catalogue."""
         reasons = {}
         for name in names:
             where = _owner_name(name)
@@ -310,8 +320,9 @@ class _FlowRecorder(fx.Interpreter):
 
 
 def has_torch_forward(module: nn.Module) -> bool:
-    """Whether the module computes what a class of torch.nn does, be it of that class or derived from it; nn.Sequential
-    does not count, which only calls what is in it.
+    """Returns whether the module inherits its `forward` from a class of torch.nn other than nn.Sequential.
+
+    nn.Sequential does not count, since it only calls the modules inside.
 
     >>> has_torch_forward(nn.LSTM(1, 1)), has_torch_forward(nn.Sequential())
     (True, False)
@@ -322,10 +333,10 @@ def has_torch_forward(module: nn.Module) -> bool:
 
 def _no_layer_reason(module: nn.Module) -> str:
     kind = type(module).__name__
-    if layer_kind(module) is not None and not is_parametrized(module):  # then it is the shapes that fit no layer type
+    if layer_kind(module) is not None and not is_parametrized(module):  # then the shapes do not fit a layer type
         shapes = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters())
         kind = f"{kind} with {shapes}"
-    return f"{kind} is no layer of the catalogue"
+    return f"{kind} is not a layer of the catalogue"
 
 
 def _storage(tensor: Tensor) -> int:
@@ -333,7 +344,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _operation_path(n: fx.Node, operation_name: str) -> str:
-    """A name for an operation, which begins with that of the module in whose forward it is."""
+    """Returns a name for an operation: the name of the module in whose forward it runs, and the operation's."""
     stack = list(n.meta.get("nn_module_stack", {}).values())
     where = _strip_root(stack[-1][0]) if stack else ""
     return f"{where}.{operation_name}" if where else operation_name

@@ -1,7 +1,7 @@
-"""Which operations of a traced program are layers of the catalogue's kinds, and which are joins.
+"""Recognises which operations of a traced program are layers of the catalogue's kinds, and which are joins.
 
-Both tracers ask here: torch.fx, whose programs call modules and torch's Python functions, and torch.export, whose
-programs call the operators of ATen.
+It serves both tracers: torch.fx, whose programs call modules and torch's Python functions, and torch.export, whose programs
+call ATen operators.
 """
 
 import operator
@@ -33,7 +33,7 @@ _JOINS: dict[str, Literal["add", "concat"]] = {
     **dict.fromkeys(("cat", "concat", "concatenate", "hstack", "vstack", "dstack", "stack"), "concat"),
     **dict.fromkeys(("column_stack", "row_stack"), "concat"),
 }
-# Operations that read of a tensor the shape and type only: of every operand, and of all but the first.
+# Operations that use only the shape and type of their operands: of every operand (_NEW), or of all but the first (_AS).
 _NEW = {f"{what}_like" for what in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
 _NEW |= {f"new_{what}" for what in ("empty", "full", "ones", "zeros")}
 _AS = {"expand_as", "reshape_as", "type_as", "view_as"}
@@ -42,14 +42,14 @@ _AS = {"expand_as", "reshape_as", "type_as", "view_as"}
 @final
 @dataclass(frozen=True)
 class LayerUse:
-    """A use of a layer: its type, and the tensors that are its parameters."""
+    """Describes one use of a layer: its type, and the tensors that are its parameters."""
 
     type: LayerType
     parameters: Mapping[ParameterRole, Tensor]
 
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
-    """The kind of layer that the module is, by its class or a class it is derived from; None for all others.
+    """Returns the kind of layer that the module is, by its class or a base class; None if it is none of the kinds.
 
     >>> layer_kind(nn.SyncBatchNorm(3)), layer_kind(nn.ConvTranspose2d(1, 1, 1))
     ('batch_norm', None)
@@ -58,12 +58,15 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
 
 
 def has_only_weight_and_bias(module: nn.Module) -> bool:
-    """Whether the module has no parameters but a `weight` and a `bias` that nothing computes."""
+    """Returns whether the module's parameters are at most `weight` and `bias`, and none is computed by a
+    parametrisation.
+    """
     return not is_parametrized(module) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def layer_of_module(module: nn.Module) -> LayerUse | None:
-    """The layer that a call of this module is; None if it is of no kind or has other parameters than the kind has.
+    """Returns the layer that a call of this module is; None if it is of no kind or has parameters that the kind does
+    not have.
 
     >>> layer_of_module(nn.Conv1d(4, 6, 3, stride=2, groups=2)).type.key, layer_of_module(nn.PReLU())
     ('conv1d-4-6-k3-s2-g2-b1-d1-none', None)
@@ -80,11 +83,12 @@ def layer_of_module(module: nn.Module) -> LayerUse | None:
 
 
 def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerUse | None:
-    """The layer that a call of a function is, with tensors for weight and bias; None if it is no such function.
+    """Returns the layer that a call of a function is, with tensors for weight and bias; None if the function is not a
+    layer's.
 
     Args:
-        node: of the traced program.
-        args, kwargs: the values with which it is called.
+        node: an operation of the traced program.
+        args, kwargs: the values with which the operation is called.
     """
     name = torch_operation_name(node)
     if name not in LAYER_KINDS:
@@ -96,7 +100,7 @@ def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     weight_at = {"layer_norm": 2, "group_norm": 2, "rms_norm": 2}.get(name, 1)
     if node.target in (F.batch_norm, F.instance_norm):
-        weight_at = 3  # the Python functions, other than the operators, have the running statistics first
+        weight_at = 3  # unlike the operators, the Python functions take the running statistics first
     tensors: dict[ParameterRole, Any] = {"weight": argument(weight_at, "weight")}
     tensors["bias"] = None if name == "rms_norm" else argument(weight_at + 1, "bias")
     return _build_layer_use(
@@ -127,7 +131,7 @@ def _build_layer_use(
 
 
 def _per_dimension(numbers: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
-    """One number a dimension, of what torch takes for it: a number for all of them, or each."""
+    """Expands a torch argument (one number, or one per dimension) to one number per dimension."""
     if not dimensions:
         return ()
     values = (numbers,) if isinstance(numbers, int) else tuple(numbers)
@@ -135,19 +139,22 @@ def _per_dimension(numbers: int | Sequence[int], dimensions: int) -> tuple[int, 
 
 
 def join_kind(node: fx.Node) -> Literal["add", "concat"] | None:
-    """Whether the operation puts its operands together, as a sum (or difference) or one next to the other."""
+    """Returns "add" if the operation sums or subtracts its operands, "concat" if it concatenates them, None otherwise."""
     return _JOINS.get(torch_operation_name(node))
 
 
 def operand_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values an operation reads, each once."""
+    """Returns the nodes whose values an operation reads, each once."""
     name = torch_operation_name(node)
     return [] if name in _NEW else node.all_input_nodes[:1] if name in _AS else node.all_input_nodes
 
 
 def torch_operation_name(node: fx.Node) -> str:
-    """Torch's name of what a node calls, the same for function, method, operator and their in-place forms; "" for calls of
-    modules and of functions that are not torch's."""
+    """Returns torch's name of the operation that a node calls, the same for function, method, operator and in-place
+    forms.
+
+    Returns "" for calls of modules and of functions that are not torch's.
+    """
     if node.op == "call_method":
         return str(node.target).rstrip("_")
     if node.op != "call_function":

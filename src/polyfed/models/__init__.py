@@ -1,4 +1,6 @@
-"""The model zoo: constructors that share the leading arguments (input_shape, num_classes), a registry, model specs."""
+"""Defines the model zoo: a registry of constructors whose first arguments are (input_shape, num_classes), and model
+specs.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,20 +45,20 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build(
     model: str | Callable[..., nn.Module], input_shape: tuple[int, ...], num_classes: int, **arguments: Any
 ) -> nn.Module:
-    """A new network with weights drawn from torch's default generator.
+    """Builds a network with weights drawn from torch's default random generator.
 
     Args:
-        model: a name in `MODELS`, the user's `module:factory` (found in the current directory too), or a factory
-            itself. A user's factory is given `input_shape` and `num_classes` only if its signature has these names. What
-            a text names is imported only if `polyfed.trust_code` allowed it.
-        input_shape: shape of one example, without the batch.
+        model: a name in `MODELS`, the user's `module:factory` (searched in the current directory too), or a factory
+            itself. A user's factory receives `input_shape` and `num_classes` only if its signature has these names.
+            `module:factory` is imported only if `polyfed.trust_code` allowed it.
+        input_shape: shape of one example, without the batch dimension.
         num_classes: number of outputs.
-        arguments: of the constructor, by keyword.
+        arguments: further keyword arguments of the constructor.
 
     Raises:
-        UserError: an unknown name or argument, a module or attribute that is not there, or that nobody allowed, sizes that
-            do not fit the shape, or, of a network of polyfed's, this machine's memory; or a factory whose result is no
-            nn.Module.
+        UserError: the model or an argument is unknown; the module or attribute does not exist or is not trusted; the sizes
+            do not fit the input shape; a network of the zoo does not fit into this machine's memory; or the factory does
+            not return an nn.Module.
 
     >>> build("mlp", (1, 8, 8), 10, hidden=(16,)).fc2
     Linear(in_features=16, out_features=10, bias=True)
@@ -82,19 +84,19 @@ def build(
 @final
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to make a network, as a value: equal specs are equal, hash alike, and travel to other processes.
+    """Describes a network by constructor, arguments and shapes; calling the spec builds the network.
 
-    It is what recipes give to `Client.model`; calling it builds the network.
+    Recipes pass it as `Client.model`. Equal specs hash alike, and a spec can be sent to other processes.
 
     Args:
         name: a name in `MODELS`, or `module:factory`.
-        arguments: of the constructor; kept as `FrozenMapping`.
-        input_shape: shape of one example, without the batch.
+        arguments: further keyword arguments of the constructor, stored as `FrozenMapping`.
+        input_shape: shape of one example, without the batch dimension.
         num_classes: number of outputs.
 
     Raises:
-        UserError: a name that is not in `MODELS`, or arguments that cannot be hashed or are given
-            elsewhere; when called, as `build`.
+        UserError: the name is not in `MODELS`, or `arguments` cannot be hashed or contain `model`, `input_shape` or
+            `num_classes`; when the spec is called, as `build`.
 
     >>> spec = ModelSpec("mlp", {"hidden": [16]}, (1, 8, 8), 10)
     >>> spec == ModelSpec("mlp", {"hidden": (16,)}, (1, 8, 8), 10), spec().fc1
@@ -118,5 +120,5 @@ class ModelSpec:
         object.__setattr__(self, "input_shape", tuple(self.input_shape))
 
     def __call__(self) -> nn.Module:
-        """A new network; see `build`."""
+        """Builds a new network; see `build`."""
         return build(self.name, self.input_shape, self.num_classes, **self.arguments)

@@ -1,4 +1,4 @@
-"""Networks from a user's code: call a factory with the arguments it takes, check what comes back."""
+"""Calls a user's model factory with the arguments that its signature takes, and checks that it returns an `nn.Module`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,17 +16,17 @@ def call_factory(
     num_classes: int,
     arguments: Mapping[str, Any],
 ) -> nn.Module:
-    """What `factory` makes of `arguments`, and of `input_shape` and `num_classes` if its signature has these names.
+    """Calls `factory` with `arguments`, and with `input_shape` and `num_classes` if its signature has these names.
 
     Args:
-        label: how errors call the factory.
-        factory: a function or class whose call gives an nn.Module.
-        input_shape: shape of one example, without the batch.
+        label: name of the factory in error messages.
+        factory: a function or class that returns an nn.Module when called.
+        input_shape: shape of one example, without the batch dimension.
         num_classes: number of outputs.
         arguments: the other arguments, by keyword.
 
     Raises:
-        UserError: the signature does not take the arguments or needs others, or the result is no nn.Module.
+        UserError: the signature does not accept the arguments or requires more, or the result is not an nn.Module.
 
     >>> call_factory("square", lambda num_classes: nn.Linear(num_classes, num_classes), (1, 8, 8), 3, {})
     Linear(in_features=3, out_features=3, bias=True)
@@ -34,7 +34,7 @@ def call_factory(
     keywords = dict(arguments)
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # some callables written in C tell nothing: they get only what the user gave
+    except ValueError:  # some callables written in C have no signature: they get only the user's arguments
         return _check_module(label, factory(**keywords))
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     by_keyword = [

@@ -1,4 +1,4 @@
-"""The convolutional networks of the papers, and a small one for small images."""
+"""Builds the convolutional networks of the papers, and a small one for small images."""
 
 from collections import OrderedDict
 
@@ -17,9 +17,10 @@ def cnn_small(
     hidden: int = 64,
     norm: Norm = "none",
 ) -> nn.Sequential:
-    """3×3 convolutions with padding 1, each followed by 2×2 max-pooling, then one hidden layer (polyfed's choice).
+    """Builds a CNN of 3×3 convolutions with padding 1, each followed by 2×2 max-pooling, and one hidden layer
+    (polyfed's choice).
 
-    Made for images as small as scikit-learn's digits: two convolutions take 4×4 pixels and more.
+    It suits images as small as scikit-learn's digits: with two convolutions, 4×4 pixels are enough.
 
     Args:
         input_shape: (channels, height, width).
@@ -43,11 +44,11 @@ def cnn_small(
 def cnn_582k(
     input_shape: tuple[int, ...], num_classes: int, *, channels: tuple[int, int] = (32, 64), hidden: int = 512
 ) -> nn.Sequential:
-    """5×5 convolutions 32 and 64 without padding, each followed by 2×2 max-pooling, then a hidden layer of 512.
+    """Builds a CNN of two 5×5 convolutions (32 and 64 channels, no padding), each with 2×2 max-pooling, and a hidden
+    layer of 512.
 
-    The shape of McMahan et al.'s (2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    section 3) MNIST network, which pads, in the unpadded form that public FL code uses: 582,026 parameters on 1×28×28
-    with 10 classes.
+    It is the MNIST network of McMahan et al. (2017, "Communication-Efficient Learning of Deep Networks from Decentralized
+    Data", section 3) without the padding, as in public FL code: 582,026 parameters on 1×28×28 with 10 classes.
 
     Args:
         input_shape: (channels, height, width), at least 16×16 pixels.
@@ -75,20 +76,21 @@ def cnn_pfedla(
     hidden: tuple[int, ...] = (120, 84),
     batch_norm: bool = False,
 ) -> nn.Sequential:
-    """pFedLA's network: 5×5 convolutions 16 and 32 with 2×2 max-pooling, then fully connected layers 120 and 84.
+    """Builds pFedLA's network: 5×5 convolutions (16 and 32 channels) with 2×2 max-pooling, and hidden layers of 120
+    and 84.
 
-    pFedLA (Ma et al. 2022, section 4.1) says "the same CNN as in FedFomo, FedBN and pFedHN", with BatchNorm after the
-    convolutions for CIFAR and none for EMNIST and FashionMNIST. Those three differ; the megabytes of its Table 3 settle
-    it: the savings 275.01, 36.72, 2.43 (CIFAR-10) and 2.43, 176.13 (EMNIST) are 750 times fc1, conv2, fc3 and fc3, fc1
-    of pFedHN's network in single precision, and the totals 750 times twice (up and down) its 85,822 parameters (EMNIST,
+    pFedLA (Ma et al. 2022, section 4.1) names "the same CNN as in FedFomo, FedBN and pFedHN", with BatchNorm after the
+    convolutions for CIFAR and none for EMNIST and FashionMNIST. These three networks differ; the megabytes in Table 3
+    identify pFedHN's: the savings 275.01, 36.72, 2.43 (CIFAR-10) and 2.43, 176.13 (EMNIST) are 750 times its fc1, conv2,
+    fc3 and fc3, fc1 in single precision, and the totals are 750 times twice (up and down) its 85,822 parameters (EMNIST,
     10 classes) and 121,278 (CIFAR-10, BatchNorm), all within 0.03 MB.
 
     Args:
         input_shape: (channels, height, width), at least 16×16 pixels.
         num_classes: number of outputs.
         channels: output channels of each convolution (16, 32: pFedHN's code, and Table 3).
-        hidden: widths of the hidden layers (120, 84: the same).
-        batch_norm: BatchNorm after each convolution (paper: True for CIFAR-10 and CIFAR-100, False otherwise).
+        hidden: widths of the hidden layers (120, 84: pFedHN's code, and Table 3).
+        batch_norm: adds BatchNorm after each convolution (paper: True for CIFAR-10 and CIFAR-100, False otherwise).
 
     Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
 
@@ -106,10 +108,11 @@ def cnn_pfedla(
 def cnn_fedhenn(
     input_shape: tuple[int, ...], num_classes: int, *, level: int = 1, channels: int = 64, padding: int = 0
 ) -> nn.Sequential:
-    """One of FedHeNN's five networks, from (1 convolution, 1 fully connected layer) to (3, 3).
+    """Builds one of FedHeNN's five networks, from 1 convolution and 1 fully connected layer (level 1) to 3 and 3
+    (level 5).
 
-    The paper (Makhija et al. 2022, section 4.1) gives the two ends; the steps between add one layer at a time, by turns
-    (polyfed's choice):
+    The paper (Makhija et al. 2022, section 4.1) gives levels 1 and 5; each level between adds one layer to the one before,
+    alternating between the two kinds (polyfed's choice):
 
     ===== ============ ======================
     level convolutions fully connected layers
@@ -121,9 +124,9 @@ def cnn_fedhenn(
     5     3            120, 64, C
     ===== ============ ======================
 
-    Convolutions are 5×5 with 2×2 max-pooling, as in the homogeneous network; the third is 3×3 with padding 1, since a
-    5×5 kernel leaves nothing to pool of CIFAR's 5×5 features (polyfed's choice). The representation (the input of the
-    last layer) has a different width at each end, as FedHeNN allows.
+    Convolutions are 5×5 with 2×2 max-pooling, as in the homogeneous network; the third is 3×3 with padding 1, since on
+    CIFAR its input is 5×5 and a 5×5 kernel would leave nothing to pool (polyfed's choice). The representation (the input
+    of the last layer) is wider at level 1 than at the others, as FedHeNN allows.
 
     Args:
         input_shape: (channels, height, width); at least 16×16 pixels at levels 3 and 4, 20×20 at level 5, unless
@@ -131,7 +134,7 @@ def cnn_fedhenn(
         num_classes: number of outputs, C in the table.
         level: 1 to 5.
         channels: output channels of every convolution (64: the paper's released code).
-        padding: of the 5×5 convolutions (0: released code; 2 makes 8×8 images possible at all levels).
+        padding: padding of the 5×5 convolutions (0: released code; 2 allows 8×8 images at all levels).
 
     Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
 
@@ -158,7 +161,8 @@ def cnn_fedhenn_homo(
     channels: tuple[int, int] = (64, 64),
     hidden: tuple[int, int] = (120, 64),
 ) -> nn.Sequential:
-    """FedHeNN's homogeneous network: two 5×5 convolutions of 64 with 2×2 max-pooling, fully connected 120, 64, C.
+    """Builds FedHeNN's homogeneous network: two 5×5 convolutions (64 channels) with 2×2 max-pooling, and fully
+    connected layers of 120, 64 and C.
 
     Source: Makhija et al. 2022, section 4.1 (two convolutions, three fully connected layers); sizes from the released
     code, which widens the network for CIFAR-100 to channels=(64, 128), hidden=(256, 128).
@@ -184,15 +188,15 @@ def cnn_fedhenn_homo(
 def cnn_fedpnas(
     input_shape: tuple[int, ...], num_classes: int, *, channels: tuple[int, int, int, int] = (8, 32, 128, 768)
 ) -> nn.Sequential:
-    """The fixed network of FedPNAS's FedAvg baseline: four convolutions and one linear layer.
+    """Builds the fixed network of FedPNAS's FedAvg baseline: four convolutions and one linear layer.
 
     Source: Hoang and Kingsford, appendix C, Fig. 4; kernels, strides and norms from the authors' code. Two 3×3
     convolutions with stride 2 follow each other without an activation, then come ReLU and 5×5 average pooling with
     stride 3, then 1×1 and 2×2 convolutions without bias, each followed by BatchNorm and ReLU. 409,354 parameters on
     3×32×32 with 10 classes.
 
-    It is made for 32×32 pixels. Smaller images are padded with zeros on all sides, as the authors pad MNIST; what the
-    last convolution leaves of larger ones is averaged (polyfed's choice).
+    The sizes are for 32×32 pixels. Smaller images are padded with zeros on all sides, as the authors pad MNIST; of larger
+    images, the output of the last convolution is averaged over all positions (polyfed's choice).
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -226,7 +230,7 @@ def cnn_fedpnas(
     layers["conv4"] = nn.Conv2d(third, fourth, 2, bias=False)
     layers["norm4"] = nn.BatchNorm2d(fourth)
     layers["relu4"] = nn.ReLU()
-    layers["pool"] = nn.AdaptiveAvgPool2d(1)  # of 32×32 pixels one is left, and this changes nothing
+    layers["pool"] = nn.AdaptiveAvgPool2d(1)  # images of 32×32 have one position left, and averaging changes nothing
     layers["flatten"] = nn.Flatten()
     layers["fc1"] = nn.Linear(fourth, num_classes)
     return nn.Sequential(layers)

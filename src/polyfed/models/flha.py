@@ -1,10 +1,10 @@
-"""The architectures of FLHA-GHN (Litany et al. 2022, "Federated Learning with Heterogeneous Architectures using Graph
-HyperNetworks"): ResNet-18 and its three variants, hybrids with concatenation, the small CNN and the chains of the GNN
-ablation.
+"""Builds the architectures of FLHA-GHN (Litany et al. 2022, "Federated Learning with Heterogeneous Architectures using
+Graph HyperNetworks"): ResNet-18 and its three variants, hybrids with concatenation, the small CNN, and the chains of
+the GNN ablation.
 
-The paper gives layer counts and where the skips are (section 5, Table 2, appendices A and B); its Figure 5 is a picture
-without numbers in our text form. What it leaves open is settled so that every convolution of Arch 1-3 is of a type that
-ResNet-18 has too (same channels, kernel and stride), which is what lets a hypernetwork share weights between them.
+The paper gives the number of layers and the places of the skips (section 5, Table 2, appendices A and B). Where it leaves a
+choice open, polyfed gives every convolution of Arch 1-3 a type that ResNet-18 has too (same channels, kernel and stride), so
+that a hypernetwork can share weights between them.
 """
 
 from collections import OrderedDict
@@ -25,11 +25,12 @@ BranchJoin = Literal["add", "concat"]
 
 @final
 class ResidualBlock(nn.Module):
-    """He et al.'s (2016) basic block: two 3×3 convolutions and a shortcut, joined by a sum or by concatenation.
+    """Computes He et al.'s (2016) basic residual block: two 3×3 convolutions and a shortcut, joined by a sum or by
+    concatenation.
 
-    The shortcut is the identity, or a 1×1 convolution with norm where the shape changes. With join="concat" the two are
-    concatenated and a 1×1 convolution with norm brings the channels back (polyfed's choice; FLHA's appendix B says only that
-    concatenation replaces the sum), so that the layers after the block keep their types.
+    The shortcut is the identity, or a 1×1 convolution with norm where the shape changes. With join="concat" the branch and
+    the shortcut are concatenated, and a 1×1 convolution with norm reduces them to the channels of a sum, so that the layers
+    after the block keep their types (polyfed's choice; FLHA's appendix B says only that concatenation replaces the sum).
 
     Shapes: (batch, c_in, h, w) to (batch, c_out, ceil(h / stride), ceil(w / stride)).
     """
@@ -58,7 +59,7 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """ReLU of the join of both branches."""
+        """Returns the ReLU of the joined branches."""
         branch = torch.relu(self.norm1(self.conv1(x)))
         branch = self.norm2(self.conv2(branch))
         skip = self.shortcut(x)
@@ -68,9 +69,10 @@ class ResidualBlock(nn.Module):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Part of a network: `num_blocks` residual blocks, or as many plain convolutions, of which the first has `stride`.
+    """Describes one stage of a network: `num_blocks` residual blocks (`skip`) or plain convolutions, the first with
+    `stride`.
 
-    `multiplier` times the network's width are its channels.
+    The stage has `multiplier` times the network's width as channels.
     """
 
     multiplier: int
@@ -83,8 +85,8 @@ _RESNET18 = (StageSpec(1, 1, 2, True), StageSpec(2, 2, 2, True), StageSpec(4, 2,
 _ARCH1 = (StageSpec(1, 1, 2, False), StageSpec(2, 2, 2, False), StageSpec(4, 2, 2, False), StageSpec(8, 2, 2, False))
 _ARCH2 = (StageSpec(1, 1, 2, True), StageSpec(2, 2, 2, True), StageSpec(4, 2, 1, False), StageSpec(8, 2, 1, False))
 _ARCH3 = (StageSpec(1, 1, 1, False), StageSpec(2, 2, 1, False), StageSpec(4, 2, 2, True), StageSpec(8, 2, 2, True))
-# Which of ResNet-18's eight blocks are joined by concatenation in the three hybrids of appendix B (polyfed's choice: the
-# second block of two neighbouring stages, whose shortcut is the identity).
+# In each of the three hybrids of appendix B, the positions of the blocks (of ResNet-18's eight) that concatenate. The choice
+# is polyfed's: the second blocks of two neighbouring stages, whose shortcuts are the identity.
 _HYBRIDS = {1: (1, 3), 2: (3, 5), 3: (5, 7)}
 
 
@@ -99,7 +101,7 @@ def _build_staged_network(
     stem: Stem,
     concat_blocks: Collection[int] = (),
 ) -> nn.Sequential:
-    """Stem, stages (layer1, layer2, ...), average over the image, linear layer (fc)."""
+    """Builds a network of stem, stages (layer1, layer2, ...), average over the image, and linear layer (fc)."""
     c_in = check_image_shape(model, input_shape, num_classes)[0]
     check_sizes(model, "width", [width])
     bias = norm == "none"
@@ -142,7 +144,7 @@ def _plain_block(c_in: int, c_out: int, stride: int, norm: Norm) -> nn.Sequentia
 def resnet18(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
 ) -> nn.Sequential:
-    """ResNet-18 for small images: FLHA's Arch 0.
+    """Builds ResNet-18 for small images, FLHA's Arch 0.
 
     He et al. (2016) with the CIFAR stem (3×3, stride 1, no max-pooling); 11,173,962 parameters at width 64 with 3 input
     channels and 10 classes.
@@ -175,10 +177,11 @@ def resnet18_hybrid(
     norm: Norm = "batch",
     stem: Stem = "cifar",
 ) -> nn.Sequential:
-    """ResNet-18 in which two blocks concatenate instead of adding: the three hybrids of FLHA's appendix B.
+    """Builds ResNet-18 with two blocks that concatenate instead of adding: one of the three hybrids of FLHA's appendix
+    B.
 
-    The paper does not say which blocks; polyfed takes the second ones of stages 1 and 2 (variant 1), 2 and 3
-    (2), 3 and 4 (3).
+    The paper does not name the blocks; polyfed takes the second block of stages 1 and 2 (variant 1), 2 and 3 (variant 2),
+    or 3 and 4 (variant 3).
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -207,7 +210,8 @@ def resnet18_hybrid(
 def flha_arch1(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
 ) -> nn.Sequential:
-    """FLHA's Arch 1: 10 layers, no skips (section 5). Stem, two plain 3×3 convolutions at each of four widths, linear.
+    """Builds FLHA's Arch 1: 10 layers without skips (section 5), namely the stem, two 3×3 convolutions at each of four
+    widths, and a linear layer.
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -225,10 +229,10 @@ def flha_arch1(
 def flha_arch2(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
 ) -> nn.Sequential:
-    """FLHA's Arch 2: 12 layers, skips only in the first 8 (section 5).
+    """Builds FLHA's Arch 2: 12 layers with skips only in the first 8 (section 5).
 
-    Stem, four residual blocks (8 layers; widths 1, 1, 2, 2), plain convolutions to widths 4 and 8, linear; shortcuts'
-    1×1 convolutions are not counted, as in "ResNet-18".
+    The layers are the stem, four residual blocks (8 layers; widths 1, 1, 2, 2), two plain convolutions (widths 4 and 8) and
+    a linear layer. The 1×1 convolutions of shortcuts are not counted, as in the name ResNet-18.
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -246,9 +250,10 @@ def flha_arch2(
 def flha_arch3(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
 ) -> nn.Sequential:
-    """FLHA's Arch 3: 12 layers (others than Arch 2's), skips only in the last 8 (section 5).
+    """Builds FLHA's Arch 3: 12 layers with skips only in the last 8 (section 5).
 
-    Stem, plain convolutions at widths 1 and 2, four residual blocks (8 layers; widths 4, 4, 8, 8), linear.
+    The layers are the stem, two plain convolutions (widths 1 and 2), four residual blocks (8 layers; widths 4, 4, 8, 8) and
+    a linear layer.
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -266,10 +271,10 @@ def flha_arch3(
 def flha_small(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch"
 ) -> nn.Sequential:
-    """FLHA's small CNN of 4 layers (section 5.4, Table 7, Figure 7), for edge devices.
+    """Builds FLHA's small CNN for edge devices, of 4 layers (section 5.4, Table 7, Figure 7).
 
-    The paper gives no more than "4 layers"; polyfed takes ResNet-18's stem, its convolutions to widths 2 and 4
-    with stride 2, and the linear layer after averaging over the image.
+    The paper says only "4 layers"; polyfed takes ResNet-18's stem, its two stride-2 convolutions to widths 2 and 4, and a
+    linear layer after averaging over the image.
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -293,16 +298,16 @@ def flha_small(
 def flha_chain(
     input_shape: tuple[int, ...], num_classes: int, *, num_layers: int = 7, width: int = 64, norm: Norm = "batch"
 ) -> nn.Sequential:
-    """The CNNs of FLHA's GNN ablation (Table 2): all layers 3×3×64×64 except the first and the last.
+    """Builds a CNN of FLHA's GNN ablation (Table 2): every layer is 3×3×64×64 except the first and the last.
 
-    The paper has 4, 7, 10 and 13 layers, the linear layer being the last. Where the image is halved is polyfed's choice: 2×2
-    max-pooling after every third convolution but the last one, then the average over the image; so networks differ in
-    depth by whole groups of three.
+    The paper has networks of 4, 7, 10 and 13 layers, of which the last is linear. The pooling is polyfed's choice: 2×2
+    max-pooling after every third convolution except the last one, then the average over the image; so the paper's networks
+    differ by whole groups of three convolutions.
 
     Args:
         input_shape: (channels, height, width); 13 layers need 8×8 pixels.
         num_classes: number of outputs.
-        num_layers: convolutions and the linear layer, at least 2 (4, 7, 10, 13: paper).
+        num_layers: number of convolutions plus the linear layer, at least 2 (4, 7, 10, 13: paper).
         width: channels of every convolution (64: paper).
         norm: layer after each convolution ("batch": paper's other networks).
 

@@ -1,4 +1,4 @@
-"""The LSTM text classifier of FedHeNN's Sentiment140 experiments."""
+"""Builds the LSTM text classifier of FedHeNN's Sentiment140 experiments."""
 
 from typing import final
 
@@ -10,9 +10,10 @@ from polyfed.models.shapes import check_input_shape, check_sizes
 
 @final
 class LSTMClassifier(nn.Module):
-    """Embedding, LSTM, and two fully connected layers on the LSTM's output at the last token that is not padding.
+    """Classifies token sequences by an embedding, an LSTM, and two fully connected layers on the LSTM's last real
+    output.
 
-    The layers and their sizes are those of `lstm`.
+    The last real output is the one at the last token that is not padding. `lstm` explains the layers and their sizes.
 
     Shapes: (batch, length) int64 or int32 tokens to (batch, num_classes) logits.
     """
@@ -29,7 +30,7 @@ class LSTMClassifier(nn.Module):
         self.fc2 = nn.Linear(fc, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of a batch of token sequences."""
+        """Returns the logits of a batch of token sequences."""
         outputs, _ = self.lstm(self.embedding(tokens))
         # A text ends at its last token that is not padding, on whichever side the padding is; an empty one ends at the
         # first.
@@ -51,17 +52,18 @@ def lstm(
     fc: int = 64,
     padding: int = 0,
 ) -> LSTMClassifier:
-    """A 1- or 2-layer LSTM followed by 2 fully connected layers (FedHeNN, Makhija et al. 2022, section 4.1).
+    """Builds an LSTM of one or two layers followed by two fully connected layers (FedHeNN, Makhija et al. 2022,
+    section 4.1).
 
     Args:
         input_shape: (length,) of the token sequences, (25,) in the paper; any length works.
         num_classes: number of outputs.
-        vocabulary: number of different tokens, padding included: that of the data (10,000: polyfed's choice).
+        vocabulary: number of different tokens in the data, padding included (10,000: polyfed's choice).
         embedding: width of the learnt embedding (64: polyfed's choice; the released code has fixed 300-wide GloVe vectors).
         hidden: width of the LSTM (128: polyfed's choice).
-        num_layers: of the LSTM (1 or 2: paper).
-        fc: width of the first fully connected layer, which is the representation's (64: polyfed's choice).
-        padding: the token that fills short texts.
+        num_layers: number of LSTM layers (1 or 2: paper).
+        fc: width of the first fully connected layer, and so of the representation (64: polyfed's choice).
+        padding: token that fills up short texts.
 
     Shapes: (batch, length) int64 or int32 tokens to (batch, num_classes) logits.
 
@@ -80,5 +82,5 @@ def lstm(
     for name, size in sizes.items():
         check_sizes("lstm", name, [size])
     if not 0 <= padding < vocabulary:
-        raise UserError(f"lstm: padding={padding} is no token of a vocabulary of {vocabulary}; give one from 0")
+        raise UserError(f"lstm: padding={padding} is not a token of a vocabulary of {vocabulary}; give one from 0")
     return LSTMClassifier(num_classes, vocabulary, embedding, hidden, num_layers, fc, padding)

@@ -1,4 +1,4 @@
-"""The multilayer perceptron."""
+"""Builds the multilayer perceptron."""
 
 import math
 from collections import OrderedDict
@@ -10,10 +10,10 @@ from polyfed.models.shapes import check_input_shape, check_sizes
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, *, hidden: tuple[int, ...] = (64,)) -> nn.Sequential:
-    """Fully connected layers with ReLU between them; inputs of any shape are flattened.
+    """Builds fully connected layers with ReLU between them; inputs of any shape are flattened.
 
     Args:
-        input_shape: shape of one example, without the batch.
+        input_shape: shape of one example, without the batch dimension.
         num_classes: number of outputs.
         hidden: width of each hidden layer (64: polyfed's choice); () is logistic regression.
 

@@ -1,6 +1,6 @@
-"""Convolutional networks without branches, from a description of their layers; norm layers by name.
+"""Builds convolutional networks without branches from a description of their layers, and norm layers by name.
 
-The CNNs of the papers (`cnn.py`) and FLHA's chain-shaped ones (`flha.py`) are all made here.
+The CNNs of the papers (`cnn.py`) and FLHA's chain-shaped ones (`flha.py`) are built here.
 """
 
 import math
@@ -19,13 +19,13 @@ Norm = Literal["batch", "group", "none"]
 
 
 def build_norm_layer(norm: Norm, channels: int) -> nn.Module | None:
-    """The norm layer of an image network: BatchNorm2d, GroupNorm with 16 channels a group, or None.
+    """Builds the norm layer of an image network: BatchNorm2d, GroupNorm with 16 channels per group, or None.
 
-    16 channels a group is one of the two settings that Wu and He (2018, "Group Normalization", Table 3) find best;
-    narrow layers get one group, and so do widths that 16 does not divide evenly enough.
+    Wu and He (2018, "Group Normalization", Table 3) find 16 channels per group one of the two best settings. Where 16 does
+    not divide `channels`, groups are larger; a layer of less than 32 channels has one group.
 
     Raises:
-        UserError: an unknown `norm`.
+        UserError: `norm` is unknown.
 
     >>> build_norm_layer("group", 64).num_groups
     4
@@ -41,7 +41,7 @@ def build_norm_layer(norm: Norm, channels: int) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """One convolution of a plain CNN; `pool` is the side of the max-pooling after it (1: none)."""
+    """Describes one convolution of a plain CNN; `pool` is the side of the max-pooling after it (1: none)."""
 
     channels: int
     kernel: int
@@ -61,19 +61,19 @@ def plain_cnn(
     conv_bias: bool = True,
     global_pool: bool = False,
 ) -> nn.Sequential:
-    """Convolutions (each with norm and max-pooling where asked, and ReLU), then fully connected layers.
+    """Builds convolutions, each with optional norm and max-pooling and a ReLU, followed by fully connected layers.
 
-    Layers are called conv1, norm1, pool1, relu1, conv2, ..., flatten, fc1, relu_fc1, ..., the last fc being the output.
+    The layers are named conv1, norm1, pool1, relu1, conv2, ..., flatten, fc1, relu_fc1, ...; the last fc is the output.
 
     Args:
-        model: name for the errors.
+        model: name of the network in error messages.
         input_shape: (channels, height, width).
         num_classes: number of outputs.
         convs: the convolutions in order.
         hidden: widths of the hidden fully connected layers.
-        norm: layer between convolution and ReLU.
+        norm: norm layer between convolution and ReLU.
         conv_bias: whether convolutions have a bias.
-        global_pool: average over the image before the fully connected layers, so that one network takes any image size.
+        global_pool: averages over the image before the fully connected layers, so that the network takes images of any size.
 
     Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
 
@@ -119,6 +119,6 @@ def plain_cnn(
 
 
 def _output_size(side: int, conv: ConvSpec) -> int:
-    """Side of the image after one convolution and its pooling; below 1 where it does not fit."""
+    """Returns the side of the image after one convolution and its pooling; below 1 where the kernel does not fit."""
     padded = side + 2 * conv.padding - conv.kernel
     return 0 if padded < 0 else (padded // conv.stride + 1) // conv.pool

@@ -1,4 +1,4 @@
-"""What every constructor of the zoo checks first: the shape of one input, the number of outputs, the sizes."""
+"""Checks the arguments that every constructor of the zoo takes: input shape, number of outputs, and sizes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,10 +6,10 @@ from polyfed.core.errors import UserError
 
 
 def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1) -> tuple[int, ...]:
-    """`sizes` as a tuple of ints, each at least `minimum`.
+    """Returns `sizes` as a tuple after checking that each is an int of at least `minimum`.
 
     Raises:
-        UserError: a size is no int or is too small.
+        UserError: a size is not an int or is too small.
 
     >>> check_sizes("mlp", "hidden", [64, 32])
     (64, 32)
@@ -21,10 +21,10 @@ def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1
 
 
 def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
-    """The shape of one example, without the batch, after a check of it and of the number of outputs.
+    """Returns the shape of one example (without the batch dimension) after checking it and the number of outputs.
 
     Raises:
-        UserError: an empty shape, a dimension that is no positive int, or fewer than one output.
+        UserError: the shape is empty, a dimension is not a positive int, or there is not even one output.
     """
     check_sizes(model, "num_classes", [num_classes])
     if not input_shape:
@@ -36,10 +36,10 @@ def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) 
 
 
 def check_image_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, int, int]:
-    """(channels, height, width) of one image.
+    """Returns (channels, height, width) of one image after checking them and the number of outputs.
 
     Raises:
-        UserError: as `check_input_shape`, or the shape has not three dimensions.
+        UserError: as `check_input_shape`, or the shape does not have three dimensions.
 
     >>> check_image_shape("cnn_small", (1, 8, 8), 10)
     (1, 8, 8)

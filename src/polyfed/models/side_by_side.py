@@ -1,4 +1,4 @@
-"""Inputs of several parts for networks that take one tensor."""
+"""Adapts networks that take one tensor to inputs of several parts."""
 
 from typing import final
 
@@ -10,7 +10,8 @@ from polyfed.core.examples.pytree import named_leaves
 
 @final
 class SideBySide(nn.Module):
-    """Gives a network the numbers of all parts of its inputs as one row an example, in the order of the parts' names.
+    """Concatenates all parts of an input to one row per example, in the order of the parts' names, and calls a network
+    on it.
 
     >>> net = SideBySide(nn.Linear(5, 2))
     >>> net(image=torch.zeros(3, 1, 2, 2), age=torch.zeros(3, 1)).shape
@@ -22,10 +23,10 @@ class SideBySide(nn.Module):
         self.network = network
 
     def forward(self, *parts: Tensor, **named: Tensor) -> Tensor:
-        """What the network answers.
+        """Returns the network's output on the concatenated parts.
 
         Raises:
-            TypeError: a part holds whole numbers, which may be tokens.
+            TypeError: a part has integers, which may be tokens.
         """
         flat = []
         for name, part in named_leaves(parts or {key: named[key] for key in sorted(named)}):

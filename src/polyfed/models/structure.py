@@ -1,7 +1,7 @@
-"""Body and head, norm layers, buffers and representations of any network, found by structure.
+"""Finds the body, head, norm layers, buffers and representation of any network by its structure.
 
-Structure means module types, the order in which modules run, and whether the output depends on them; never what a layer
-is called. A layer here is a module with parameters of its own; tensors are named as in `state_dict()`.
+Structure means the types of modules, the order in which they run, and whether the output depends on them; names of layers do
+not matter. A layer here is a module with parameters of its own; tensors are named as in `state_dict()`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,25 +25,24 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNor
 def find_head_modules(
     model: nn.Module, example: Inputs, *, num_layers: int = 1, names: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """Names of the modules that are the head: the last `num_layers` parametric layers before the output.
+    """Returns the names of the modules that form the head: the last `num_layers` parametric layers before the output.
 
-    The model runs once on `example`, in evaluation mode: neither it nor the random state
-    changes. A layer counts if the output depends on it (an auxiliary branch that is computed and dropped does not
-    count) at the place of its last use. Norm layers do not count but go along: a norm between or after the counted
-    layers is in the head. Parameters that a module with layers inside owns itself (a class token, positions) are body.
+    The function runs the model once on `example` in evaluation mode; neither the model nor the random state changes. A layer
+    counts if the output depends on it, at the place of its last use; an auxiliary branch whose result is dropped does not.
+    Norm layers do not count, but a norm between or after the counted layers belongs to the head. Parameters that a module
+    with layers inside owns itself (a class token, positions) belong to the body.
 
     Args:
         model: any network.
         example: a small batch of inputs of any structure (see `polyfed.core.examples.pytree`); one row is enough.
-        num_layers: how many layers; 0 gives an empty head, more than there are gives all.
-        names: the head itself, for a user who knows better; then nothing is run.
+        num_layers: number of layers in the head; 0 gives an empty head, a number above the model's gives all layers.
+        names: the head's module names, if the user chooses them; then the model does not run.
 
     Returns:
-        Module names (as of `named_modules`) in the order of execution; "" if the model itself is the layer.
+        Module names (as in `named_modules`) in the order of execution; "" if the model itself is the layer.
 
     Raises:
-        UserError: `num_layers` is negative, a name is not a module with parameters, or no layer takes part in the
-            output.
+        UserError: `num_layers` is negative, a name is not a module with parameters, or the output depends on no layer.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> find_head_modules(net, torch.zeros(1, 4))
@@ -82,14 +81,14 @@ def find_head_modules(
 
 
 def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of all tensors of `state_dict()`, as (body, head).
+    """Returns the names of all tensors of `state_dict()`, as (body, head).
 
-    A tensor that is reached by several names (shared weights) is on one side with all of them: the head's, if one of
-    them is in the head, since what stays with a client must not leave under another name.
+    All names of a shared tensor are on the same side: the head's, if one of them is in the head, since a tensor that stays
+    with a client must not leave under another name.
 
     Args:
         model: any network.
-        head: module names, as `find_head_modules` gives them; everything inside them is head.
+        head: module names, as `find_head_modules` returns them; everything inside these modules is head.
 
     Raises:
         UserError: the model has no module of such a name.
@@ -108,13 +107,15 @@ def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[st
 
 
 def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
-    """The tensors inside modules, by the place of the module and what follows its name -> first name of the tensor. One that
-    several of the modules have has the first place alone.
+    """Maps "POSITION.NAME", the position of a module in `modules` and a tensor's name inside it, to the tensor's first
+    name in the model.
+
+    A tensor that several of the modules share is listed only under the first of them.
 
     Args:
         model: any network.
-        modules: names, in the order in which they are counted.
-        excluded: first names of tensors that do not count.
+        modules: module names; the first has position 0.
+        excluded: first names of tensors to leave out.
 
     >>> tensor_names_by_position(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), ["2"], ())
     {'0.weight': '2.weight', '0.bias': '2.bias'}
@@ -129,13 +130,14 @@ def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded:
 
 
 def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
-    """The names in `state_dict()` of the parameters and buffers of all norm layers, by module type, wherever they are.
+    """Returns the names in `state_dict()` of the parameters and buffers of all norm layers, which are found by module
+    type.
 
-    Batch, instance, layer, group and RMS norms count, and classes derived from them. A tensor that a norm layer shares with
-    another counts with all its names.
+    Norm layers are batch, instance, layer, group and RMS norms, and classes derived from them. A tensor that a norm layer
+    shares with another layer is listed under all its names.
 
     Raises:
-        UserError: a part is compiled by torch.jit, so that its norm layers cannot be told.
+        UserError: a part of the model is compiled by torch.jit, so that its norm layers cannot be recognised.
 
     >>> norm_tensor_names(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)))
     ('1.weight', '1.bias')
@@ -148,7 +150,7 @@ def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def buffer_names(model: nn.Module) -> tuple[str, ...]:
-    """The names of the buffers in `state_dict()`, that is, of the persistent ones.
+    """Returns the names of the buffers in `state_dict()`, which are the persistent ones.
 
     >>> buffer_names(nn.BatchNorm1d(2))
     ('running_mean', 'running_var', 'num_batches_tracked')
@@ -157,7 +159,7 @@ def buffer_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether some module is a BatchNorm (of any dimension, synchronised or not).
+    """Returns whether some module is a BatchNorm (of any dimension, synchronised or not).
 
     >>> has_batch_norm(nn.Sequential(nn.BatchNorm1d(2))), has_batch_norm(nn.LayerNorm(2))
     (True, False)
@@ -166,11 +168,12 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Name of a module -> the names in `state_dict()` of the tensors that it owns itself (pFedLA's layers).
+    """Maps the name of each module to the names in `state_dict()` of the tensors that it owns itself (pFedLA's
+    layers).
 
-    Every name occurs once, in the order of `state_dict()`; shared tensors belong, with all their names, to their first
-    owner. A parametrised layer (torch.nn.utils.parametrizations) owns its parametrisation's tensors. The model itself
-    is "".
+    Every tensor name occurs once, in the order of `state_dict()`; a shared tensor belongs, with all its names, to its first
+    owner. A parametrised layer (torch.nn.utils.parametrizations) owns the tensors of its parametrisation. The model itself
+    has the name "".
 
     >>> tensor_names_by_module(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))["0"]
     ('0.weight', '0.bias')
@@ -186,10 +189,10 @@ def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def find_representation_module(model: nn.Module, example: Inputs) -> str:
-    """Name of the module whose input is the representation: the last nn.Linear that the output depends on.
+    """Returns the name of the module whose input is the representation: the last nn.Linear that the output depends on.
 
     Raises:
-        UserError: no nn.Linear takes part in the output.
+        UserError: the output depends on no nn.Linear.
 
     >>> find_representation_module(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4))
     '2'
@@ -207,24 +210,25 @@ def find_representation_module(model: nn.Module, example: Inputs) -> str:
 def compute_batch_representation(
     model: nn.Module, x: Inputs, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
-    """Φ(x): what the last linear layer gets, without dropout (FedHeNN, Makhija et al. 2022, section 3).
+    """Computes Φ(x), the input of the last linear layer without dropout (FedHeNN, Makhija et al. 2022, section 3).
 
-    The model runs in evaluation mode, and every module's mode is restored; gradients flow to the parameters if they are
-    enabled.
+    The model runs in evaluation mode, and afterwards every module is in its former mode; gradients flow to the parameters if
+    they are enabled.
 
     Args:
         model: any network.
         x: a batch of inputs of any structure.
-        module: name of the module whose input is taken. None finds the last nn.Linear by one more run on the first row;
-            a caller who comes back often asks `find_representation_module` once and gives the name.
-        batch_statistics: BatchNorm normalises by mean and variance of `x`, as it does in training, instead of its running
-            statistics, which stay as they are.
+        module: name of the module whose input is the representation. None finds the last nn.Linear by one more run on the
+            first row; callers in a loop should call `find_representation_module` once and pass the name.
+        batch_statistics: BatchNorm normalises by the mean and variance of `x`, as in training, instead of its running
+            statistics, which do not change.
 
     Returns:
-        (batch, width) tensor; the input at the module's last use, flattened.
+        (batch, width) tensor: the flattened input at the module's last use.
 
     Raises:
-        UserError: no such module, the module does not run, or its input is not one tensor; None and no nn.Linear.
+        UserError: the model has no such module, the module does not run, or it has no tensor as input; with `module=None`,
+            the output depends on no nn.Linear.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
     >>> compute_batch_representation(net, torch.ones(3, 2, 2)).shape
@@ -249,14 +253,14 @@ def compute_batch_representation(
     if not inputs or inputs[-1] is None:
         raise UserError(
             f"module={name!r} of the representation ({type(modules[name]).__name__}) gets no tensor; "
-            f"name a module that does"
+            f"name a module that gets one"
         )
     last: Tensor = inputs[-1]
     return last.flatten(1)
 
 
 def _state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `state_dict()` themselves, so that shared ones can be told by identity."""
+    """Returns the tensors of `state_dict()` without copies, so that shared tensors can be recognised by identity."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
@@ -265,17 +269,19 @@ def _is_inside(tensor: str, module: str) -> bool:
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Raises a `UserError` if a part of the network was compiled by torch.jit, which has no layers to look at or to hook."""
+    """Raises a `UserError` if a part of the network is compiled by torch.jit, since its layers can neither be listed
+    nor hooked.
+    """
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise UserError(
-                f"{repr(name) if name else 'the network'} is compiled by torch.jit, and its layers cannot be looked at; "
+                f"{repr(name) if name else 'the network'} is compiled by torch.jit, and its layers cannot be inspected; "
                 "give the module that was compiled, or use a method that takes networks as a whole (fedavg, say)"
             )
 
 
 def _parametric_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with parameters of their own, each under its first name.
+    """Returns the modules that have parameters of their own, each under its first name.
 
     Raises:
         UserError: the network is compiled by torch.jit.
@@ -296,10 +302,10 @@ def _has_layers_inside(module: nn.Module) -> bool:
 
 
 def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Those of `layers` that run and that the output depends on, in the order of their last use.
+    """Returns the names of those `layers` that run and that the output depends on, in the order of their last use.
 
-    Dependence is read off the autograd graph of a run on detached tensors; where there is none (the output is not
-    differentiable), all that run count.
+    Dependence is read from the autograd graph of a run on detached tensors; if the output is not differentiable, all layers
+    that run are returned.
     """
     last_use: dict[str, None] = {}
     handles = []
@@ -334,7 +340,7 @@ def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Mo
 
 
 def _reached_parameters(output: Any, parameters: Mapping[str, Tensor]) -> set[str]:
-    """Names of the parameters that `output` depends on."""
+    """Returns the names of the parameters that `output` depends on."""
     ends = [tensor.sum() for tensor in _iterate_tensors(output) if tensor.requires_grad]
     inputs = {name: p for name, p in parameters.items() if p.requires_grad}
     if not ends or not inputs:
@@ -349,12 +355,14 @@ def _layer_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    """The same values outside the caller's graph; a copy only of inference tensors, which autograd cannot save."""
+    """Returns the tensor outside the caller's autograd graph; copies only inference tensors, which autograd cannot
+    save.
+    """
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and mappings."""
+    """Yields the tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -366,10 +374,10 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module, batch_statistics: bool = False) -> Iterator[None]:
-    """All modules in evaluation mode inside the block, each in its own mode again after it.
+    """Puts all modules in evaluation mode inside the block, and restores each module's own mode afterwards.
 
-    RNNs without dropout, which compute the same in both modes, are put in training mode: cuDNN differentiates them only
-    there. With `batch_statistics`, BatchNorm uses those of its batch and does not track them.
+    RNNs without dropout compute the same in both modes and are put in training mode, since cuDNN differentiates them only
+    there. With `batch_statistics`, BatchNorm normalises by its batch's statistics and does not update the running ones.
     """
     modes = [(module, module.training) for module in model.modules()]
     tracking = [(m, m.track_running_stats) for m in model.modules() if batch_statistics and isinstance(m, _BatchNorm)]

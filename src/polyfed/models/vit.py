@@ -1,4 +1,4 @@
-"""A small vision transformer."""
+"""Builds a small vision transformer."""
 
 from typing import Literal, final, get_args
 
@@ -14,12 +14,12 @@ Pool = Literal["mean", "cls"]
 
 @final
 class TransformerBlock(nn.Module):
-    """Pre-norm transformer layer: self-attention and a two-layer MLP, each added to its input.
+    """Computes one pre-norm transformer layer: self-attention and a two-layer MLP, each added to its input.
 
-    Written out rather than nn.TransformerEncoderLayer, so that every weight belongs to a Linear or LayerNorm that is
-    called (and can be traced, aggregated and generated) and evaluation takes no other path than training.
+    It does not use nn.TransformerEncoderLayer: here every weight belongs to a Linear or LayerNorm that is called, so that it
+    can be traced, aggregated and generated, and evaluation takes the same path as training.
 
-    Shapes: (batch, tokens, dim) to the same.
+    Shapes: (batch, tokens, dim) to (batch, tokens, dim).
     """
 
     def __init__(self, dim: int, num_heads: int, mlp_dim: int) -> None:
@@ -33,7 +33,7 @@ class TransformerBlock(nn.Module):
         self.fc2 = nn.Linear(mlp_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output."""
+        """Returns the layer's output, in the shape of `x`."""
         query, key, value = (
             self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         )
@@ -45,9 +45,10 @@ class TransformerBlock(nn.Module):
 
 @final
 class VisionTransformer(nn.Module):
-    """Patch embedding, learnt positions, transformer blocks, LayerNorm, mean or class token, linear layer.
+    """Classifies images by patch embedding, learnt positions, transformer blocks, LayerNorm, mean or class token, and
+    a linear layer.
 
-    The layers and their sizes are those of `vit`.
+    `vit` explains the layers and their sizes.
 
     Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
     """
@@ -77,7 +78,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(dim, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images."""
+        """Returns the logits of a batch of images."""
         tokens = self.patches(x).flatten(2).transpose(1, 2)
         if self.pool == "cls":
             tokens = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
@@ -96,9 +97,10 @@ def vit(
     mlp_dim: int = 128,
     pool: Pool = "mean",
 ) -> VisionTransformer:
-    """A vision transformer (Dosovitskiy et al. 2021) that trains on a CPU; all default sizes are polyfed's choice.
+    """Builds a vision transformer (Dosovitskiy et al. 2021) small enough to train on a CPU; all default sizes are
+    polyfed's choice.
 
-    FedHeNN names transformers among CNNs as future work; this one is for that.
+    FedHeNN names transformers as future work; this network is for federations of CNNs and transformers.
 
     Args:
         input_shape: (channels, height, width); height and width must be multiples of `patch`.
@@ -106,15 +108,15 @@ def vit(
         patch: side of the square patches (4 divides 8, 28 and 32).
         dim: width of the tokens.
         depth: number of transformer blocks.
-        num_heads: of the attention; must divide `dim`.
+        num_heads: number of attention heads; must divide `dim`.
         mlp_dim: hidden width of each block's MLP.
-        pool: what the linear layer sees: the mean over tokens, or a class token.
+        pool: input of the linear layer: the mean over tokens, or a class token.
 
     Shapes: (batch, channels, height, width) floats to (batch, num_classes) logits.
 
     Raises:
-        UserError: the image is no multiple of the patch, heads do not divide the width, an unknown `pool`, or a size is
-            not a positive whole number.
+        UserError: the image's sides are not multiples of `patch`, `num_heads` does not divide `dim`, `pool` is unknown, or
+            a size is not a positive whole number.
 
     >>> vit((1, 8, 8), 10, dim=16)(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
