@@ -13,7 +13,7 @@ from pathlib import Path
 from tabulate_defaults import SHARED, own_fields, source
 
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import REQUIREMENTS
+from polyfed.core.declared_words import REQUIREMENTS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

@@ -8,21 +8,15 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.io.trusted_code import temporary_trust, trust_code
 from polyfed.simulation.engines import cohort
-from polyfed.testing import small_clients
+from polyfed.testing import example_of, small_clients
 from tests.pretend import WAITS, pretending
 
 FAST = {"fedavg"}
 TOGETHER = (
     "fedavg", "fedprox", "fedrep", "per_fedavg", "pfedme", "ditto", "apfl", "scaffold", "ifca", "fedhenn_homo", "fedhenn",
 )  # fmt: skip
-ALIGNING = {"local_epochs": 1, "rad_size": 20, "rad_batch": 8, "eta0": 1.0}
-SEARCHED = {
-    "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1,
-    "operations": ("sep_conv_3", "max_pool_3", "skip"), "personal_operations": ("sep_conv_3", "skip"),
-}  # fmt: skip
 MAY_WAIT = {
     "cells.py": "which operations were drawn decides what is computed",
     "buffers.py": "statistics of BatchNorm are gathered once a round, after training",
@@ -38,26 +32,11 @@ def normed():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def images():
-    generator, found = torch.Generator().manual_seed(7), []
-    for k in range(3):
-        y = torch.arange(15 + 3 * k) % 3
-        x = torch.randn(len(y), 1, 6, 6, generator=generator) + y.view(-1, 1, 1, 1)
-        found.append(pf.Client(f"c{k}", None, (x[6:], y[6:]), (x[:6], y[:6])))
-    return found
-
-
 def played(name, device, batch_size, model=None):
     """One round: what was waited for, clients' rows, and how many clients' training was carried out together."""
-    method, together = REGISTRY[name], []
-    of_clients = method.requires & MODEL_REQUIREMENTS
-    more = ALIGNING if "fedhenn" in name else {} if of_clients else SEARCHED
-    more = {**more, "head": ("3",)} if name == "fedrep" and model is not None else more
-    people = images() if not of_clients else small_clients()
-    if model is not None:
-        people = [pf.Client(c.id, model, c.train, c.test) for c in small_clients(4)]
-    drawn = torch.randn(20, 6, generator=torch.Generator().manual_seed(8))
-    public = (drawn, torch.zeros(20, dtype=torch.int64)) if "public_data" in method.requires else None
+    example, together = example_of(name), []
+    more = {"head": ("3",)} if name == "fedrep" and model is not None else {}
+    people = example.clients() if model is None else [pf.Client(c.id, model, c.train, c.test) for c in small_clients(4)]
     real = cohort.train_cohort
     cohort.train_cohort = lambda calls: together.extend(calls) or real(calls)
     WAITS.clear()
@@ -66,8 +45,9 @@ def played(name, device, batch_size, model=None):
             warnings.simplefilter("ignore")
             trust_code("polyfed.testing:SmallNet")
             run = pf.federate(
-                people, method(lr=0.05, batch_size=batch_size, **more), rounds=1, seed=3, workers=0, device=device,
-                engine="inprocess" if model is None else "cohort", public=public,
+                people, example.build(batch_size=batch_size, local_epochs=1, **more), rounds=1, seed=3,
+                workers=0, device=device,
+                engine="inprocess" if model is None else "cohort", public=example.public(20),
             )  # fmt: skip
     finally:
         cohort.train_cohort = real

@@ -198,17 +198,22 @@ def test_the_library_stands_on_its_own():
         assert "/work/" not in text, name(file)
 
 
-RIVALS = (
-    "apfl", "ditto", "fd", "fedala", "fedamp", "feddf", "feddyn", "fedgh", "fedkd", "fedmd", "fedopt", "fedpac", "fedproto",
-    "fedtgp", "fml", "heterofl", "ifca", "knn_per", "lg_fedavg", "moon", "scaffold",
-)  # fmt: skip
-"""Methods made on the bases that a contributor has."""
+LONG_METHODS = {
+    "fedavg_kd": "a baseline of FLHA-GHN's paper, with two phases and a teacher of the user's own",
+    "fedfomo": "examples that are held out, and models that clients ask for",
+    "fedhenn": "a paper's method, with schedules, weightings and two ways to share",
+    "flha_ghn": "a paper's method, with the graph of every network",
+    "pfedhn": "generates weights for networks of several architectures",
+    "pfedla": "a paper's method, with the base of its variant in the same file",
+}
+"""Methods that may be longer, each with the reason."""
+METHODS = sorted(
+    file.stem for file in (SOURCE / "algorithms").glob("*/*.py") if "card: ClassVar[" in file.read_text("utf-8")
+)
 
 
-@pytest.mark.parametrize("method", RIVALS)
-def test_a_method_costs_at_most_seventy_lines(method):
+def lines_of_code(text):
     """Lines of code as Python counts them, however a line is wrapped, without imports, docstrings and comments."""
-    text = next((SOURCE / "algorithms").rglob(f"{method}.py")).read_text(encoding="utf-8")
     left_out = {
         line for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -216,27 +221,39 @@ def test_a_method_costs_at_most_seventy_lines(method):
         for line in range(node.lineno, node.end_lineno + 1)
     }  # fmt: skip
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    assert sum(token.type == tokenize.NEWLINE and token.start[0] not in left_out for token in tokens) <= 70
+    return sum(token.type == tokenize.NEWLINE and token.start[0] not in left_out for token in tokens)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_costs_at_most_seventy_lines(method):
+    """On the bases that a contributor has; the methods of `LONG_METHODS` may be longer, and are."""
+    text = next((SOURCE / "algorithms").rglob(f"{method}.py")).read_text(encoding="utf-8")
+    count = lines_of_code(text)
+    if method in LONG_METHODS:
+        assert count > 71, f"{method} is short enough: take it out of LONG_METHODS in tests/test_layout.py"
+    else:
+        assert count <= 71, (  # the card is one of them
+            f"{method}.py has {count - 1} lines of code besides its card, and at most 70 are usual: move what other methods "
+            "can use into a base, or name it with the reason in LONG_METHODS of tests/test_layout.py"
+        )
 
 
 OVERLONG = {
     "src/polyfed/cli/commands/options/configuration_parser.py": 414,
     "src/polyfed/cli/commands/results/report_command.py": 403,
     "src/polyfed/comparison/tuning/hyperparameter_search.py": 460,
-    "src/polyfed/core/algorithm.py": 401,
     "src/polyfed/core/evaluation/metrics.py": 414,
     "src/polyfed/core/examples/examples.py": 416,
     "src/polyfed/core/state_dict.py": 401,
     "src/polyfed/core/training/cohort.py": 400,
     "src/polyfed/core/training/loop.py": 409,
     "src/polyfed/data/tabular/table_reader.py": 401,
-    "src/polyfed/deploy/server/server.py": 415,
+    "src/polyfed/deploy/server/server.py": 413,
     "src/polyfed/deploy/site/site.py": 461,
     "src/polyfed/report/data/run_groups.py": 400,
     "src/polyfed/report/page/sections.py": 403,
     "src/polyfed/simulation/engines/ray.py": 413,
     "src/polyfed/simulation/federate.py": 434,
-    "src/polyfed/testing.py": 410,
     "tests/comparison/references/test_reference_models.py": 401,
     "tests/deploy/protocol/test_piggyback.py": 411,
     "tests/report/page/test_page.py": 402,

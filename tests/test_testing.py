@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from polyfed.algorithms import FedAvg, Local
+from polyfed.algorithms import REGISTRY, FedAvg, Local
 from polyfed.core.algorithm import Message
 from polyfed.core.state_dict import weighted_mean
-from polyfed.testing import AlgorithmContract, SmallNet, small_clients
+from polyfed.simulation.checks.requirements import check_requirements
+from polyfed.testing import AlgorithmContract, SmallNet, example_of, small_clients
 
 
 class Contract(AlgorithmContract):
@@ -255,3 +256,21 @@ def test_the_small_network_shows_what_an_earlier_client_left_in_it():
     net.steps += 3
     assert "steps" not in net.state_dict()
     assert not torch.equal(net(x), fresh)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_clients_and_arguments_suit_a_method(name):
+    """They pass every check before the first round, with wishes that not every method can grant."""
+    example = example_of(name)
+    method = example.build(momentum=0.5, weighted=False, no_such_field=1)
+    assert method.lr == 0.05
+    check_requirements(example.clients(2), method, example.public())
+    assert (example.public() is None) == ("public_data" not in method.requires)
+
+
+def test_an_example_of_a_class_outside_of_polyfed():
+    class Plain(FedAvg.__base__):
+        """A method without a card of its own."""
+
+    assert example_of(Plain).build(batch_size=4).batch_size == 4
+    assert [client.id for client in example_of(Plain).clients(1)] == ["client-0"]

@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_REQUIREMENTS
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.nn.module_cache import (
     build_module,
@@ -22,17 +22,8 @@ from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.testing import assert_runs_equal, small_clients, without_durations
+from polyfed.testing import assert_runs_equal, example_of, small_clients, without_durations
 
-OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}
-OF_METHOD = {
-    "scaffold": {"momentum": 0.0},
-    "fedhenn": {"local_epochs": 1, "rad_size": 20, "rad_batch": 8, "eta0": 1.0},
-    "fedhenn_homo": {"local_epochs": 1, "rad_size": 20, "rad_batch": 8, "eta0": 1.0},
-    "fedrep": {"local_epochs": 1},
-    "pfedhn": {"local_steps": 3},
-    "feddf": {"server_steps": 5},
-}
 METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
 
 
@@ -83,8 +74,8 @@ def with_models(*factories):
     return [pf.Client(c.id, f, c.train, c.test, c.val) for c, f in zip(given, factories, strict=True)]
 
 
-def made(name, **more):
-    return REGISTRY[name](**OPTIONS | OF_METHOD.get(name, {}) | more)
+def made(name):
+    return example_of(name).build(momentum=0.5, local_epochs=1)
 
 
 def played(method, factory, rounds=2):
@@ -126,7 +117,7 @@ def test_a_frozen_part_is_a_constant(name):
 
 
 def test_a_hypernetwork_does_not_make_what_is_frozen():
-    run, held = played(REGISTRY["flha_ghn"](**OPTIONS, depth=1, latent=4, hidden=4), Tuned)
+    run, held = played(REGISTRY["flha_ghn"](lr=0.05, momentum=0.5, batch_size=8, depth=1, latent=4, hidden=4), Tuned)
     kept = {name for own in held["clients"].values() for part in own.values() for name in part}
     assert "norm.running_mean" in kept
     assert not {name for name in kept if name.startswith("backbone")}

@@ -6,10 +6,11 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_REQUIREMENTS
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
+from polyfed.testing import example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -23,7 +24,7 @@ def inputs(seed, number=24):
 
 def run(name, factory, **settings):
     clients = [pf.Client(f"c{i}", factory, (inputs(i), Y), (inputs(9 + i), Y)) for i in range(2)]
-    method = REGISTRY[name](**({"rad_size": 12} if "fedhenn" in name else {}))
+    method = example_of(name).build(batch_size=32)
     public = inputs(20) if "public_data" in method.requires else None
     return pf.federate(clients, method, public=public, **{"rounds": 2, "workers": 0} | settings)
 

@@ -14,7 +14,8 @@ from polyfed.core.examples.examples import as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.testing import AlgorithmContract, _InterruptAfter, assert_runs_equal, small_clients
+from polyfed.testing import AlgorithmContract, assert_runs_equal, small_clients
+from polyfed.testing.algorithm_contract import _InterruptAfter
 
 TRAINING: dict[str, Any] = {"lr": 0.05, "batch_size": 8}
 RAD: dict[str, Any] = {"rad_size": 20, "rad_batch": 8, "eta0": 1.0, "local_epochs": 1}

@@ -1,5 +1,6 @@
 """Inputs of several tensors in every method: packed into one tensor or apart, they train to the same bits."""
 
+import dataclasses
 import sys
 from types import ModuleType
 
@@ -9,14 +10,20 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_REQUIREMENTS
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.io.trusted_code import trust_code
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training import cohort
+from polyfed.testing import example_of
 
 OF_NETWORKS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
 FAST = {"fedavg", "fedhenn", "fedavg_kd"}
-COMMON = {"fedavg_kd": "teacher", "fml": "shared", "fedkd": "shared"}
+COMMON = {
+    name: field.name
+    for name, method in REGISTRY.items()
+    for field in dataclasses.fields(method)
+    if field.name in ("teacher", "shared")
+}
 """The network that a method brings beside the clients' own."""
 
 
@@ -75,14 +82,12 @@ def clients(form, network=Joint, number=2):
 
 
 def played(name, form, network=Joint, **given):
-    options = {"local_epochs": 1, "rad_size": 12, "rad_batch": 6, "eta0": 1.0} if "fedhenn" in name else {}
-    if name in COMMON:  # polyfed's own, which takes all parts side by side, is another architecture with another draw
-        options[COMMON[name]] = "structured_nets:Joint"
-    method = REGISTRY[name](lr=0.05, batch_size=8, **options)
+    # polyfed's own common network, which takes all parts side by side, is another architecture with another draw
+    method = example_of(name).build(**({COMMON[name]: "structured_nets:Joint"} if name in COMMON else {}))
     public = None
     if "public_data" in method.requires:
-        x = torch.randn(14, 6, generator=torch_generator(3))
-        public = (form(x), torch.zeros(14, dtype=torch.int64))
+        x = torch.randn(24, 6, generator=torch_generator(3))
+        public = (form(x), torch.zeros(24, dtype=torch.int64))
     return pf.federate(clients(form, network), method, rounds=2, seed=1, public=public, workers=0, **given)
 
 

@@ -1,7 +1,6 @@
 """A network whose embedding and output are one weight, or that uses a layer twice, gives with every method what the same
 network gives in which this weight has one name: it is sent, pulled, decayed, clipped, compared and counted once."""
 
-import dataclasses
 import warnings
 
 import pytest
@@ -11,8 +10,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedBN, FedRep, LGFedAvg
-from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
+from polyfed.testing import example_of
 
 GENERATED = {
     "flha_ghn",
@@ -80,14 +79,8 @@ def clients_with(network):
 
 
 def method_of(name):
-    fields = {field.name for field in dataclasses.fields(REGISTRY[name])}
-    options = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.5, "clip_norm": 0.3}
-    options |= {"rad_size": 20} if "rad_size" in fields else {}
-    options |= {"layer": "model"} if "layer" in fields else {}
-    try:
-        return REGISTRY[name](**options)
-    except UserError:  # SCAFFOLD is for plain SGD
-        return REGISTRY[name](**{k: v for k, v in options.items() if k not in ("momentum", "clip_norm")})
+    wishes = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.5, "clip_norm": 0.3, "layer": "model", "batch_size": 32}
+    return example_of(name).build(**wishes)
 
 
 def run_of(method, network, rounds=2, **words):

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_contract import ALIGNING, OF_NETWORKS, SMALL
+from test_contract import OF_NETWORKS
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, KNNPer
 from polyfed.core.evaluation.evaluate import out_of_fold_outputs, predict
-from polyfed.testing import AlgorithmContract, small_clients
+from polyfed.testing import AlgorithmContract, example_of, small_clients
 
 
 class Contract(AlgorithmContract):
@@ -25,7 +25,7 @@ def check(method):
     [n if n in ("knn_per", "fedfomo") else pytest.param(n, marks=pytest.mark.thorough) for n in OF_NETWORKS],
 )
 def test_no_method_fits_validation_examples_unsaid(name):
-    check(REGISTRY[name](lr=0.05, batch_size=8, **(ALIGNING if "fedhenn" in name else SMALL.get(name, {}))))
+    check(example_of(name).build())
 
 
 def test_the_methods_that_fit_them_are_these():

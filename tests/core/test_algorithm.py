@@ -1,5 +1,7 @@
 """The contract itself: words are checked when a class is made, and states and scalars before they travel."""
 
+import copy
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +10,10 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.algorithms.base.averaging import Averaging
-from polyfed.core.algorithm import DISCLOSURES, REQUIREMENTS, Algorithm, Message
+from polyfed.core.algorithm import Algorithm, Message
+from polyfed.core.declared_words import DISCLOSURES, REQUIREMENTS, NewDisclosure, check_declared_words, meaning_of
+from polyfed.deploy.privacy.gaussian_mechanism import noise_incompatibility
+from polyfed.simulation.rounds.secure_aggregation import disclosures_to_allow
 from polyfed.testing import small_clients
 
 
@@ -23,6 +28,45 @@ def test_the_contract_is_short():
 def test_an_unknown_word_is_refused_when_the_class_is_made(field, word, hint):
     with pytest.raises(TypeError, match=f"Typo.{field} has the unknown word '{word}'; did you mean {hint}"):
         type("Typo", (Averaging,), {field: frozenset({word}), "__doc__": ""})
+
+
+class TestNewDisclosures:
+    """Words that a method brings itself."""
+
+    GAZE = NewDisclosure("gaze", "where the client's people look")
+
+    def test_a_method_outside_of_polyfed_may_bring_a_word(self):
+        kind = type("Gazes", (Averaging,), {"discloses": frozenset({"weights", self.GAZE}), "__doc__": ""})
+        check_declared_words(kind, "Gazes")
+        assert disclosures_to_allow(kind(), secure=False) == ["gaze", "weights"]
+        assert meaning_of(self.GAZE) == "where the client's people look"
+        assert "not part of polyfed" in meaning_of("gaze")
+
+    def test_the_bare_word_is_refused_with_the_cure(self):
+        with pytest.raises(
+            TypeError, match=r"Typo.discloses has the unknown word 'gaze'.*NewDisclosure\('gaze', ...\)"
+        ):
+            type("Typo", (Averaging,), {"discloses": frozenset({"gaze"}), "__doc__": ""})
+
+    @pytest.mark.parametrize(
+        ("word", "meaning", "sentence"),
+        [
+            ("weights", "again", "polyfed has this word already"),
+            ("two words", "x", "a word such as"),
+            ("gaze", " ", "say in a"),
+        ],
+    )
+    def test_a_word_without_form_or_meaning_is_refused(self, word, meaning, sentence):
+        with pytest.raises(TypeError, match=sentence):
+            NewDisclosure(word, meaning)
+
+    def test_it_reaches_another_process_whole(self):
+        for copied in (pickle.loads(pickle.dumps(self.GAZE)), copy.deepcopy(self.GAZE)):  # noqa: S301
+            assert (copied, copied.meaning) == (self.GAZE, self.GAZE.meaning)
+
+    def test_no_noise_is_known_to_hide_it(self):
+        kind = type("Gazes", (Averaging,), {"discloses": frozenset({self.GAZE}), "__doc__": ""})
+        assert "discloses gaze, of which it is not known" in noise_incompatibility(kind(weighted=False), secure=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_recor
 from polyfed.deploy.protocol.wire import Envelope
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.monitoring.progress import SilentProgress
-from polyfed.testing import _InterruptAfter, small_clients, without_durations
+from polyfed.testing import small_clients, without_durations
+from polyfed.testing.algorithm_contract import _InterruptAfter
 
 from .conftest import NAMES, MemoryGrid
 from .test_parity import models_of

@@ -19,11 +19,10 @@ import torch
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_REQUIREMENTS, Message
-from polyfed.core.seeds import torch_generator
+from polyfed.core.algorithm import Message
 from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.testing import small_clients
+from polyfed.testing import example_of
 
 # -- replies -----------------------------------------------------------------------------------------------------------
 
@@ -163,25 +162,12 @@ KINDS = {**REFUSED, **ODD}
 
 def method_of(name):
     """A method, small."""
-    if not REGISTRY[name].requires & MODEL_REQUIREMENTS:
-        more = {"channels": 4, "base_cells": 1, "nodes": 2, "personal_nodes": 1, "batch_size": 16}
-        fields = {f.name for f in dataclasses.fields(REGISTRY[name])}
-        return REGISTRY[name](lr=0.02, **{n: v for n, v in more.items() if n in fields})
-    aligning = {"local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0} if "fedhenn" in name else {}
-    return REGISTRY[name](lr=0.05, batch_size=8, **aligning)
+    return example_of(name).build()
 
 
 def clients_of(name):
     """Three clients whom it suits."""
-    if REGISTRY[name].requires & MODEL_REQUIREMENTS:
-        return small_clients()
-    generator = torch_generator(7)
-    patterns, found = torch.randn(3, 1, 8, 8, generator=generator), []
-    for k in range(3):
-        y = torch.arange(22) % 3
-        x = patterns[y] + 0.5 * torch.randn(len(y), 1, 8, 8, generator=generator)
-        found.append(pf.Client(f"client-{k}", None, (x[6:], y[6:]), (x[:6], y[:6])))
-    return found
+    return example_of(name).clients()
 
 
 def broken(name, kind, rounds=2):
@@ -197,10 +183,7 @@ def broken(name, kind, rounds=2):
                 result = dataclasses.replace(result, reply=reply)
             yield result
 
-    generator = torch_generator(8)
-    public = torch.randn(60, 6, generator=generator), torch.zeros(60, dtype=torch.int64)
-    method = method_of(name)
-    words = {"public": public} if "public_data" in method.requires else {}
+    method, words = method_of(name), {"public": example_of(name).public()}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(InProcessEngine, "run", run)

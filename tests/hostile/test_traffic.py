@@ -18,6 +18,7 @@ from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.nn.module_cache import trainable_state
 from polyfed.core.training.loop import fit
 from polyfed.simulation.traffic import declared_facts, find_reply_reach, find_revealed_facts
+from polyfed.testing import example_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -34,15 +35,17 @@ def tabulate():
 
 @pytest.mark.slow  # the contract suite asks the same of the methods with other options
 @pytest.mark.parametrize("name", REGISTRY)
-def test_replies_reveal_what_the_method_declares(name, tabulate):
-    method = tabulate.small(name)
-    assert find_revealed_facts(method, tabulate.public()) <= declared_facts(method)
+def test_replies_reveal_what_the_method_declares(name):
+    method = example_of(name).build(local_epochs=1)
+    assert find_revealed_facts(method, example_of(name).public(40)) <= declared_facts(method)
 
 
 @pytest.mark.slow
 def test_the_documented_table_is_the_recorded_one(tabulate):
     text = tabulate.PAGE.read_text(encoding="utf-8")
-    assert tabulate.written(text, tabulate.table()) == text, "run python docs/tabulate_traffic.py"
+    assert tabulate.updated(text, REGISTRY) == text, (
+        "docs/deploy.md is out of date: run python docs/tabulate_traffic.py"
+    )
 
 
 def leaking(change):
@@ -99,9 +102,9 @@ NETWORK = {"name": "polyfed.simulation.traffic:audit_network"}
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in REGISTRY])
-def test_without_weights_the_number_of_examples_does_not_show(name, tabulate):
+def test_without_weights_the_number_of_examples_does_not_show(name):
     """In nothing but the floating-point numbers, with BatchNorm and buffers of each kind, also in a common network."""
-    fields, method = {f.name for f in dataclasses.fields(REGISTRY[name])}, tabulate.small(name)
+    fields, method = {f.name for f in dataclasses.fields(REGISTRY[name])}, example_of(name).build(local_epochs=1)
     words = {
         "weighted": False,
         "buffers": "average",
@@ -116,7 +119,7 @@ def test_without_weights_the_number_of_examples_does_not_show(name, tabulate):
     assert not method.scalars_needed & {"num_examples"}
     with temporary_trust():
         pf.trust_code(NETWORK["name"])
-        shown = find_revealed_facts(method, tabulate.public())
+        shown = find_revealed_facts(method, example_of(name).public(40))
     # What FedFomo asks for follows from its losses on what it holds out, and so from all of its data: "choice" says it.
     assert "number of examples" not in shown or (name == "fedfomo" and "choice" in method.discloses)
 

@@ -12,7 +12,8 @@ from polyfed.core.algorithm import Message
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message
 from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.results.unseen_clients import compute_warm_start, load_trained_server
-from polyfed.testing import _InterruptAfter, small_clients
+from polyfed.testing import small_clients
+from polyfed.testing.algorithm_contract import _InterruptAfter
 
 
 def turned(tensor):

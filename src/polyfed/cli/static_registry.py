@@ -30,7 +30,7 @@ class StaticRegistry(Mapping[str, Any]):
 
     >>> methods = StaticRegistry("polyfed.algorithms", "REGISTRY")
     >>> list(methods)[:2], methods["fedprox"](mu=1).mu
-    (['local', 'fedavg'], 1)
+    (['fedhenn', 'fedhenn_homo'], 1)
     """
 
     def __init__(self, module: str, name: str) -> None:

@@ -43,6 +43,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, final, get_args
 import torch
 from torch import Tensor, nn
 
+from polyfed.core.declared_words import check_declared_words
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.converters import class_labels_error, multilabel_labels_error
 from polyfed.core.examples.examples import Examples, as_examples
@@ -53,48 +54,6 @@ ClientState = TypeVar("ClientState")  # a client's private state: the same, and 
 Task = Literal["classification", "multilabel", "regression"]
 Architecture = Callable[[], nn.Module]
 Loss = Callable[[Tensor, Tensor], Tensor]
-REQUIREMENTS = {
-    "model": "each client brings a network",
-    "one_architecture": "each client brings a network, all of one architecture",
-    "architectures": "each client brings a network; the server knows its architecture",
-    "layer_catalogue": "each client brings a network; the server knows which types of layers there are",
-    "norms_in_layers": "a norm layer is part of the layer before it, and of its type",
-    "public_data": "there are public examples, of the form of the clients' inputs",
-    "one_input_spec": "the clients' inputs have one shape and type",
-    "one_data_spec": "inputs, as networks get them, and outputs have one form, which the server knows",
-    "images": "inputs are images (channels, height, width)",
-    "classification": "every example has one class",
-    "one_representation": "the inputs of the networks' last layers have one width",
-    "one_family": "the networks have the same layers, and differ in width alone",
-}
-"""What a method may require of the clients (`Algorithm.requires`)."""
-
-MODEL_REQUIREMENTS = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
-"""Words of `Algorithm.requires` that each imply that the clients bring networks."""
-
-DISCLOSURES = {
-    "weights": "what training on the client's data makes of a network that the server knows",
-    "hypernetwork": "the same of a network that generates weights",
-    "architecture": "the client's architecture",
-    "representations": "what the client's network makes of public examples",
-    "class_means": "means over the client's examples of each class",
-    "moments": "of a client's table, how many rows have each column of numbers, their means and variances",
-    "ranks": "in how few numbers its update can be written, which depends on its data and network",
-    "choice": "which of several models suits the client's data best",
-    "form": "names, shapes or whole numbers of its tensors that depend on its data",
-    "sum": "the sum of what the clients of a round send, and nothing of one alone",
-}
-"""What the server may learn of a client (`Algorithm.discloses`)."""
-
-TRAITS = {
-    "everyone_trains": "all clients run `local_update` in each round, and only those drawn for it are aggregated (pFedMe)",
-    "fits_validation": "`personal_model` depends on the client's validation examples, whose scores are then out of fold",
-}
-"""How a method is run and scored (`Algorithm.traits`). Nothing but `personal_model` may depend on validation examples: they
-choose between methods, rates and rounds. `AlgorithmContract` finds out what does."""
-
-CONSENT = frozenset({"weights", "architecture", "class_means", "moments"})
-"""Words of `DISCLOSURES` that a site must have allowed before the method runs there."""
 
 
 @final
@@ -281,8 +240,8 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     fields decide, `__post_init__` sets it for the instance."""
 
     discloses: ClassVar[frozenset[str]] = frozenset({"weights"})
-    """Words of `DISCLOSURES`: what the server learns of a client beyond its id. Where a method's fields decide,
-    `__post_init__` sets it for the instance."""
+    """Words of `DISCLOSURES`, or new ones (`NewDisclosure`): what the server learns of a client beyond its id. Where a
+    method's fields decide, `__post_init__` sets it for the instance."""
 
     traits: ClassVar[frozenset[str]] = frozenset()
     """Words of `TRAITS`: how the method is run and scored. Where a method's fields decide, `__post_init__` sets it for the
@@ -364,14 +323,6 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         """Further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the server's
         model). Each is evaluated before the next is asked for, so that all may use one scratch module."""
         return iter(())
-
-
-def check_declared_words(method: type[Algorithm[Any, Any]] | Algorithm[Any, Any], name: str) -> None:
-    """Raises a `TypeError` if a word of `requires`, `discloses` or `traits` is unknown: it would check nothing, and ask no
-    consent."""
-    for words, allowed in (("requires", REQUIREMENTS), ("discloses", DISCLOSURES), ("traits", TRAITS)):
-        for word in sorted(getattr(method, words) - allowed.keys()):
-            raise TypeError(f"{name}.{words} has the unknown word {word!r}; {did_you_mean(word, allowed)}")
 
 
 def describe_evaluated_network(method: Algorithm[Any, Any]) -> str:

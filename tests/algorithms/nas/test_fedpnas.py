@@ -8,32 +8,21 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, CAFedDSNAS, CAFedPNAS, FedAvg, FedDSNAS, FedPNAS
+from polyfed.algorithms.nas.supernet_method import SMALL_SUPERNET
 from polyfed.core.algorithm import Client, ClientInfo, DataSpec, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.nas import Network, Sampled, load_network
 from polyfed.simulation.checks.requirements import common_data_spec
-from polyfed.testing import AlgorithmContract, SmallNet, without_durations
+from polyfed.testing import AlgorithmContract, SmallNet, small_image_clients, without_durations
 
-SMALL = {
-    "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1,
-    "operations": ("sep_conv_3", "max_pool_3", "skip"), "personal_operations": ("sep_conv_3", "skip"),
-}  # fmt: skip
+SMALL = SMALL_SUPERNET
 ONE = {**SMALL, "operations": ("sep_conv_3",), "personal_operations": ("dil_conv_3",)}
-NAMES = "fedpnas", "ca_fedpnas", "feddsnas", "ca_feddsnas"
+NAMES = [name for name, method in REGISTRY.items() if "images" in method.requires]
 
 
 def image_clients(number=3, model=None):
-    """Clients with images of three kinds of stripes, of unequal number; the same at every call."""
-    generator = torch_generator(7)
-    patterns = torch.randn(3, 1, 6, 6, generator=generator)
-    clients = []
-    for k in range(number):
-        y = torch.arange(14 + 3 * k + 9) % 3
-        x = patterns[y] + 0.5 * torch.randn(len(y), 1, 6, 6, generator=generator) + 0.3 * k
-        test, val, train = ((x[r].clone(), y[r].clone()) for r in (slice(0, 6), slice(6, 9), slice(9, None)))
-        clients.append(Client(f"client-{k}", model, train, test, val))
-    return clients
+    return [Client(c.id, model, c.train, c.test, c.val) for c in small_image_clients(number)]
 
 
 class OnImages(AlgorithmContract):

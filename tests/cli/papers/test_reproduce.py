@@ -19,7 +19,7 @@ from polyfed.cli.main import main
 from polyfed.models import MODELS
 from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.storage.directory import read_config, read_metrics
-from polyfed.testing import _InterruptAfter
+from polyfed.testing.algorithm_contract import _InterruptAfter
 
 TABLES = [table for paper in load_papers().values() for table in paper.tables.values()]
 RUNNABLE = [(table.paper, table.name) for table in TABLES if table.cells]

@@ -6,38 +6,19 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, Local
-from polyfed.core.algorithm import MODEL_REQUIREMENTS
 from polyfed.core.examples.examples import Examples
-from polyfed.core.seeds import torch_generator
 from polyfed.core.training.loop import fit
 from polyfed.simulation.results.unseen_clients import load_trained_server
-from polyfed.testing import small_clients, without_durations
+from polyfed.testing import example_of, small_clients, without_durations
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 FAST = ("fedavg_ft", "per_fedavg", "flha_ghn")
-IMAGES = {
-    "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1, "batch_size": 16,
-    "operations": ("sep_conv_3", "skip"), "personal_operations": ("skip",),
-}  # fmt: skip
-ALIGNING = {"rad_size": 20, "rad_batch": 8, "eta0": 1.0}
-
-
-def images():
-    x = torch.randn(2, 20, 1, 8, 8, generator=torch_generator(1))
-    y = torch.arange(20) % 3
-    return [pf.Client(f"client-{k}", None, (x[k, :14], y[:14]), (x[k, 14:], y[14:])) for k in range(2)]
 
 
 def run_and_model(name):
     """A run of one round of a method on its small clients, and the model of one of them."""
-    method, options = REGISTRY[name], {"rounds": 1, "workers": 0}
-    if not method.requires & MODEL_REQUIREMENTS:
-        clients, method = images(), method(**IMAGES)
-    else:
-        clients, method = small_clients(), method(batch_size=8, **(ALIGNING if "fedhenn" in name else {}))
-    if "public_data" in method.requires:
-        options["public"] = torch.randn(30, 6, generator=torch_generator(8))
-    run = pf.federate(clients, method, **options)
+    example = example_of(name)
+    run = pf.federate(example.clients(2), example.build(), rounds=1, workers=0, public=example.public())
     return run, run.model("client-1")
 
 

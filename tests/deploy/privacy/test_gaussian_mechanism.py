@@ -11,7 +11,8 @@ from scipy.stats import norm
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg
-from polyfed.core.algorithm import CONSENT, Message
+from polyfed.core.algorithm import Message
+from polyfed.core.declared_words import CONSENT
 from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.state_dict import iter_tensors
@@ -24,7 +25,7 @@ from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
 from polyfed.deploy.site.node_config import build_site
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.testing import SmallNet, small_clients
+from polyfed.testing import SmallNet, example_of, small_clients
 
 from ..conftest import ONE
 from ..test_parity import deployed, image_clients
@@ -89,8 +90,7 @@ def test_methods_that_need_no_consent_send_no_weights(name):
     """What they reply is looked at: nothing has the name, or the shape and values, of a weight before or after training."""
     clients = image_clients(("flha_arch1",), number=2)
     noise = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(5))
-    fields = {"rad_size": 20, "rad_batch": 8} if name == "fedhenn" else {}
-    run = pf.federate(clients, REGISTRY[name](**fields), rounds=1, public=noise, workers=0)
+    run = pf.federate(clients, example_of(name).build(), rounds=1, public=noise, workers=0)
     federation = run.federation
     for client in clients:
         down = federation.algorithm.dispatch(run.last.state, federation.client_info(client.id, 2))

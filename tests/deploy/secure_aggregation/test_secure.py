@@ -18,7 +18,8 @@ from polyfed.deploy.flower.engine import envelope_from_record
 from polyfed.deploy.privacy.accountant import compute_epsilon
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
-from polyfed.testing import _InterruptAfter, small_clients, without_durations
+from polyfed.testing import small_clients, without_durations
+from polyfed.testing.algorithm_contract import _InterruptAfter
 
 from ..test_faults import instead
 from ..test_parity import assert_same, image_clients

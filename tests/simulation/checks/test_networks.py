@@ -6,10 +6,11 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import MODEL_REQUIREMENTS
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.monitoring.progress import Progress
+from polyfed.testing import example_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -41,7 +42,7 @@ class Rounds(Progress):
 def outcome(name, factory, public=24, out=None, **fields):
     """What a run of two rounds was refused with before round 1; None if it ran to its end."""
     clients = [pf.Client(f"c{i}", factory, (inputs(i), Y), (inputs(9 + i), Y)) for i in range(2)]
-    method = REGISTRY[name](**({"rad_size": 12} if "fedhenn" in name else {}), **fields)
+    method = example_of(name).build(**fields)
     pool = inputs(20, public) if "public_data" in method.requires else None
     progress = Rounds()
     error = None

@@ -41,7 +41,8 @@ from polyfed.simulation.engines.benchmark import MIN_CLIENTS, EngineChoice
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.federate import resume
-from polyfed.testing import _InterruptAfter, assert_runs_equal
+from polyfed.testing import assert_runs_equal
+from polyfed.testing.algorithm_contract import _InterruptAfter
 
 METHODS = [
     FedAvg(**BASE),

@@ -14,7 +14,8 @@ from polyfed.simulation.monitoring import trackers
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.monitoring.trackers import Logger, build_tracker, flatten_numbers, list_loggers_of_run
 from polyfed.simulation.storage.directory import read_metrics
-from polyfed.testing import _InterruptAfter, small_clients
+from polyfed.testing import small_clients
+from polyfed.testing.algorithm_contract import _InterruptAfter
 
 pytestmark = pytest.mark.thorough
 ROUNDS = 5

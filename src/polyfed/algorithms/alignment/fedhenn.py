@@ -23,6 +23,7 @@ from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors
@@ -66,6 +67,16 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     >>> FedHeNN(share="weights").requires == {"architectures", "public_data"}
     True
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedhenn",
+        summary="Networks learn similar representations of public examples",
+        paper="Makhija et al. 2022",
+        evaluated="its own",
+        small={"local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0},
+        leaderboard={"*": {"eta0": 1.0, "rad_size": 128, "rad_batch": 32, "normalise": True}},
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
     discloses: ClassVar[frozenset[str]] = frozenset({"representations", "weights"})

@@ -11,6 +11,7 @@ from polyfed.algorithms.alignment.alignment_method import AlignmentMethod
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, ServerState, build_reply
 from polyfed.alignment.alignment_term import NetworkTarget
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, load_model_for_eval
 from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
 from polyfed.core.state_dict import StateDict
@@ -42,6 +43,17 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     >>> round(FedHeNNHomo(eta0=0.01).eta_at(4), 6)
     0.02
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedhenn_homo",
+        summary="FedAvg; representations stay close to the global model's",
+        paper="Makhija et al. 2022",
+        evaluated="its own; also the average",
+        small={"local_epochs": 2, "rad_size": 20, "rad_batch": 8, "eta0": 1.0},
+        published=frozenset({"trained"}),
+        leaderboard={"*": {"eta0": 1.0, "rad_size": 128, "rad_batch": 32}},
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "public_data"})
     clients_keep_trained_weights: ClassVar[bool] = True

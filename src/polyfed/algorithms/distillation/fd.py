@@ -19,6 +19,7 @@ from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
@@ -50,6 +51,14 @@ class FD(PersonalNetworkMethod, Averaging):
     >>> FD(gamma=0.1).groups
     ('classes',)
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fd",
+        summary="Clients share their mean output for each class",
+        paper="Jeong et al. 2018",
+        evaluated="its own",
+        published=frozenset({"classes"}),
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "classification"})
     discloses: ClassVar[frozenset[str]] = frozenset({"class_means"})

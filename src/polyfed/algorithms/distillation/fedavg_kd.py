@@ -20,6 +20,7 @@ from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, Se
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import call_network, logits_of, tree_map
 from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.method_card import MethodCard
 from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.nn.memory_format import to_preferred_memory_format
@@ -73,6 +74,14 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     >>> FedAvgKD(teacher={"name": "mlp", "hidden": [32]}).teacher
     {'name': 'mlp', 'hidden': (32,)}
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedavg_kd",
+        summary="A teacher trained by FedAvg, distilled into each network",
+        paper="Litany et al. 2022",
+        evaluated="its own; also the teacher",
+        leaderboard={"*": {}, "tweets": {"teacher": {"name": "lstm", "vocabulary": 5000}, "teacher_lr": 0.002}},
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
     teacher: str | Mapping[str, Any] = "mlp"

@@ -15,6 +15,7 @@ from polyfed.core.algorithm import Architecture, ClientInfo, Message, ServerCont
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
 from polyfed.core.seeds import derive_seed
@@ -50,6 +51,16 @@ class FedDF(Averaging):
     >>> sorted(FedDF(server_steps=100).discloses)
     ['architecture', 'weights']
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="feddf",
+        summary="FedAvg by architecture, then distilled on public examples",
+        paper="Lin et al. 2020",
+        evaluated="the average of its architecture",
+        small={"server_steps": 5},
+        leaderboard={"*": {"server_steps": 50}},
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"architectures", "public_data", "classification"})
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})

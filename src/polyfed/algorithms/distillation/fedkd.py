@@ -20,6 +20,7 @@ from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
+from polyfed.core.method_card import MethodCard
 from polyfed.core.state_dict import StateDict, StateDictSpec
 from polyfed.core.training.loop import ForwardPass
 
@@ -49,6 +50,14 @@ class FedKD(MutualLearningMethod):
     >>> round(FedKD().energy_at(3, 5), 3)
     0.965
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedkd",
+        summary="Mutual distillation with a common network; low-rank updates",
+        paper="Wu et al. 2022",
+        evaluated="its own; also the common one",
+        leaderboard={"*": {}, "tweets": {"shared": {"name": "lstm", "vocabulary": 5000}}},
+    )
 
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "ranks"})
     _differences: ClassVar[frozenset[str]] = frozenset({"update"})

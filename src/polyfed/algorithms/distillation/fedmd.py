@@ -17,6 +17,7 @@ from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
 from polyfed.core.seeds import derive_seed
@@ -54,6 +55,13 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     >>> FedMD(public_size=500).groups
     ('outputs',)
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedmd",
+        summary="Networks learn their mean outputs on public examples",
+        paper="Li and Wang 2019",
+        evaluated="its own",
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
     discloses: ClassVar[frozenset[str]] = frozenset({"representations", "weights"})

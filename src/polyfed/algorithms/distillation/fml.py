@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
 from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod, Pair
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client
+from polyfed.core.method_card import MethodCard
 from polyfed.core.training.loop import ForwardPass
 
 
@@ -36,6 +37,14 @@ class FML(MutualLearningMethod):
     >>> FML(shared={"name": "mlp", "hidden": [32]}).shared
     {'name': 'mlp', 'hidden': (32,)}
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fml",
+        summary="Each client's network and a common one teach each other",
+        paper="Shen et al. 2020",
+        evaluated="its own; also the common one",
+        leaderboard={"*": {}, "tweets": {"shared": {"name": "lstm", "vocabulary": 5000}}},
+    )
 
     alpha: float = 0.5
     beta: float = 0.5

@@ -1,9 +1,10 @@
 """FedAvg: clients train the global model, the server averages (McMahan et al., AISTATS 2017, algorithm 1)."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from polyfed.algorithms.base.averaging import AveragedOver, GlobalModelMethod
+from polyfed.core.method_card import MethodCard
 
 
 @final
@@ -19,6 +20,14 @@ class FedAvg(GlobalModelMethod):
 
     The other fields are those of `LocalTraining`.
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedavg",
+        summary="The average of the clients' models, weighted by examples",
+        paper="McMahan et al. 2017",
+        evaluated="the average",
+        stacked=True,
+    )
 
     weighted: bool = True
     final: AveragedOver = "cohort"

@@ -3,7 +3,7 @@ Whatmough and Saligrama, ICLR 2021, algorithm 1)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters, linear_term
 from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit
@@ -35,6 +36,14 @@ class FedDyn(ServerUpdateMethod):
     >>> FedDyn(alpha=0.1).weighted
     False
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="feddyn",
+        summary="A regulariser makes the clients' optima agree with all's",
+        paper="Acar et al. 2021",
+        evaluated="the server's model",
+        stacked=True,
+    )
 
     alpha: float = 0.01
     weighted: bool = False

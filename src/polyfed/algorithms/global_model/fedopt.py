@@ -3,13 +3,14 @@ Konečný, Kumar and McMahan, ICLR 2021, algorithm 2)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
 from polyfed.algorithms.base.averaging import ServerState, ServerUpdateMethod
 from polyfed.core.algorithm import ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.state_dict import StateDict
 
 ServerOptimizer = Literal["avgm", "adagrad", "adam", "yogi"]
@@ -40,6 +41,14 @@ class FedOpt(ServerUpdateMethod):
     >>> FedOpt(server="yogi", server_lr=0.03).tau
     0.001
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedopt",
+        summary="FedAvg with momentum, Adagrad, Adam or Yogi at the server",
+        paper="Reddi et al. 2021",
+        evaluated="the average",
+        stacked=True,
+    )
 
     server: ServerOptimizer = "adam"
     server_lr: float | None = None

@@ -1,11 +1,12 @@
 """FedProx: FedAvg with a proximal term in the local loss (Li et al., MLSys 2020, eq. 2)."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.training.loop import fit
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
@@ -26,6 +27,14 @@ class FedProx(GlobalModelMethod):
 
     The other fields are those of `LocalTraining`.
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedprox",
+        summary="FedAvg with a proximal term in the local loss",
+        paper="Li et al. 2020",
+        evaluated="the average",
+        stacked=True,
+    )
 
     weighted: bool = True
     final: AveragedOver = "cohort"

@@ -12,6 +12,7 @@ from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalM
 from polyfed.alignment.representations import check_has_representation, representation_module_name
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
+from polyfed.core.method_card import MethodCard
 from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.nn.deep_copy import deep_copy
@@ -44,6 +45,14 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
     >>> Moon(mu=5.0).tau
     0.5
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="moon",
+        summary="FedAvg with a contrastive loss on representations",
+        paper="Li et al. 2021",
+        evaluated="the average",
+        published=frozenset({"previous"}),
+    )
 
     clients_keep_trained_weights: ClassVar[bool] = True
     mu: float = 1.0

@@ -10,6 +10,7 @@ import torch
 from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
 from polyfed.algorithms.base.regularizers import linear_term
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit
@@ -37,6 +38,17 @@ class Scaffold(ServerUpdateMethod):
     Traceback (most recent call last):
     polyfed.core.errors.UserError: Scaffold: momentum must be 0, since c_i is read off the way of plain SGD, got 0.9
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="scaffold",
+        summary="Control variates correct the drift of local steps",
+        paper="Karimireddy et al. 2020",
+        evaluated="the average",
+        small={"momentum": 0.0, "clip_norm": None},
+        published=frozenset({"variate"}),  # c_i is sent in round 1; later the server can add it up
+        leaderboard={"*": {"optimizer": "sgd", "momentum": 0.0, "lr": 0.2}},  # plain SGD
+        stacked=True,
+    )
 
     groups: ClassVar[tuple[str, ...]] = ("model", "variate")
     server_lr: float = 1.0

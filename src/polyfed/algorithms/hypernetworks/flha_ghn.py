@@ -13,6 +13,7 @@ from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerStat
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.capabilities import ResolvesAutoFields
 from polyfed.core.errors import UserError
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, fill_client_model, prepare_for_eval, recompute_norm_statistics
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.training.loop import Schedule, fit, reply_scalars
@@ -89,6 +90,16 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     >>> FLHAGHN(head="factored").depth
     6
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="flha_ghn",
+        summary="A graph hypernetwork generates weights for any network",
+        paper="Litany et al. 2022",
+        evaluated="generated weights with the head refined; also without",
+        small={"depth": 2, "hidden": 4},
+        leaderboard={"*": {"lr": 0.02, "momentum": 0.9, "clip_norm": 5.0, "schedule": "cosine"}},
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"layer_catalogue"})
     groups: ClassVar[tuple[str, ...]] = ("ghn",)

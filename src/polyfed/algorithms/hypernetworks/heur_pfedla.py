@@ -16,6 +16,7 @@ from polyfed.algorithms.hypernetworks.pfedla import (
     update_server_state,
 )
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.state_dict import StateDictSpec, clone_tensors, state_dict_spec
@@ -38,6 +39,15 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     >>> HeurPFedLA(k=2).k
     2
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="heur_pfedla",
+        summary="pFedLA; each client keeps its k most personal layers",
+        paper="Ma et al. 2022",
+        evaluated="the aggregated model; also the trained one",
+        published=frozenset({"model"}),
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     k: int = 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
@@ -64,6 +65,16 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     >>> PFedHN(hn_lr=0.05).local_steps
     50
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="pfedhn",
+        summary="A hypernetwork at the server generates all clients' weights",
+        paper="Shamsian et al. 2021",
+        evaluated="the generated model",
+        small={"local_steps": 3},
+        leaderboard={"*": {"clip_norm": 5.0}},
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"architectures"})
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})

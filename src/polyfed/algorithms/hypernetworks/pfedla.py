@@ -13,6 +13,7 @@ from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, Serve
 from polyfed.core.errors import UserError
 from polyfed.core.machine.memory_limit import check_fits_in_memory
 from polyfed.core.machine.threads import map_in_threads
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_update,
@@ -106,6 +107,15 @@ class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     >>> PFedLA(lr=0.005, local_epochs=10, hn_lr=1.0).layer
     'module'
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="pfedla",
+        summary="Hypernetworks weigh every layer of every client",
+        paper="Ma et al. 2022",
+        evaluated="the aggregated model; also the trained one",
+        published=frozenset({"model"}),
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from polyfed.algorithms.base.averaging import ClientState
-from polyfed.algorithms.nas.supernet_method import SupernetMethod
+from polyfed.algorithms.nas.supernet_method import SMALL_SUPERNET, SupernetMethod
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.method_card import MethodCard
 from polyfed.core.training.loop import fit
 from polyfed.nas.supernet import SamplerContext, SamplingUnit
 
@@ -27,6 +28,15 @@ class FedDSNAS(SupernetMethod):
     >>> FedDSNAS(channels=8).finetune_epochs
     0
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="feddsnas",
+        summary="Searches one architecture for all, with shared weights",
+        paper="Hoang and Kingsford 2021",
+        evaluated="the most probable architecture",
+        small=SMALL_SUPERNET,
+        leaderboard={},
+    )
 
     sampler_lr: float | None = 0.2
     finetune_epochs: int = 0
@@ -56,6 +66,15 @@ class CAFedDSNAS(SupernetMethod):
 
     The other fields are those of `SupernetMethod` and `LocalTraining`; clients' own networks are not used.
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="ca_feddsnas",
+        summary="FedDSNAS with operations chosen for each image",
+        paper="Hoang and Kingsford 2021",
+        evaluated="the supernet",
+        small=SMALL_SUPERNET,
+        leaderboard={},
+    )
 
     context: ClassVar[SamplerContext] = "aware"
     per: SamplingUnit = "example"

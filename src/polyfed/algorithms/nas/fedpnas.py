@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import ClientState
-from polyfed.algorithms.nas.supernet_method import SupernetMethod, supernet_of
+from polyfed.algorithms.nas.supernet_method import SMALL_SUPERNET, SupernetMethod, supernet_of
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.optimizers import Adam, ParameterGroup
 from polyfed.core.training.loop import fit
 from polyfed.nas.operations import untracked_batch_statistics
@@ -121,6 +122,15 @@ class FedPNAS(MetaSupernetMethod):
     'outer_product'
     """
 
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedpnas",
+        summary="Searches an architecture that each client adapts",
+        paper="Hoang and Kingsford 2021",
+        evaluated="the most probable architecture, adapted; also not",
+        small=SMALL_SUPERNET,
+        leaderboard={},
+    )
+
     sampler_lr: float | None = 0.2
 
 
@@ -139,6 +149,15 @@ class CAFedPNAS(MetaSupernetMethod):
     The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks are
     not used.
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="ca_fedpnas",
+        summary="FedPNAS with operations chosen for each image",
+        paper="Hoang and Kingsford 2021",
+        evaluated="the supernet, adapted; also not",
+        small=SMALL_SUPERNET,
+        leaderboard={},
+    )
 
     context: ClassVar[SamplerContext] = "aware"
     per: SamplingUnit = "example"

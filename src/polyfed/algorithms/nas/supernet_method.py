@@ -49,6 +49,11 @@ DerivationMode = Literal["argmax", "sampled"]
 Annealing = Literal["exponential", "linear", "constant"]
 STACKS = ("base", "personal")
 """Of a message: θ_b and θ_p. The names of their tensors begin with these words."""
+SMALL_SUPERNET: Mapping[str, Any] = {
+    "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1,
+    "operations": ("sep_conv_3", "max_pool_3", "skip"), "personal_operations": ("sep_conv_3", "skip"),
+}  # fmt: skip
+"""Hyper-parameters with which a test trains a supernet in a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.errors import UserError
+from polyfed.core.method_card import MethodCard
 from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
@@ -38,6 +39,15 @@ class FedBN(Averaging, ValidatesNetworks):
     >>> FedBN(lr=0.05).buffers
     'local'
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedbn",
+        summary="FedAvg; norm layers stay with the client",
+        paper="Li et al. 2021",
+        evaluated="the average with the client's norm layers",
+        leaderboard={"cifar10": {}},
+        stacked=True,
+    )
 
     weighted: bool = True
     norms: tuple[str, ...] | None = None

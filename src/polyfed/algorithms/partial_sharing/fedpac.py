@@ -23,6 +23,7 @@ from polyfed.algorithms.prototypes.prototype_method import (
 )
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module, reset_for_eval
 from polyfed.core.seeds import derive_seed
@@ -68,6 +69,14 @@ class FedPAC(BodyAndHeadMethod):
     >>> FedPAC(collaborate=False).aggregates_by_sum
     True
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedpac",
+        summary="A shared body, and heads mixed for each client",
+        paper="Xu et al. 2023",
+        evaluated="the body with the mixed head",
+        published=frozenset({"head"}),
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "classification"})
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "class_means"})

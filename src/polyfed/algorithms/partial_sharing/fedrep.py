@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from polyfed.algorithms.partial_sharing.body_and_head import (
     train_head_then_body,
 )
 from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import derive_seed
@@ -51,6 +52,15 @@ class FedRep(BodyAndHeadMethod):
     >>> FedRep(head_layers=2).local_epochs
     10
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedrep",
+        summary="A shared body, and a head for each client",
+        paper="Collins et al. 2021",
+        evaluated="the body with the client's head",
+        small={"local_epochs": 1},
+        stacked=True,
+    )
 
     local_epochs: int = 10
     body_epochs: int = 1

@@ -12,6 +12,7 @@ from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerStat
 from polyfed.algorithms.base.initial_heads import InitialHead, find_last_layers, initial_weights_with_head
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
 from polyfed.core.seeds import derive_seed
@@ -48,6 +49,17 @@ class LGFedAvg(Averaging):
     >>> LGFedAvg(head_layers=2).groups
     ('head',)
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="lg_fedavg",
+        summary="A shared head, and a body for each client",
+        paper="Liang et al. 2020",
+        evaluated="the average head on the client's body; also its own",
+        published=frozenset({"head"}),
+        # With one network for all, the head of its own draw is common to all, and is that of the other methods.
+        leaderboard={"*": {"first_head": "architecture"}, "architectures": {}},
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "one_representation"})
     groups: ClassVar[tuple[str, ...]] = ("head",)

@@ -16,6 +16,7 @@ from polyfed.algorithms.personalised.parameters import (
     trained_parameters_on_cpu,
 )
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.training.loop import fit
@@ -51,6 +52,14 @@ class APFL(Averaging):
     >>> APFL(alpha=0.25).adaptive
     True
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="apfl",
+        summary="A learnt mixture of a local model and the global one",
+        paper="Deng et al. 2020",
+        evaluated="the mixture; also the global one",
+        stacked=True,
+    )
 
     clients_keep_trained_weights: ClassVar[bool] = True
     alpha: float = 0.5

@@ -8,6 +8,7 @@ from polyfed.algorithms.base.averaging import ClientState, build_reply
 from polyfed.algorithms.base.personal_network import PersonalBesideGlobalMethod
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model
 from polyfed.core.nn.module_cache import trainable_state
 from polyfed.core.training.loop import fit
@@ -36,6 +37,14 @@ class Ditto(PersonalBesideGlobalMethod):
     >>> Ditto(lam=0.1).weighted
     True
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="ditto",
+        summary="A personal model that is pulled to the global one",
+        paper="Li et al. 2021",
+        evaluated="the personal model; also the global one",
+        stacked=True,
+    )
 
     clients_keep_trained_weights: ClassVar[bool] = True
     lam: float = 1.0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import ClientState, build_reply
 from polyfed.algorithms.base.personal_network import PersonalBesideGlobalMethod
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.method_card import MethodCard
 from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model
 from polyfed.core.nn.functional_call import call_with_tensors
@@ -48,6 +49,14 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     >>> FedALA(layers=2).sample
     0.8
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedala",
+        summary="Each client learns how much of the global model to take",
+        paper="Zhang et al. 2023",
+        evaluated="its own; also the average",
+        published=frozenset({"model"}),
+    )
 
     clients_keep_trained_weights: ClassVar[bool] = True
     layers: int = 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.algorithms.base.regularizers import ProximalTerm
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, shared_tensors
 from polyfed.core.nn.module_cache import cached_module, initial_state, trainable_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec, weighted_mean
@@ -46,6 +47,15 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     >>> FedAMP(lam=0.5).sigma is None
     True
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedamp",
+        summary="Each client is pulled to the models most like its own",
+        paper="Huang et al. 2021",
+        evaluated="its own",
+        published=frozenset({"model"}),
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     lam: float = 1.0

@@ -1,12 +1,13 @@
 """FedAvg with fine-tuning: the global model, trained on by each client before it is used."""
 
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 from torch import nn
 
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, recompute_norm_statistics
 from polyfed.core.training.loop import fit
 
@@ -28,6 +29,13 @@ class FedAvgFT(GlobalModelMethod):
     client's own: what federates is FedAvg, so that both evaluate the same θ, and fine-tuning then adapts BatchNorm's
     statistics to the client's data.
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedavg_ft",
+        summary="FedAvg, then fine-tuning on the client's data",
+        evaluated="the fine-tuned model",
+        stacked=True,
+    )
 
     weighted: bool = True
     final: AveragedOver = "cohort"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.examples.examples import Examples
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, load_model_for_eval, shared_tensors
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
@@ -52,6 +53,15 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     >>> [round(FedFomo().epsilon_at(t), 4) for t in (1, 2, 20)]
     [0.3, 0.25, 0.0]
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedfomo",
+        summary="Each client mixes others' models that do well on its data",
+        paper="Zhang et al. 2021",
+        evaluated="its own",
+        published=frozenset({"before", "model"}),  # the second is a mixture of models that were sent
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "choice"})

@@ -11,6 +11,7 @@ from torch import nn
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import extract_update, load_client_model
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
@@ -38,6 +39,14 @@ class IFCA(Averaging):
     >>> IFCA(k=3).weighted
     False
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="ifca",
+        summary="k models; each client trains the one that suits it best",
+        paper="Ghosh et al. 2020",
+        evaluated="the one that suits it best",
+        stacked=True,
+    )
 
     discloses: ClassVar[frozenset[str]] = frozenset({"weights", "choice"})
     k: int = 2

@@ -18,6 +18,7 @@ from polyfed.core.algorithm import Client, Message
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import first_leaf, logits_of
+from polyfed.core.method_card import MethodCard
 from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.module_cache import reset_for_eval
 from polyfed.core.state_dict import StateDict
@@ -50,6 +51,14 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
     >>> KNNPer(k=5, lam=0.3).weighted
     True
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="knn_per",
+        summary="FedAvg mixed with votes of the client's nearest examples",
+        paper="Marfoq et al. 2022",
+        evaluated="the mixture; also the average",
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "classification"})
     k: int = 10

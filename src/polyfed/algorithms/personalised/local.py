@@ -9,6 +9,7 @@ from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import trainable_state
 from polyfed.core.state_dict import StateDict
@@ -39,6 +40,14 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
     >>> Local(lr=0.05, by_client={"north": {"lr": 0.1}}).options_for("north").lr
     0.1
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="local",
+        summary="Each client alone: the baseline of every comparison",
+        evaluated="its own",
+        leaderboard={},
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
     discloses: ClassVar[frozenset[str]] = frozenset()

@@ -3,7 +3,7 @@ Ozdaglar, NeurIPS 2020, algorithm 1)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply
 from polyfed.algorithms.personalised.parameters import assign_parameters, clone_buffers, restore_buffers
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     load_client_model,
@@ -51,6 +52,14 @@ class PerFedAvg(Averaging):
     >>> PerFedAvg(variant="hf", lr=0.001).alpha
     0.01
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="per_fedavg",
+        summary="Meta-learning: a model that is good after one step",
+        paper="Fallah et al. 2020",
+        evaluated="the model after that step; also before it",
+        stacked=True,
+    )
 
     variant: MetaGradientVariant = "fo"
     alpha: float = 0.01

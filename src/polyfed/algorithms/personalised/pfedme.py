@@ -11,6 +11,7 @@ from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUp
 from polyfed.algorithms.personalised.parameters import assign_parameters, trained_parameters_on_cpu
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit
@@ -42,6 +43,14 @@ class PFedMe(ServerUpdateMethod):
     >>> PFedMe(lam=30.0, personal_lr=0.05).k
     5
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="pfedme",
+        summary="Personal models near a global one, by Moreau envelopes",
+        paper="T Dinh et al. 2020",
+        evaluated="the personal model; also the global one",
+        stacked=True,
+    )
 
     traits: ClassVar[frozenset[str]] = frozenset({"everyone_trains"})
     clients_keep_trained_weights: ClassVar[bool] = True

@@ -19,6 +19,7 @@ from polyfed.algorithms.base.initial_heads import InitialHead, initial_weights_w
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval, trainable_state
@@ -57,6 +58,16 @@ class FedGH(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, Algorithm[S
     >>> sorted(FedGH().discloses)
     ['class_means']
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedgh",
+        summary="The server trains a head on class means, for all clients",
+        paper="Yi et al. 2023",
+        evaluated="its own; also with the server's head",
+        # With one network for all, the head of its own draw is common to all, and is that of the other methods.
+        leaderboard={"*": {"first_head": "architecture"}, "architectures": {}},
+        stacked=True,
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "classification", "one_representation"})
     discloses: ClassVar[frozenset[str]] = frozenset({"class_means"})

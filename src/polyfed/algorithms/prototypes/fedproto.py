@@ -9,6 +9,7 @@ from polyfed.algorithms.base.class_means import incompatible_class_means_error
 from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, PrototypeMethod, update_prototypes
 from polyfed.core.algorithm import ServerContext
 from polyfed.core.errors import UserError
+from polyfed.core.method_card import MethodCard
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict
 
 
@@ -36,6 +37,13 @@ class FedProto(PrototypeMethod, Averaging):
     >>> sorted(FedProto().requires)
     ['classification', 'model', 'one_representation']
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedproto",
+        summary="Clients share the mean representation of each class",
+        paper="Tan et al. 2022",
+        evaluated="nearest prototype; also its own head",
+    )
 
     groups: ClassVar[tuple[str, ...]] = ("classes",)
     lam: float = 1.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, 
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import first_leaf
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import ForwardPass
@@ -50,6 +51,13 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
     >>> FedTGP(margin=10).margin
     10
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="fedtgp",
+        summary="FedProto with prototypes that the server trains",
+        paper="Zhang et al. 2024",
+        evaluated="nearest prototype; also its own head",
+    )
 
     lam: float = 1.0
     evaluate: EvaluatedClassifier = "prototypes"

@@ -18,6 +18,7 @@ from polyfed.algorithms.submodels.widths import (
     width_ratios,
 )
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval, shared_tensors
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.training.loop import ForwardPass, fit
@@ -51,6 +52,14 @@ class HeteroFL(Averaging):
     >>> sorted(HeteroFL(mask=False).requires)
     ['architectures', 'one_family', 'one_input_spec']
     """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="heterofl",
+        summary="Clients train corners of one global model, as wide as theirs",
+        paper="Diao et al. 2021",
+        evaluated="the client's corner",
+        leaderboard={},
+    )
 
     requires: ClassVar[frozenset[str]] = frozenset({"architectures", "classification", "one_family", "one_input_spec"})
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "weights"})

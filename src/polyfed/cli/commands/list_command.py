@@ -55,75 +55,17 @@ def first_sentence(thing: Any) -> str:
 
 
 _ABBREVIATIONS = frozenset({"al", "app", "cf", "e.g", "eq", "eqs", "fig", "figs", "i.e", "resp", "sec", "tab", "vs"})
-_SHORT_DESCRIPTIONS: Mapping[str, str] = {  # where the first sentence of the docstring is a formula, or long
-    "fedavg": "The average of the clients' models, weighted by examples",
-    "fedavg_ft": "FedAvg, then fine-tuning on the client's data",
-    "fedprox": "FedAvg with a proximal term in the local loss",
-    "fedrep": "A shared body, a head for each client",
-    "fedbn": "FedAvg; norm layers stay with the client",
-    "per_fedavg": "Meta-learning: a model that is good after one step",
-    "pfedme": "Personal models near a global one, by Moreau envelopes",
-    "pfedhn": "A hypernetwork on the server generates every client's weights",
-    "fedfomo": "Each client mixes others' models that do well on its data",
-    "fedavg_kd": "A teacher by FedAvg, distilled into each client's network",
-    "flha_ghn": "A graph hypernetwork generates weights for any network",
-    "fedhenn": "Networks learn to see public examples as the others do",
-    "fedhenn_homo": "FedAvg whose clients see public examples as its model does",
-    "pfedla": "Hypernetworks weigh every layer of every client",
-    "heur_pfedla": "pFedLA; each client keeps its k most own layers",
-    "feddsnas": "Search: one architecture for all, weights shared",
-    "ca_feddsnas": "The same, with operations chosen for each image",
-    "fedpnas": "Search of an architecture that each client adapts",
-    "ca_fedpnas": "The same, with operations chosen for each image",
-    "lg_fedavg": "A shared head, a body for each client",
-    "fedproto": "Clients share each class's mean representation",
-    "fedgh": "The server trains a head on class means",
-    "fedtgp": "FedProto, with prototypes that the server trains",
-    "fml": "Each client's network and a common one teach each other",
-    "fedkd": "The same by how well each does, updates in low rank",
-    "fd": "Clients share each class's mean output",
-    "fedopt": "FedAvg with momentum, Adagrad, Adam or Yogi at the server",
-    "ditto": "Personal models pulled to the global one beside them",
-    "scaffold": "Control variates take the drift out of local steps",
-    "feddyn": "A regulariser that makes the clients' optima agree",
-    "moon": "FedAvg with a contrast of representations",
-    "apfl": "A learnt mixture of a local model and the global one",
-    "fedamp": "Each client is pulled to the models near to its own",
-    "ifca": "k models; each client trains the one that suits it best",
-    "fedala": "Each client learns what to take of the global model",
-    "knn_per": "FedAvg mixed with votes of the client's own examples",
-    "fedmd": "Networks learn their mean outputs on public examples",
-    "feddf": "FedAvg by architecture, distilled on public examples",
-    "heterofl": "Clients train corners of one model, of different widths",
-    "fedpac": "A shared body, and heads mixed for each client",
-}
 
 
 def _overview_tables(width: int) -> list[PlainTable]:
-    """Every name with a line of so many characters, of recipes the names alone, those of one paper together."""
-    tables = []
-    registries: Mapping[str, Mapping[str, Any]] = {
-        "algorithms": ALGORITHMS,
-        "data": SOURCES,
-        "partitions": PARTITIONS,
-        "models": MODELS,
-    }
+    """Returns every name with a line of so many characters; of recipes the names alone, those of one paper together."""
+    tables = [
+        _overview_table(title, {name: method.card.summary for name, method in methods.items()}, width)
+        for title, methods in _methods_by_family().items()
+    ]
+    registries: Mapping[str, Mapping[str, Any]] = {"data": SOURCES, "partitions": PARTITIONS, "models": MODELS}
     for title, registry in registries.items():
-        table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column()
-        line_width = max(20, width - max(map(len, registry)) - 2)
-        for name, thing in registry.items():
-            table.add_row(
-                name,
-                shorten(
-                    _SHORT_DESCRIPTIONS.get(name) or first_sentence(thing),
-                    line_width,
-                    placeholder=" …",
-                    break_on_hyphens=False,
-                ),
-            )
-        tables.append(table)
+        tables.append(_overview_table(title, {name: first_sentence(thing) for name, thing in registry.items()}, width))
     groups: dict[str, list[str]] = {}
     for name in recipe_files():
         groups.setdefault(name.split("_")[0], []).append(name)
@@ -132,6 +74,24 @@ def _overview_tables(width: int) -> list[PlainTable]:
     for names in [single_names, *(names for names in groups.values() if len(names) > 1)]:
         recipes_table.add_row("  ".join(names))
     return [*tables, recipes_table]
+
+
+def _overview_table(title: str, texts: Mapping[str, str], width: int) -> PlainTable:
+    table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, text in texts.items():
+        line_width = max(20, width - max(map(len, texts)) - 2)
+        table.add_row(name, shorten(text, line_width, placeholder=" …", break_on_hyphens=False))
+    return table
+
+
+def _methods_by_family() -> dict[str, dict[str, Any]]:
+    """Returns the methods by the title of their family, which is the folder of their files."""
+    families: dict[str, dict[str, Any]] = {}
+    for name, method in ALGORITHMS.items():
+        families.setdefault(f"algorithms: {method.__module__.split('.')[2]}", {})[name] = method
+    return families
 
 
 def _build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> PlainTable:
@@ -144,16 +104,22 @@ def _build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 
 
 def _algorithm_tables() -> list[PlainTable]:
-    rows = [
-        [
-            name,
-            ", ".join(sorted(method.requires - {"model"})) or "any architectures",
-            ", ".join(sorted(method.discloses)) or "nothing",
-            first_sentence(method),
-        ]
-        for name, method in ALGORITHMS.items()
+    return [
+        _build_table(
+            title,
+            ("name", "requires", "discloses", ""),
+            [
+                [
+                    name,
+                    ", ".join(sorted(method.requires - {"model"})) or "any architectures",
+                    ", ".join(sorted(method.discloses)) or "nothing",
+                    first_sentence(method),
+                ]
+                for name, method in methods.items()
+            ],
+        )
+        for title, methods in _methods_by_family().items()
     ]
-    return [_build_table("algorithms", ("name", "requires", "discloses", ""), rows)]
 
 
 def _data_tables() -> list[PlainTable]:

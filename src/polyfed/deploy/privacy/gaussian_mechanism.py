@@ -34,6 +34,7 @@ from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Algorithm, Message
+from polyfed.core.declared_words import DISCLOSURES
 from polyfed.core.errors import UserError, check_extra_installed
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 
@@ -105,6 +106,8 @@ def noise_incompatibility(algorithm: Algorithm[Any, Any], secure: bool) -> str |
 def _uncovered_disclosure(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
     if shown := [description for word, description in _UNCOVERED_DISCLOSURES.items() if word in algorithm.discloses]:
         return f"shows {' and '.join(shown)}, which depend on the data and which noise does not hide"
+    if new_words := sorted(algorithm.discloses - DISCLOSURES.keys()):
+        return f"discloses {' and '.join(new_words)}, of which it is not known that noise hides it"
     if "one_data_spec" in algorithm.requires:
         return "needs the number of classes in the site's labels, which no noise covers"
     if "class_means" in algorithm.discloses and not secure:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from polyfed.core.algorithm import CONSENT
 from polyfed.core.errors import UserError
 from polyfed.core.io.validation import validation_error
 from polyfed.data.tabular.harmonise import merge_table_definitions
@@ -23,7 +22,7 @@ from polyfed.simulation.rounds.federated_preprocessing import (
     run_moments_rounds,
 )
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.secure_aggregation import effective_disclosures
+from polyfed.simulation.rounds.secure_aggregation import disclosures_to_allow
 
 _MAX_COLUMNS = 5000  # of a table
 _MAX_NAME_LENGTH = 200  # characters of a column's name or of a category
@@ -66,7 +65,7 @@ def agree_on_preprocessing(
             f"{other_sites[0]!r} does not; all sites of a run need the same"
         )
     secure, deployment = server.settings.secure, server.deployment
-    if not deployment.allow_disclosure and effective_disclosures(Moments(), secure) & CONSENT:
+    if not deployment.allow_disclosure and disclosures_to_allow(Moments(), secure):
         raise UserError(
             "preprocess='federated' discloses counts, means and variances of the sites' columns to the server; if they "
             "agree, allow it: polyfed flower run DIR --allow-disclosure, and allow-disclosure=true at each site"

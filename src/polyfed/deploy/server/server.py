@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 from polyfed.algorithms import get, registry_name
-from polyfed.core.algorithm import CONSENT, Algorithm, Architecture
+from polyfed.core.algorithm import Algorithm, Architecture
 from polyfed.core.algorithm import Task as TaskKind
 from polyfed.core.capabilities import resolved_fields_for_manifest
 from polyfed.core.errors import UserError, did_you_mean
@@ -43,7 +43,7 @@ from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation, describe_deciding_metric
 from polyfed.simulation.rounds.resume import rewind_to_checkpoint
-from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
+from polyfed.simulation.rounds.secure_aggregation import check_secure_support, disclosures_to_allow
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings, restore_settings_and_method
 from polyfed.simulation.storage.directory import RunDirectory, read_config, to_plain_values
@@ -368,9 +368,7 @@ def _check_and_build_server(
             f"secure-threshold must be above half of the {parties} sites of a round, and at most {parties}, got "
             f"{deployment.secure_threshold}"
         )
-    if not deployment.allow_disclosure and (
-        disclosures := sorted(effective_disclosures(algorithm, settings.secure) & CONSENT)
-    ):
+    if not deployment.allow_disclosure and (disclosures := disclosures_to_allow(algorithm, settings.secure)):
         raise UserError(
             f"{name} discloses {' and '.join(disclosures)} of the sites to the server; if they agree, allow it: "
             "polyfed flower run DIR --allow-disclosure, and allow-disclosure=true at each site"

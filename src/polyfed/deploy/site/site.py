@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from polyfed.algorithms import get
-from polyfed.core.algorithm import CONSENT, Algorithm, BringsNetwork, Client, Message
+from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, Message
 from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks
@@ -49,7 +49,7 @@ from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.federated_preprocessing import Moments
-from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, supports_secure_sum
+from polyfed.simulation.rounds.secure_aggregation import disclosures_to_allow, supports_secure_sum
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SecureSumClient
@@ -164,7 +164,7 @@ class Site:
             raise RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
         if secure and not supports_secure_sum(algorithm):
             raise RefusalError(f"{name} needs each site's message by itself, and has no secure sums")
-        if not self.allow_disclosure and (disclosures := sorted(effective_disclosures(algorithm, secure) & CONSENT)):
+        if not self.allow_disclosure and (disclosures := disclosures_to_allow(algorithm, secure)):
             raise RefusalError(
                 f"{name} discloses {' and '.join(disclosures)} to the server, which this site does not allow "
                 "(allow-disclosure)"

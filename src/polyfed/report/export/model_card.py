@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from polyfed.core.algorithm import DISCLOSURES
+from polyfed.core.declared_words import meaning_of
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.core.training.loop import LocalTraining
 from polyfed.report.export.standalone_module import onnx_input_names
@@ -195,7 +195,7 @@ def _disclosures_section(trained: TrainedModel) -> str:
         return "What the method discloses; see the records of the run."
     if not trained.disclosures:
         return "Nothing of the data or the network."
-    return "\n".join(f"- {word}: {DISCLOSURES[word]}" for word in sorted(trained.disclosures))
+    return "\n".join(f"- {word}: {meaning_of(word)}" for word in sorted(trained.disclosures))
 
 
 def _limits_section(client: str) -> str:

@@ -14,7 +14,8 @@ from polyfed.algorithms import registry_name
 from polyfed.comparison.statistics.mrmc import score_interval
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.comparison.storage.comparison_directory import read_description as read_description_of
-from polyfed.core.algorithm import MODEL_REQUIREMENTS, Algorithm, Architecture, BringsNetwork
+from polyfed.core.algorithm import Algorithm, Architecture, BringsNetwork
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics
 from polyfed.core.io.array_files import read_safetensors

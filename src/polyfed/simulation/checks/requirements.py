@@ -12,15 +12,8 @@ from torch import Tensor, nn
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.submodels.widths import widest_shapes
 from polyfed.alignment.representations import compute_representations
-from polyfed.core.algorithm import (
-    MODEL_REQUIREMENTS,
-    Algorithm,
-    Architecture,
-    BringsNetwork,
-    Client,
-    DataSpec,
-    check_declared_words,
-)
+from polyfed.core.algorithm import Algorithm, Architecture, BringsNetwork, Client, DataSpec
+from polyfed.core.declared_words import MODEL_REQUIREMENTS, check_declared_words
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of as form_of_inputs

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import MODEL_REQUIREMENTS, Architecture, BringsNetwork
+from polyfed.core.algorithm import Architecture, BringsNetwork
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import split_metric_column
 from polyfed.core.examples.examples import convert_inputs_like

@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import MODEL_REQUIREMENTS, Algorithm, BringsNetwork
+from polyfed.core.algorithm import Algorithm, BringsNetwork
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import probabilities
 from polyfed.core.io.array_files import read_safetensors

@@ -13,6 +13,7 @@ from torch import Tensor
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Algorithm, Message
+from polyfed.core.declared_words import consent_needed
 from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import (
     FixedPointWords,
@@ -44,6 +45,16 @@ def effective_disclosures(algorithm: Algorithm[Any, Any], secure: bool) -> froze
     (['weights'], ['sum'])
     """
     return frozenset({"sum"}) if secure and supports_secure_sum(algorithm) else algorithm.discloses
+
+
+def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[str]:
+    """Returns, in order, the words of what the server learns of a client that a site must have allowed.
+
+    >>> from polyfed.algorithms import IFCA
+    >>> disclosures_to_allow(IFCA(), secure=False)
+    ['weights']
+    """
+    return sorted(consent_needed(effective_disclosures(algorithm, secure)))
 
 
 def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:

@@ -16,13 +16,14 @@ from shutil import copytree
 from typing import Any, ClassVar, final
 
 import torch
-from torch import nn
 
-from polyfed.core.algorithm import Algorithm, Client, Message, check_declared_words
+from polyfed.core.algorithm import Algorithm, Client, Message
+from polyfed.core.declared_words import check_declared_words
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
 from polyfed.core.examples.examples import Examples, as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.contiguous import path_of_first_difference
+from polyfed.core.method_card import card_of
 from polyfed.core.seeds import torch_generator
 from polyfed.core.state_dict import PyTree, check_serializable, deserialize_state, iter_tensors, serialize_state
 from polyfed.core.training.client_loss import client_training_loss
@@ -34,73 +35,8 @@ from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.traffic import contains_client_examples, declared_facts, find_revealed_facts
-
-
-@final
-class SmallNet(nn.Module):
-    """A network with BatchNorm and dropout, so that buffers and random numbers are put to the test.
-
-    A buffer that is not in the state dict counts the training steps and dampens the outputs: whoever trains or evaluates
-    it with the count that another client left gets other results.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
-        self.head = nn.Linear(8, 3)
-        self.steps: torch.Tensor
-        self.register_buffer("steps", torch.zeros(()), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits (batch, 3) of inputs (batch, 6)."""
-        if self.training:
-            self.steps += 1
-        out: torch.Tensor = self.head(self.body(x)) / (1 + 0.02 * self.steps)
-        return out
-
-
-def small_clients(number: int = 3) -> list[Client]:
-    """Clients with a few separable examples each, of unequal number; the same at every call.
-
-    >>> [len(client.train) for client in small_clients()]
-    [20, 26, 32]
-    """
-    generator = torch_generator(7)
-    centres = 2 * torch.randn(3, 6, generator=generator)
-    clients = []
-    for k in range(number):
-        y = torch.arange(20 + 6 * k + 9) % 3
-        x = centres[y] + 0.5 * torch.randn(len(y), 6, generator=generator) + 0.3 * k
-        test, val, train = ((x[rows].clone(), y[rows].clone()) for rows in (slice(0, 6), slice(6, 9), slice(9, None)))
-        clients.append(Client(f"client-{k}", SmallNet, train, test, val))
-    return clients
-
-
-def without_durations(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Records of rounds without the seconds, which differ from run to run."""
-
-    def strip(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: strip(item) for key, item in value.items() if not key.startswith("seconds")}
-        return value
-
-    return [strip(record) for record in history]
-
-
-def assert_runs_equal(run_a: Run, run_b: Run) -> None:
-    """Raises an `AssertionError` unless metrics of every round, all predictions after the last and all personal models are
-    equal bit for bit."""
-    assert without_durations(run_a.history) == without_durations(run_b.history)
-    for client in run_a.federation.clients:
-        if "loss" in run_a.history[-1]["clients"].get(client, {}):
-            first, second = run_a.predictions(client), run_b.predictions(client)
-            assert first.round == second.round
-            assert torch.equal(first.outputs, second.outputs), f"client {client!r}: the predictions differ"
-            assert torch.equal(first.targets, second.targets), f"client {client!r}: the targets differ"
-        state_a, state_b = run_a.model(client).state_dict(), run_b.model(client).state_dict()
-        assert state_a.keys() == state_b.keys()
-        for name in state_a:
-            assert torch.equal(state_a[name], state_b[name]), f"client {client!r}: {name!r} differs"
+from polyfed.testing.run_equality import assert_runs_equal, without_durations
+from polyfed.testing.small_clients import small_clients
 
 
 def _copy(nested: PyTree) -> PyTree:
@@ -164,8 +100,8 @@ class AlgorithmContract(ABC):
     """Tests of a method given by the fixture `algorithm`; override `clients` for a method that needs others."""
 
     published: ClassVar[frozenset[str]] = frozenset()
-    """Groups (top-level keys) of the private state that the method sends up by its nature, as FedFomo does the client's own
-    model. Nothing else of the private state may be in a reply."""
+    """Groups (top-level keys) of the client state that a method without a card sends by its nature, as FedFomo does the
+    client's own model (`MethodCard.published`). Nothing else of the client state may be in a reply."""
 
     def clients(self, number: int = 3) -> list[Client]:
         """The federation on which the method is tested."""
@@ -347,6 +283,7 @@ class AlgorithmContract(ABC):
 
     def test_private_state_is_not_sent(self, algorithm: Algorithm[Any, Any]) -> None:
         """A reply is valid, and holds no private tensor (nor shares its memory), no input and no labels of the client."""
+        published = self.published | (frozenset[str]() if (card := card_of(algorithm)) is None else card.published)
         federation = self._federation(algorithm)
         with single_torch_thread():
             server_state = algorithm.server_init(federation.server_context())
@@ -359,19 +296,21 @@ class AlgorithmContract(ABC):
                 shared = _storage_pointers(reply.tensors) & _storage_pointers([before, client_state, data])
                 assert not shared, "a tensor of the reply shares memory with the client's private state or data"
                 private = [
-                    tensor
+                    (group, tensor)
                     for groups in (before, client_state)
                     for group, value in groups.items()
-                    if group not in self.published
+                    if group not in published
                     for tensor in iter_tensors(value)
                     if tensor.is_floating_point() and tensor.numel() > 1
                     if not any(_is_close_to_received(tensor, received) for received in iter_tensors(message.tensors))
                 ]
                 for sent in iter_tensors(reply.tensors):
                     assert not contains_client_examples(sent, client), "examples of the client are in the reply"
-                    for groups in private:
-                        assert not _equals_sent(groups, sent), (
-                            f"a private tensor of shape {tuple(groups.shape)} is in the reply"
+                    for group, tensor in private:
+                        assert not _equals_sent(tensor, sent), (
+                            f"a tensor of shape {tuple(tensor.shape)} of the client state's group {group!r} is in the reply; "
+                            f"leave it out, or if the method sends it by its nature, name {group!r} in `published` of the "
+                            "method's card, or of the test class for a method without a card"
                         )
 
     def test_replies_reveal_only_what_is_declared(self, algorithm: Algorithm[Any, Any]) -> None:

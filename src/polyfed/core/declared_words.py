@@ -1,0 +1,123 @@
+"""Lists the words with which a method declares what it requires and what it discloses, each with its meaning."""
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from polyfed.core.errors import did_you_mean
+
+REQUIREMENTS = {
+    "model": "each client brings a network",
+    "one_architecture": "each client brings a network, all of one architecture",
+    "architectures": "each client brings a network; the server knows its architecture",
+    "layer_catalogue": "each client brings a network; the server knows which types of layers there are",
+    "norms_in_layers": "a norm layer is part of the layer before it, and of its type",
+    "public_data": "there are public examples, of the form of the clients' inputs",
+    "one_input_spec": "the clients' inputs have one shape and type",
+    "one_data_spec": "inputs, as networks get them, and outputs have one form, which the server knows",
+    "images": "inputs are images (channels, height, width)",
+    "classification": "every example has one class",
+    "one_representation": "the inputs of the networks' last layers have one width",
+    "one_family": "the networks have the same layers, and differ in width alone",
+}
+"""The words of `Algorithm.requires`: what a method may require of the clients."""
+
+MODEL_REQUIREMENTS = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
+"""The words of `Algorithm.requires` that each imply that the clients bring networks."""
+
+DISCLOSURES = {
+    "weights": "what training on the client's data makes of a network that the server knows",
+    "hypernetwork": "what training on the client's data makes of a network that generates weights",
+    "architecture": "the client's architecture",
+    "representations": "what the client's network makes of public examples",
+    "class_means": "means over the client's examples of each class",
+    "class_counts": "how many examples of each class the client has, or the classes' shares",
+    "moments": "of a client's table, how many rows have each column of numbers, their means and variances",
+    "ranks": "in how few numbers the client's update can be written, which depends on its data and network",
+    "choice": "which of several models suits the client's data best",
+    "form": "names, shapes or whole numbers of its tensors that depend on its data",
+    "sum": "the sum of what the clients of a round send, and nothing of one alone",
+}
+"""The words of `Algorithm.discloses`: what the server may learn of a client. A method may bring more (`NewDisclosure`)."""
+
+CONSENT = frozenset({"weights", "architecture", "class_means", "class_counts", "moments"})
+"""The words of `DISCLOSURES` that a site must have allowed before the method runs there (`consent_needed`)."""
+
+TRAITS = {
+    "everyone_trains": "all clients run `local_update` in each round, and only those drawn for it are aggregated (pFedMe)",
+    "fits_validation": "`personal_model` depends on the client's validation examples, whose scores are then out of fold",
+}
+"""The words of `Algorithm.traits`: how a method is run and scored. Nothing but `personal_model` may depend on validation
+examples: they choose between methods, rates and rounds. `AlgorithmContract` finds out what does."""
+
+
+@final
+class NewDisclosure(str):
+    """A word for `Algorithm.discloses` that `DISCLOSURES` does not have, with what the server learns.
+
+    A site is asked for its consent to it, and refuses the method if it adds noise.
+
+    Args:
+        word: the new word.
+        meaning: what the server learns of a client, in a few words.
+
+    Raises:
+        TypeError: the word is no name, or polyfed has it already, or the meaning is empty.
+
+    >>> sorted({"weights", NewDisclosure("gaze", "where the client's people look")})
+    ['gaze', 'weights']
+    """
+
+    meaning: str
+
+    def __new__(cls, word: str, meaning: str) -> "NewDisclosure":
+        """Checks both, and returns the word."""
+        if not word.isidentifier() or word in DISCLOSURES:
+            reason = "polyfed has this word already" if word in DISCLOSURES else "a word such as 'gaze' is needed"
+            raise TypeError(f"NewDisclosure({word!r}, ...): {reason}")
+        if not meaning.strip():
+            raise TypeError(
+                f"NewDisclosure({word!r}, {meaning!r}): say in a few words what the server learns of a client"
+            )
+        new_word = super().__new__(cls, word)
+        new_word.meaning = meaning
+        return new_word
+
+    def __reduce__(self) -> tuple[type["NewDisclosure"], tuple[str, str]]:
+        """Returns what a copy in another process is made from."""
+        return NewDisclosure, (str(self), self.meaning)
+
+
+def consent_needed(words: Iterable[str]) -> frozenset[str]:
+    """Returns the words of `Algorithm.discloses` that a site must have allowed: those of `CONSENT`, and all new ones.
+
+    >>> sorted(consent_needed({"weights", "choice", NewDisclosure("gaze", "where the client's people look")}))
+    ['gaze', 'weights']
+    """
+    return frozenset(word for word in words if word in CONSENT or word not in DISCLOSURES)
+
+
+def meaning_of(word: str) -> str:
+    """Returns what the server learns of a client by a word of `Algorithm.discloses`.
+
+    >>> meaning_of("choice")
+    "which of several models suits the client's data best"
+    """
+    if isinstance(word, NewDisclosure):
+        return word.meaning
+    return DISCLOSURES.get(word, "see the documentation of the method, which is not part of polyfed")
+
+
+def check_declared_words(method: Any, name: str) -> None:
+    """Raises a `TypeError` if a word that a method declares is unknown, and so would check nothing and ask no consent.
+
+    Args:
+        method: an `Algorithm`, or its class.
+        name: its name in the error.
+    """
+    for words, allowed in (("requires", REQUIREMENTS), ("discloses", DISCLOSURES), ("traits", TRAITS)):
+        for word in sorted(getattr(method, words) - allowed.keys()):
+            if words == "discloses" and isinstance(word, NewDisclosure):
+                continue
+            cure = f"; or, for a new one, write NewDisclosure({word!r}, ...) with what the server learns"
+            raise TypeError(f"{name}.{words} has the unknown word {word!r}; {did_you_mean(word, allowed)}"
+                            f"{cure if words == 'discloses' else ''}")  # fmt: skip

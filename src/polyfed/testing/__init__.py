@@ -1,0 +1,17 @@
+"""Tests a method: the contract that every method must pass, and small federations on which it trains in a moment."""
+
+from polyfed.testing.algorithm_contract import AlgorithmContract
+from polyfed.testing.method_example import MethodExample, example_of
+from polyfed.testing.run_equality import assert_runs_equal, without_durations
+from polyfed.testing.small_clients import SmallNet, small_clients, small_image_clients
+
+__all__ = [
+    "AlgorithmContract",
+    "MethodExample",
+    "SmallNet",
+    "assert_runs_equal",
+    "example_of",
+    "small_clients",
+    "small_image_clients",
+    "without_durations",
+]

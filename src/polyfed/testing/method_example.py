@@ -1,0 +1,77 @@
+"""Builds clients and arguments that suit a method, for tests that loop over all methods."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, final
+
+import torch
+
+from polyfed.algorithms import get
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
+from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.method_card import card_of
+from polyfed.core.seeds import torch_generator
+from polyfed.testing.small_clients import small_clients, small_image_clients
+
+_QUICK_FIELDS: Mapping[str, Any] = {"lr": 0.05, "batch_size": 8}
+"""Hyper-parameters with which a method learns something from a few examples; its own (`MethodCard.small`) go before."""
+
+
+@final
+@dataclass(frozen=True)
+class MethodExample:
+    """Clients, public examples and hyper-parameters with which a test trains a method in a moment.
+
+    Args:
+        method: the class of the method.
+    """
+
+    method: type[Algorithm[Any, Any]]
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Returns the hyper-parameters: a rate, a batch size, and what the method's card calls `small`."""
+        return {**_QUICK_FIELDS, **self._small}
+
+    @property
+    def _small(self) -> Mapping[str, Any]:
+        card = card_of(self.method)
+        return {} if card is None else card.small
+
+    def build(self, **wishes: Any) -> Algorithm[Any, Any]:
+        """Builds the method. `wishes` are hyper-parameters that a test would like: those that the method does not have are
+        left out, and those that its card calls `small` stay as they are there."""
+        field_names = {field.name for field in fields(self.method) if field.init}  # type: ignore[arg-type]  # a dataclass
+        chosen = {**self.fields, **{name: value for name, value in wishes.items() if name not in self._small}}
+        return self.method(**{name: value for name, value in chosen.items() if name in field_names})
+
+    def clients(self, number: int = 3) -> list[Client]:
+        """Builds clients whom the method suits: with `SmallNet` and six numbers an example, or with images and without
+        networks where the method brings its own."""
+        return small_clients(number) if self.method.requires & MODEL_REQUIREMENTS else small_image_clients(number)
+
+    def public(self, number: int = 60) -> Examples | None:
+        """Builds public examples of the form of the clients' inputs; None for a method that needs none."""
+        if "public_data" not in self.method.requires:
+            return None
+        return as_examples(
+            (torch.randn(number, 6, generator=torch_generator(8)), torch.zeros(number, dtype=torch.int64))
+        )
+
+
+def example_of(method: str | type[Algorithm[Any, Any]]) -> MethodExample:
+    """Returns clients and arguments that suit a method, for tests that loop over many.
+
+    Args:
+        method: its name in the registry, or its class.
+
+    Raises:
+        UserError: an unknown name, with the nearest choices.
+
+    >>> example_of("scaffold").build(momentum=0.5).momentum
+    0.0
+    >>> [client.id for client in example_of("fedpnas").clients(2)]
+    ['client-0', 'client-1']
+    """
+    return MethodExample(get(method) if isinstance(method, str) else method)

@@ -1,0 +1,67 @@
+"""Builds small federations on which tests train a method in a moment."""
+
+from typing import final
+
+import torch
+from torch import nn
+
+from polyfed.core.algorithm import Client
+from polyfed.core.seeds import torch_generator
+
+
+@final
+class SmallNet(nn.Module):
+    """A network with BatchNorm and dropout, so that buffers and random numbers are put to the test.
+
+    A buffer that is not in the state dict counts the training steps and dampens the outputs: whoever trains or evaluates
+    it with the count that another client left gets other results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 3)
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits (batch, 3) of inputs (batch, 6)."""
+        if self.training:
+            self.steps += 1
+        out: torch.Tensor = self.head(self.body(x)) / (1 + 0.02 * self.steps)
+        return out
+
+
+def small_clients(number: int = 3) -> list[Client]:
+    """Clients with a few separable examples each, of unequal number; the same at every call.
+
+    >>> [len(client.train) for client in small_clients()]
+    [20, 26, 32]
+    """
+    generator = torch_generator(7)
+    centres = 2 * torch.randn(3, 6, generator=generator)
+    clients = []
+    for k in range(number):
+        y = torch.arange(20 + 6 * k + 9) % 3
+        x = centres[y] + 0.5 * torch.randn(len(y), 6, generator=generator) + 0.3 * k
+        test, val, train = ((x[rows].clone(), y[rows].clone()) for rows in (slice(0, 6), slice(6, 9), slice(9, None)))
+        clients.append(Client(f"client-{k}", SmallNet, train, test, val))
+    return clients
+
+
+def small_image_clients(number: int = 3) -> list[Client]:
+    """Builds clients without networks that each have a few images of three kinds of stripes, for methods that bring their
+    own network; the same at every call.
+
+    >>> small_image_clients()[0].train.input_tensor.shape
+    torch.Size([14, 1, 6, 6])
+    """
+    generator = torch_generator(7)
+    patterns = torch.randn(3, 1, 6, 6, generator=generator)
+    clients = []
+    for k in range(number):
+        y = torch.arange(14 + 3 * k + 9) % 3
+        x = patterns[y] + 0.5 * torch.randn(len(y), 1, 6, 6, generator=generator) + 0.3 * k
+        test, val, train = ((x[rows].clone(), y[rows].clone()) for rows in (slice(0, 6), slice(6, 9), slice(9, None)))
+        clients.append(Client(f"client-{k}", None, train, test, val))
+    return clients
