@@ -4,7 +4,7 @@ BIN := .venv/bin
 CORE := .venv/.core
 DEV := .venv/.dev
 
-.PHONY: demo test test-slow lint types docs clean
+.PHONY: demo test test-slow check lint types docs clean
 
 demo: $(CORE)  ## the quickstart: real handwritten digits, eight clients, four networks, offline
 	$(BIN)/polyfed run
@@ -17,6 +17,11 @@ test: $(DEV)  ## the fast tests
 
 test-slow: $(DEV)  ## all tests: on large data, with killed processes, in a browser (apt-get install chromium chromium-driver)
 	$(BIN)/python -m pytest -q
+
+check: export PYTHONDONTWRITEBYTECODE =
+
+check: $(DEV)  ## all that concerns one method: make check METHOD=fedavg
+	$(BIN)/python tools/check_method.py $(METHOD)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -39,6 +39,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return bool(re.search(marked, collection_path.read_text("utf-8"), re.M)) or None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--method NAME` leaves only the tests of one method, whatever their marks, and of the lists of all
+    (`tools/check_method.py`)."""
+    parser.addoption("--method", metavar="NAME", help="only tests of this method, and of the lists of all methods")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of a method: those with its name, page or class among their parameters, and those of its own file."""
+    if not (name := config.getoption("method")):
+        return
+    chosen = [item for item in items if _concerns_method(item, name)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
+def _concerns_method(item: pytest.Item, name: str) -> bool:
+    if item.get_closest_marker("lists"):
+        return True
+    if item.path.stem == f"test_{name}":
+        return not item.get_closest_marker("slow")
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    parts = [part for value in values for part in (value if isinstance(value, tuple) else [value])]
+    return name in [part.stem if isinstance(part, Path) else part for part in parts if isinstance(part, str | Path)]
+
+
 def pytest_unconfigure() -> None:
     """pytest collects five times when it ends; once is enough for what tests left."""
     gc.collect()

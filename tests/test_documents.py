@@ -133,6 +133,7 @@ def test_commands_of_the_faq_are_accepted(tmp_path, monkeypatch, capsys):
     sys.modules.pop("my_code", None)
 
 
+@pytest.mark.lists
 def test_readme_counts_the_methods():
     found = re.search(r"polyfed has (\d+)\s+methods", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert found is not None
@@ -172,18 +173,21 @@ def test_commands_and_example_of_comparisons(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.lists
 def test_there_is_one_guide_to_a_method():
     """docs/add_a_method.md, whose code tests/test_site.py runs."""
     assert python_blocks("CONTRIBUTING.md") == []
     assert "docs/add_a_method.md" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.lists
 @pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
 def test_every_method_is_in_the_documents(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     assert [name for name in REGISTRY if f"`{name}`" not in text] == []
 
 
+@pytest.mark.lists
 def test_defaults_are_those_of_the_code_and_each_has_its_provenance():
     sys.path.insert(0, str(ROOT / "docs"))
     try:

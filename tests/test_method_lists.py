@@ -12,6 +12,7 @@ from polyfed.algorithms import REGISTRY
 from polyfed.cli import static_registry
 from polyfed.core.method_card import MethodCard
 
+pytestmark = pytest.mark.lists
 ROOT = Path(__file__).parent.parent
 FAMILIES = [
     "alignment", "distillation", "global_model", "hypernetworks", "nas", "partial_sharing", "personalised", "prototypes",

@@ -72,6 +72,7 @@ def python_of(path):
     return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
+@pytest.mark.lists
 def test_every_document_is_in_the_navigation_and_every_entry_is_a_document():
     documents = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert set(nav_files()) == documents | MADE
@@ -186,6 +187,7 @@ def test_links_of_pages_lead_somewhere(path):
         assert target.startswith("http") or (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+@pytest.mark.lists
 def test_modules_and_names_of_the_reference_are_there():
     """`::: polyfed.x.y` names something that can be imported, and every public name of polyfed is named."""
     named = []

@@ -9,7 +9,7 @@ import torch
 
 from polyfed.algorithms import REGISTRY, FedAvg, Local
 from polyfed.core.algorithm import Message
-from polyfed.core.state_dict import weighted_mean
+from polyfed.core.state_dict import state_dict_spec, weighted_mean
 from polyfed.simulation.checks.requirements import check_requirements
 from polyfed.testing import AlgorithmContract, SmallNet, example_of, small_clients
 
@@ -256,6 +256,59 @@ def test_the_small_network_shows_what_an_earlier_client_left_in_it():
     net.steps += 3
     assert "steps" not in net.state_dict()
     assert not torch.equal(net(x), fresh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsLabelCounts(FedAvg):
+    """As FedGen does: the server weighs what it generates by how many labels of each class the clients have."""
+
+    groups = ("model", "labels")
+
+    def dispatch(self, server_state, client_info):
+        return Message({"model": server_state["model"]}, {"lr": self.lr})
+
+    def reply_spec(self, server_state, message, reply):
+        return {**state_specs(message), "labels": {"counts": ((3,), torch.float32)}}
+
+    def local_update(self, message, client_state, client, seed):
+        reply, after = super().local_update(message, client_state, client, seed)
+        counts = torch.bincount(client.train.labels, minlength=3).float()
+        return Message({**reply.tensors, "labels": {"counts": counts}}, reply.scalars), after
+
+
+def test_label_counts_that_are_not_declared_are_found():
+    test = Contract().test_replies_reveal_only_what_is_declared
+    with pytest.raises(AssertionError, match=r"\['class counts'\].* or declare 'class_counts' in discloses"):
+        test(SendsLabelCounts(lr=0.05))
+    test(replace_words(SendsLabelCounts(lr=0.05), discloses={"weights", "class_counts"}))
+
+
+def test_a_private_tensor_in_a_reply_is_named_with_its_group_and_the_cure():
+    with pytest.raises(
+        AssertionError, match=r"client state's group 'secret' is in the reply; leave it out, or .*'secret' in"
+    ):
+        Contract().test_private_state_is_not_sent(SendsItsState(lr=0.05))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsItsState(FedAvg):
+    def client_init(self, client, seed):
+        return {"secret": {"weight": torch.arange(24.0).reshape(3, 8)}}
+
+    def local_update(self, message, client_state, client, seed):
+        reply, _ = super().local_update(message, {}, client, seed)
+        model = {**reply.tensors["model"], "head.weight": client_state["secret"]["weight"].clone()}
+        return Message({"model": model}, reply.scalars), client_state
+
+
+def state_specs(message):
+    return {group: state_dict_spec(tree) for group, tree in message.tensors.items()}
+
+
+def replace_words(method, **words):
+    for name, value in words.items():
+        object.__setattr__(method, name, frozenset(value))
+    return method
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -186,8 +186,8 @@ def configuration_page(text: str, methods: Sequence[Declared]) -> str:
     )
     sentence = (f"- **Together** are trained: {stacked}, and each method of yours that calls `fit` with `PerClientTerm` "
                 f"terms or none. The others ({others}) are trained one by one, as always.")  # fmt: skip
-    return re.sub(r"- \*\*Together\*\* are trained: .*? one by one, as always\.", lambda _: wrapped(sentence, "  ", 150),
-                  text, count=1, flags=re.DOTALL)  # fmt: skip
+    start, end = "- **Together** are trained:", "\n- **FedHeNN** aligns"
+    return between(text, start, end, wrapped(sentence, "  ", 150).removeprefix(start))
 
 
 def deployment_page(text: str, methods: Sequence[Declared], recorded: Sequence[str] = ()) -> str:

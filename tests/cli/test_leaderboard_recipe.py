@@ -17,6 +17,7 @@ def experiment(variant, recipe=RECIPE):
     return build_experiment(configuration_parser.parse_configuration([], config, "polyfed run"))
 
 
+@pytest.mark.lists
 @pytest.mark.parametrize("variant", ["digits-0.1", "architectures", "tweets", "cifar10"])
 def test_every_method_that_suits_is_compared(variant):
     suiting = {name for name, method in REGISTRY.items() if method.card.leaderboard_fields(variant) is not None}
@@ -27,6 +28,7 @@ def test_every_method_that_suits_is_compared(variant):
     )
 
 
+@pytest.mark.lists
 def test_the_methods_that_are_left_out_have_a_reason():
     """Local training is the recipe's method; FedBN is FedAvg on networks without norm layers, and HeteroFL nearly so
     with one width; the searches bring a network of their own."""

@@ -22,6 +22,7 @@ def printed(*kinds, width=80):
     return file.getvalue()
 
 
+@pytest.mark.lists
 def test_the_overview_fits_three_screens_of_forty_lines_with_every_name_in_full():
     lines = printed().splitlines()
     assert len(lines) <= 120

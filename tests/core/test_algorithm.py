@@ -86,6 +86,7 @@ def test_an_unknown_word_of_an_instance_is_refused_before_the_first_round(field)
         pf.federate(small_clients(), _Decides(field=field), rounds=1, workers=0)
 
 
+@pytest.mark.lists
 def test_every_word_says_what_it_means():
     for method in REGISTRY.values():
         assert method.requires <= REQUIREMENTS.keys()

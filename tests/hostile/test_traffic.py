@@ -78,6 +78,31 @@ LEAKS = {
 }
 
 
+COUNTS = {
+    "as they are": lambda counts: counts.float(),
+    "as whole numbers": lambda counts: counts,
+    "as shares": lambda counts: counts / counts.sum(),
+    "in a row of a matrix": lambda counts: torch.stack([torch.ones(3), 7 * counts]),
+    "in a column of a matrix": lambda counts: torch.stack([torch.ones(3), -counts.float()], 1),
+}
+
+
+@pytest.mark.parametrize("how", COUNTS)
+def test_class_counts_that_go_up_are_found(how):
+    def sent(client):
+        return {"x": COUNTS[how](torch.bincount(client.train.y, minlength=3))}
+
+    method = leaking(sent)
+    assert "class counts" in find_revealed_facts(method) - declared_facts(method)
+    object.__setattr__(method, "discloses", frozenset({"weights", "class_counts"}))
+    assert "class counts" in declared_facts(method)
+
+
+def test_which_classes_there_are_is_no_count():
+    method = leaking(lambda client: {"x": (torch.bincount(client.train.y, minlength=3) > 0).float()})
+    assert "class counts" not in find_revealed_facts(method)
+
+
 @pytest.mark.parametrize("fact", LEAKS)
 def test_a_method_that_reveals_more_is_found(fact):
     method = leaking(LEAKS[fact])

@@ -23,6 +23,8 @@ from polyfed.simulation.settings import Settings
 
 ReplyReach = Literal["nobody", "combined with others", "as it is"]
 
+CLASS_COUNTS = "class counts"
+"""The fact that numbers in a reply are in proportion to how many examples of each class a site has."""
 DATA_FACTS = ("number of examples", "largest label", "order of examples", "values of examples")
 NETWORK_FACTS = ("width", "depth", "layer types")
 
@@ -172,7 +174,40 @@ def find_revealed_facts(algorithm: Algorithm[Any, Any], public: Examples | None 
                 != unchanged_signatures
             )
         revealed_facts |= {fact} if is_revealed else set()
+    if _sends_class_counts(algorithm, same_width_clients, public, others_replies):
+        revealed_facts.add(CLASS_COUNTS)
     return frozenset(revealed_facts)
+
+
+def _sends_class_counts(
+    algorithm: Algorithm[Any, Any],
+    clients: Sequence[Client],
+    public: Examples | None,
+    others_replies: dict[str, Message],
+) -> bool:
+    """Returns whether the same row of a tensor is in proportion to the first site's class counts, whatever these are."""
+    client, *other_clients = clients
+    x, places_by_case = client.train.input_tensor, []
+    for counts in ((12, 8, 4), (5, 7, 12)):  # as many examples in both, and of each class some
+        labels = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+        skewed = with_client_fields(client, train=Examples(x, labels))
+        exchanges = _first_rounds(algorithm, [skewed, *other_clients], public, dict(others_replies))
+        places_by_case.append(set().union(*(_proportional_rows(reply, torch.tensor(counts)) for _, reply in exchanges)))
+    return bool(set.intersection(*places_by_case))
+
+
+def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, int, int]]:
+    """Returns the rows and columns, each as (group, tensor, dimension, number), that are a multiple of the counts."""
+    places = set()
+    for group, tree in reply.tensors.items():
+        for name, tensor in tree.items():
+            for dim in range(tensor.dim()):
+                rows = tensor.to(torch.float64).movedim(dim, -1).reshape(-1, tensor.shape[dim])
+                if rows.shape[1] == len(counts):
+                    scale = rows.sum(1, keepdim=True) / counts.sum()
+                    fits = (rows - scale * counts).abs().amax(1) <= 1e-5 * scale.abs().squeeze(1)
+                    places |= {(group, name, dim, int(k)) for k in (fits & (scale.squeeze(1) != 0)).nonzero()}
+    return places
 
 
 def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
@@ -186,6 +221,8 @@ def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
         facts |= {*DATA_FACTS, *NETWORK_FACTS}
     if "representations" in algorithm.discloses:
         facts |= {"width", *({"depth", "layer types"} if "capacity" in algorithm.scalars_needed else ())}
+    if "class_counts" in algorithm.discloses:
+        facts.add(CLASS_COUNTS)
     if algorithm.discloses & {"choice", "form"}:  # it follows from the data, and shows in what is sent
         facts |= set(DATA_FACTS)
     if "form" in algorithm.discloses:
@@ -274,7 +311,18 @@ def _reply_signatures(
     """What the server sees of the first site's replies in two rounds: forms, whole numbers, the scalars needed and, without
     `others_replies`, what comes back as it went. `others_replies`: the others' replies of round 1, filled where it is
     empty; without, the first site is alone."""
-    federation, signatures = _build_federation(algorithm, clients, public), []
+    rounds = _first_rounds(algorithm, clients, public, others_replies)
+    return [_reply_signature(algorithm, message, reply, others_replies is None) for message, reply in rounds]
+
+
+def _first_rounds(
+    algorithm: Algorithm[Any, Any],
+    clients: Sequence[Client],
+    public: Examples | None,
+    others_replies: dict[str, Message] | None,
+) -> list[tuple[Message, Message]]:
+    """Returns the messages to the first site in two rounds, each with its reply; `others_replies` as above."""
+    federation, exchanges = _build_federation(algorithm, clients, public), list[tuple[Message, Message]]()
     client, *other_clients = clients
     with single_torch_thread():
         state, client_state = federation.initial_checkpoint().state, algorithm.client_init(client, 0)
@@ -287,12 +335,12 @@ def _reply_signatures(
         for number in (1, 2):
             message = algorithm.dispatch(state, federation.client_info(client.id, number))
             reply, client_state = algorithm.local_update(message, client_state, client, number)
-            signatures.append(_reply_signature(algorithm, message, reply, others_replies is None))
+            exchanges.append((message, reply))
             if number == 1:
                 state = algorithm.aggregate(
                     state, {client.id: reply, **(others_replies or {})}, federation.server_context()
                 )
-    return signatures
+    return exchanges
 
 
 def _reply_signature(algorithm: Algorithm[Any, Any], message: Message, reply: Message, unchanged: bool) -> Any:

@@ -34,7 +34,7 @@ from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.simulation.traffic import contains_client_examples, declared_facts, find_revealed_facts
+from polyfed.simulation.traffic import NETWORK_FACTS, contains_client_examples, declared_facts, find_revealed_facts
 from polyfed.testing.run_equality import assert_runs_equal, without_durations
 from polyfed.testing.small_clients import small_clients
 
@@ -94,6 +94,14 @@ class _InterruptAfter(Progress):
 
     def stop(self) -> None:
         """Nothing."""
+
+
+_DECLARATION_OF = {
+    "class counts": "'class_counts' in discloses",
+    "number of examples": "'num_examples' in scalars_needed",
+    **dict.fromkeys(NETWORK_FACTS, "'architecture' in discloses"),
+}
+"""How a method declares a fact that its replies reveal."""
 
 
 class AlgorithmContract(ABC):
@@ -308,18 +316,24 @@ class AlgorithmContract(ABC):
                     assert not contains_client_examples(sent, client), "examples of the client are in the reply"
                     for group, tensor in private:
                         assert not _equals_sent(tensor, sent), (
-                            f"a tensor of shape {tuple(tensor.shape)} of the client state's group {group!r} is in the reply; "
-                            f"leave it out, or if the method sends it by its nature, name {group!r} in `published` of the "
-                            "method's card, or of the test class for a method without a card"
+                            f"a tensor of shape {tuple(tensor.shape)} of the client state's group {group!r} is in the "
+                            f"reply; leave it out, or if the method sends it by its nature, name {group!r} in `published` of "
+                            "the method's card, or of the test class for a method without a card"
                         )
 
     def test_replies_reveal_only_what_is_declared(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Number and order of examples, the largest label and the network show in forms and scalars of the replies only
-        where `requires`, `discloses` and `scalars_needed` say so. (On tables; left out where `clients` is overridden.)"""
+        """Number and order of examples, the largest label and the network show in forms and scalars of the replies, and how
+        many examples of each class there are shows in their numbers, only where `requires`, `discloses` and
+        `scalars_needed` say so. (On tables; left out where `clients` is overridden.)"""
         if type(self).clients is AlgorithmContract.clients:
             public = as_examples(self.public()) if "public_data" in algorithm.requires else None
             undeclared = find_revealed_facts(algorithm, public) - declared_facts(algorithm)
-            assert not undeclared, f"the replies reveal {sorted(undeclared)}, which the method does not declare"
+            assert not undeclared, (
+                f"the replies reveal {sorted(undeclared)}, which the method does not declare: leave them out, or declare "
+                + " and ".join(
+                    dict.fromkeys(_DECLARATION_OF.get(fact, "'form' in discloses") for fact in sorted(undeclared))
+                )
+            )
 
     def test_validation_examples_are_fitted_only_where_declared(self, algorithm: Algorithm[Any, Any]) -> None:
         """With other labels of the validation examples the server's state and the networks are the same, but for networks of

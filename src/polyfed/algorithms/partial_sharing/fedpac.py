@@ -79,7 +79,7 @@ class FedPAC(BodyAndHeadMethod):
     )
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "classification"})
-    discloses: ClassVar[frozenset[str]] = frozenset({"weights", "class_means"})
+    discloses: ClassVar[frozenset[str]] = frozenset({"weights", "class_means", "class_counts"})
     groups: ClassVar[tuple[str, ...]] = ("model", "classes")
     lam: float = 1.0
     collaborate: bool = True
@@ -98,6 +98,8 @@ class FedPAC(BodyAndHeadMethod):
         self._at_least(0, "lam")
         self._at_least(1, "head_epochs")
         self._positive("head_lr")
+        if not (self.weighted or self.collaborate):  # neither weights nor h, which is p·μ, go up
+            object.__setattr__(self, "discloses", self.discloses - {"class_counts"})
 
     @property
     def aggregates_by_sum(self) -> bool:

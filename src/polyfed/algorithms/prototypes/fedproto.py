@@ -50,6 +50,11 @@ class FedProto(PrototypeMethod, Averaging):
     evaluate: EvaluatedClassifier = "prototypes"
     weighted: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weighted:  # by what goes up with the class means
+            object.__setattr__(self, "discloses", self.discloses | {"class_counts"})
+
     def server_init(self, server: ServerContext) -> ServerState:
         """No prototypes yet."""
         return {"prototypes": {}}
