@@ -179,7 +179,7 @@ def test_an_older_copy_of_the_book_is_no_new_budget(tmp_path):
     for spoilt in (older, newest.replace(b": 2}", b": 1}"), newest.replace(b'"data"', b'"other"')):
         book.write_bytes(spoilt)
         with pytest.raises(
-            UserError, match=r"and 2 have left: it is an older copy or was changed; put back the newest"
+            UserError, match=r"and 2 were sent: it is an older copy or was changed. Put back the newest"
         ):
             spend_budget(book, "data", NOISY)
         assert book.read_bytes() == spoilt
@@ -195,7 +195,7 @@ def test_a_damaged_count_beside_the_book_opens_nothing(tmp_path, content):
     book, count = tmp_path / "privacy.json", tmp_path / "privacy-count.json"
     spend_budget(book, "data", NOISY)
     count.write_text(content)
-    with pytest.raises(UserError, match=r"privacy-count.json is damaged .* remove it if that book is the newest"):
+    with pytest.raises(UserError, match=r"privacy-count.json is damaged .* Remove it if that ledger is the newest"):
         spend_budget(book, "data", NOISY)
     count.unlink()  # as a book of an earlier version has none
     spend_budget(book, "data", NOISY)

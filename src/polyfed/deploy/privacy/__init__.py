@@ -1,1 +1,1 @@
-"""Adds noise to what a site sends, and counts what that costs."""
+"""Clips and adds noise to the messages that a site sends, and accounts for the privacy budget that they spend."""

@@ -1,10 +1,10 @@
-"""What a site's noise guarantees, and the book of everything that has left about its data.
+"""Computes the differential privacy of a site's noisy messages, and keeps the ledger of all that it has sent.
 
 Exchanging the whole data set of a site moves the clipped change by at most 2C, so that each message is a Gaussian mechanism
 with μ = 2/z (Dong, Roth and Su 2022, "Gaussian Differential Privacy"). Messages compose to one Gaussian mechanism with
-μ² = Σ μ_i², whoever chooses what is asked next. Its privacy loss distribution is normal, so that (ε, δ) is known exactly
-(Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy"), and no accountant can give less.
-Discretised privacy loss distributions, as in dp-accounting, come to the same value from above
+μ² = Σ μ_i², even if the server chooses each request by the earlier replies. Its privacy loss distribution is normal, so that
+(ε, δ) is known exactly (Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy"), and no accountant
+can give less. Discretised privacy loss distributions, as in dp-accounting, approach the same value from above
 (`tests/deploy/privacy/test_accountant.py`), but need minutes and gigabytes where z is small.
 """
 
@@ -23,22 +23,23 @@ from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 
 _LOG = logging.getLogger("polyfed.site")
-_BISECTION_STEPS = 200  # of bisection: more than float64 can tell apart
+_BISECTION_STEPS = 200  # more than float64 can tell apart
 
 
 class _LedgerContent(TypedDict):
-    """What the book holds: data set -> noise multiplier -> number of messages."""
+    """Describes the ledger's JSON: data set -> noise multiplier -> number of messages."""
 
     version: Literal[1]
     data_sets: dict[str, dict[str, int]]
 
 
 def compute_epsilon(messages_by_multiplier: Mapping[float, int], delta: float) -> float:
-    """ε of (ε, δ)-differential privacy of all that a site has sent, with respect to the exchange of its whole data set.
-    Infinite as soon as one message had no noise.
+    """Returns the ε of the (ε, δ)-differential privacy of all messages that a site has sent.
+
+    Neighbouring data sets differ in the site's whole data set. ε is infinite as soon as one message had no noise.
 
     Args:
-        messages_by_multiplier: noise multiplier z of `ReplyProtection` -> how many replies were sent with it.
+        messages_by_multiplier: number of messages sent with each noise multiplier z (`ReplyProtection`).
         delta: δ.
 
     >>> round(compute_epsilon({8.0: 100}, 1e-5), 2), compute_epsilon({8.0: 100, 0.0: 1}, 1e-5), compute_epsilon({}, 1e-5)
@@ -57,31 +58,33 @@ def compute_epsilon(messages_by_multiplier: Mapping[float, int], delta: float) -
     for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if _log_delta(middle, mu) > target else (low, middle)
-    return high  # the end at which the guarantee holds
+    return high  # of the two ends, the one at which the guarantee holds
 
 
 def _log_delta(epsilon: float, mu: float) -> float:
-    """ln δ(ε) = ln(Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ)) of a Gaussian mechanism."""
+    """Returns ln δ(ε) = ln(Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ)) of a Gaussian mechanism."""
     first = float(log_ndtr(mu / 2 - epsilon / mu))
     second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     return first + math.log(-math.expm1(second - first)) if second < first else -math.inf
 
 
 def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
-    """Enters one message into a site's book. The book counts everything that ever left about a data set: over all runs,
-    methods, networks and settings, whatever became of rows or test examples. Only the owner opens another page, by another
-    name of the data set. The caller enters a message before it looks at the data, and sees to it that nobody else writes.
+    """Records one message in a site's ledger and returns the ε spent so far.
+
+    The ledger counts every message about a data set over all runs, methods, networks and settings, even if rows or test
+    examples changed. Only the owner can start a new count, by giving the data set another name. The caller records a message
+    before it looks at the data, and must be the ledger's only writer.
 
     Args:
-        ledger: a JSON file, made with the first message.
+        ledger: a JSON file, created with the first message.
         data_set: the owner's name of the data set.
-        protection: with which the message is sent. Without noise it is entered too, and costs an infinite ε.
+        protection: the clipping and noise of the message. Without noise it is recorded too, and ε becomes infinite.
 
     Returns:
-        the ε that all messages of this data set have cost.
+        The ε of all messages about this data set.
 
     Raises:
-        UserError: the message would cost more than `max_epsilon`, and is not entered; or the book is lost or damaged.
+        UserError: the message would exceed `max_epsilon` (it is not recorded then), or the ledger is lost or damaged.
     """
     messages_by_data_set, messages_by_multiplier, total_epsilon = _add_message(ledger, data_set, protection)
     if data_set not in messages_by_data_set and protection.noise_multiplier:
@@ -98,21 +101,21 @@ def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> fl
     }
     write_file_atomically(
         _count_file(ledger), json.dumps(message_counts).encode()
-    )  # after the book, which so is never behind
+    )  # written last, so that the ledger is never behind its count
     return total_epsilon
 
 
 def spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
-    """The ε that all messages of a data set have cost by now, for its δ of `protection`.
+    """Returns the ε that the recorded messages about a data set have spent, at the δ of `protection`.
 
     Raises:
-        UserError: the book is lost or damaged.
+        UserError: the ledger is lost or damaged.
     """
     return compute_epsilon(_read_pages(ledger).get(data_set, {}), protection.delta)
 
 
 def check_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> None:
-    """Checks that a message could be entered as `spend_budget` does, and enters none.
+    """Checks that the budget allows one more message, without recording it.
 
     Raises:
         UserError: as `spend_budget`.
@@ -123,7 +126,11 @@ def check_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> No
 def _add_message(
     ledger: Path, data_set: str, protection: ReplyProtection
 ) -> tuple[dict[str, dict[float, int]], dict[float, int], float]:
-    """The pages of the book, the page of a data set with another message on it, and what it costs with that one."""
+    """Counts one more message about a data set, without writing it.
+
+    Returns:
+        The ledger as it is, the message counts of the data set with one more message, and their ε.
+    """
     messages_by_data_set = _read_pages(ledger)
     messages_by_multiplier = dict(messages_by_data_set.get(data_set, {}))
     messages_by_multiplier[protection.noise_multiplier] = messages_by_multiplier.get(protection.noise_multiplier, 0) + 1
@@ -142,10 +149,10 @@ def _add_message(
 
 
 def _read_pages(ledger: Path) -> dict[str, dict[float, int]]:
-    """Data set -> noise multiplier -> number of messages.
+    """Reads the ledger: data set -> noise multiplier -> number of messages.
 
     Raises:
-        UserError: the book cannot be what `spend_budget` wrote, or is missing although messages have left.
+        UserError: `spend_budget` did not write this ledger, or it is missing although messages were sent.
     """
     advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
     if not ledger.exists():
@@ -169,12 +176,12 @@ def _read_pages(ledger: Path) -> dict[str, dict[float, int]]:
 
 
 def _count_file(ledger: Path) -> Path:
-    """The file that says how many messages have left about each data set, by which an older copy of the book is known."""
+    """Returns the path of the file that counts the messages sent about each data set; an older ledger has fewer."""
     return ledger.with_name(f"{ledger.stem}-count.json")
 
 
 def _check_not_older(ledger: Path, messages_by_data_set: Mapping[str, Mapping[float, int]]) -> None:
-    """Raises a `UserError` if fewer messages are in the book than have left."""
+    """Raises a `UserError` if the ledger has fewer messages than were sent."""
     file = _count_file(ledger)
     if not file.exists():  # of an earlier version, or before the first message
         return
@@ -184,14 +191,14 @@ def _check_not_older(ledger: Path, messages_by_data_set: Mapping[str, Mapping[fl
             raise ValueError(wrong)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{file} is damaged ({error}), by which an older copy of {ledger.name} is known; remove it if that "
-            "book is the newest"
+            f"{file} is damaged ({error}); it shows whether {ledger.name} is an older copy. Remove it if that ledger is "
+            "the newest"
         ) from error
     for data_set, number in message_counts.items():
         if (recorded := sum(messages_by_data_set.get(data_set, {}).values())) < number:
             raise UserError(
-                f"{ledger} has {recorded} messages of the data set {data_set!r}, and {number} have left: it is an "
-                "older copy or was changed; put back the newest, or add what is missing by hand, and nothing is sent "
+                f"{ledger} has {recorded} messages about the data set {data_set!r}, and {number} were sent: it is an "
+                "older copy or was changed. Put back the newest, or add the missing messages by hand; nothing is sent "
                 "until then"
             )
 

@@ -1,25 +1,25 @@
-"""Clipping and Gaussian noise on what a site sends; `polyfed.deploy.privacy.accountant` says what they guarantee.
+"""Clips a site's replies and adds Gaussian noise to them; `polyfed.deploy.privacy.accountant` computes the guarantee.
 
-What a site sends is its change of what it received: U = reply − received, over all tensors together (a group that did not
-come down counts as a change from zero). A tensor that a reply holds under several names, as a network's tied weights in its
-`state_dict()`, counts once in ‖U‖ and gets one noise: all its names are sent with the same values.
+The update of a site is U = reply − received, over all tensors together (a group that the server did not send counts as a
+change from zero). A tensor that a reply holds under several names, such as tied weights in a `state_dict()`, counts once in
+‖U‖ and gets one draw of noise: all its names are sent with the same values.
 
-It sends received + U·min(1, C/‖U‖) + N(0, (zC)²) instead. (McMahan et al. 2018,
+The site sends received + U·min(1, C/‖U‖) + N(0, (zC)²) instead of the reply. (McMahan et al. 2018,
 "Learning Differentially Private Recurrent Language Models", with the noise added at the site, so that the server need not
 be trusted.)
 
-The noise comes from ChaCha20, keyed with 256 bits of the operating system for each message. Of a seed for torch's own
-generator 32 bits count, which a server could try one by one, and numpy's generators can be predicted from what they gave.
+The noise comes from ChaCha20, keyed for each message with 256 bits from the operating system. torch's own generator uses 32
+bits of its seed, which a server could try one by one, and numpy's generators can be predicted from their output.
 
-Noise of floating-point numbers is not that of the proof. Which doubles a sum can take depends on its terms, so that the last
-bits of what is sent could give the change away (Mironov 2012, for Laplace noise). So the sum of change and noise is rounded
+Floating-point noise is not the noise of the proof. Which doubles a sum can take depends on its terms, so that the last
+bits of a sent value could reveal the change (Mironov 2012, for Laplace noise). So the sum of change and noise is rounded
 to a grid of about 2⁻²⁴ standard deviations, a power of two. Each point of the grid stands for very many values of the noise.
-The guarantee then holds up to a small, unproven difference; an exact one needs noise that is drawn from whole numbers
+The guarantee then holds up to a small, unproven difference; an exact one needs a discrete noise distribution
 (Canonne, Kamath and Steinke 2020).
 
-In a secure sum each site adds a share of the noise, of variance (zC)²/(t−1): at least t sites are in the sum, so that it has
-the noise that one site alone would need even for one of them that takes its own share off. Of k sites that tell the
-server theirs, t − k others are left, and z counts as z·√((t−k)/(t−1)).
+In a secure sum each site adds a part of the noise, with variance (zC)²/(t−1). At least t sites are in the sum, so even a site
+that subtracts its own part sees the noise of t − 1 others, which is what one site alone would add. If k sites reveal their
+noise to the server, that of t − k others is left, and z counts as z·√((t−k)/(t−1)).
 """
 
 import math
@@ -38,30 +38,30 @@ from polyfed.core.declared_words import DISCLOSURES
 from polyfed.core.errors import UserError, check_extra_installed
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 
-_GRID_BITS = 24  # as float32 has: what travels as float32 loses nothing
-_CHUNK = 2**20  # numbers that are drawn together
+_GRID_BITS = 24  # the precision of float32, so that sending float32 loses nothing
+_CHUNK = 2**20  # numbers drawn together
 _UNCOVERED_DISCLOSURES = {
     "choice": "which models it sends or asks for",
     "ranks": "the shapes of what it sends",
     "form": "the names, shapes or whole numbers of what it sends",
 }
-"""Words of `Algorithm.discloses` for what depends on a site's data and is no floating-point number."""
+"""Entries of `Algorithm.discloses` that depend on a site's data and that noise on floating-point numbers does not cover."""
 
 
 @final
 @dataclass(frozen=True)
 class ReplyProtection:
-    """How a site changes what it sends.
+    """Holds the settings of a site's clipping and noise.
 
     Args:
-        clip_norm: C, the largest Euclidean norm of the change that is sent; None does not clip.
-        noise_multiplier: z, standard deviation of the noise in each number, in units of C; 0 adds none.
-        delta: δ of the guarantee that is told.
-        max_epsilon: nothing more is sent that would cost more than this ε in all, since the owner named the data set
-            (`Site.data_set`); None sets no end.
+        clip_norm: C, the largest Euclidean norm of the update that the site sends; None does not clip.
+        noise_multiplier: z, the standard deviation of the noise on each number, in units of C; 0 adds none.
+        delta: δ at which the site reports its ε.
+        max_epsilon: the privacy budget: the site sends nothing that would raise the total ε of its data set
+            (`Site.data_set`) above it; None sets no limit.
 
     Raises:
-        UserError: a value outside its range, or noise without clipping, which guarantees nothing.
+        UserError: a value is outside its range, or there is noise without clipping, which guarantees nothing.
     """
 
     clip_norm: float | None = None
@@ -87,8 +87,9 @@ class ReplyProtection:
 
 
 def noise_incompatibility(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
-    """Why a site with noise cannot run a method, as the end of a sentence; None if it can. Noise changes the values of
-    floating-point tensors alone, so nothing else of a message may depend on the site's data.
+    """Returns why a site with noise cannot run a method, as the end of a sentence; None if it can.
+
+    Noise changes only the values of floating-point tensors, so nothing else in a message may depend on the site's data.
 
     >>> from polyfed.algorithms import FedKD
     >>> noise_incompatibility(FedKD(), secure=False).partition(";")[0]
@@ -116,7 +117,7 @@ def _uncovered_disclosure(algorithm: Algorithm[Any, Any], secure: bool) -> str |
 
 
 def _methods_compatible_with_noise(secure: bool) -> list[str]:
-    """Names of the methods of which noise covers all that depends on data, without weights by numbers of examples."""
+    """Returns the names of the methods whose messages noise covers, when clients are not weighted by their examples."""
     unweighted: dict[str, Any] = {"weighted": False}
     methods = {
         n: method(**unweighted) if getattr(method, "weighted", False) else method() for n, method in REGISTRY.items()
@@ -133,15 +134,17 @@ def _methods_compatible_with_noise(secure: bool) -> list[str]:
 def clip_and_add_noise(
     reply: Message, message: Message, protection: ReplyProtection, noise_sources: int = 1
 ) -> Message:
-    """What is sent instead of the reply `reply` to `message`.
+    """Returns `reply` with its change from `message` clipped and Gaussian noise added.
 
     Args:
-        reply, message, protection: as above.
-        noise_sources: sites whose noise adds up in what the server sees; each adds its share.
+        reply: the site's reply.
+        message: the server's message that it answers.
+        protection: the clipping norm and the noise multiplier.
+        noise_sources: number of sites whose noise the server sees added up; each adds 1/noise_sources of the variance.
 
     Raises:
-        UserError: the change is not finite; or, with noise, the reply holds whole numbers in a tensor that did not come
-            down, or complex ones, which noise does not cover.
+        UserError: the change is not finite; or, with noise, the reply has a complex tensor, or an integer tensor that the
+            server did not send, which noise does not cover.
 
     >>> down, up = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.tensor([3.0, 4.0])}})
     >>> clip_and_add_noise(up, down, ReplyProtection(clip_norm=1.0)).tensors["model"]["w"]
@@ -176,7 +179,9 @@ def clip_and_add_noise(
         arrays[group] = sent_tensors = dict(tree)
         for name, tensor in tree.items():
             key = (group, name)
-            if key not in changes:  # counters of BatchNorm, say, stay as they were: noise would not cover them
+            if (
+                key not in changes
+            ):  # such as BatchNorm's counters: sent back unchanged, since noise would not cover them
                 sent_tensors[name] = received[key] if protection.noise_multiplier else tensor
                 continue
             if first_key[key] != key:
@@ -195,7 +200,7 @@ _TensorKey = tuple[str, str]  # group and name
 
 
 def _first_occurrences(reply: Message, changes: Mapping[_TensorKey, Tensor]) -> dict[_TensorKey, _TensorKey]:
-    """Where each change is for the first time: a tensor that lies in the same memory and has changed alike is the same."""
+    """Maps each tensor to the first one that is the same: in the same memory and with the same change."""
     key_by_memory: dict[tuple[object, ...], _TensorKey] = {}
     first_keys: dict[_TensorKey, _TensorKey] = {}
     for key, change in changes.items():
@@ -213,10 +218,10 @@ def _received_or_zeros(received: Tensor | None, tensor: Tensor) -> Tensor:
 
 @final
 class GaussianNoise:
-    """Standard normal numbers from a cryptographic stream.
+    """Draws standard normal numbers from a cryptographic stream.
 
     Args:
-        key: 32 bytes; None is the operating system's. A key must not serve twice.
+        key: 32 bytes, used only once; None takes them from the operating system.
 
     >>> (len(GaussianNoise().standard_normal(5)),
     ...  bool(np.array_equal(GaussianNoise().standard_normal(5), GaussianNoise().standard_normal(5))))
@@ -232,13 +237,15 @@ class GaussianNoise:
         self._stream = cipher.encryptor()
 
     def random_words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """The next words of the stream, uniform over 64 bits."""
+        """Returns the next words of the stream, uniform over 64 bits; shape (count,)."""
         return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
 
     def standard_normal(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Independent draws of N(0, 1), by Box and Muller's transform, which needs no rejection: the time that it takes says
-        nothing of the values. Uniform numbers have 64 bits, so that the largest draw is 9.5, beyond which 2e-21 of the
-        probability lies."""
+        """Returns independent draws from N(0, 1); shape (count,).
+
+        The Box-Muller transform rejects no draws, so its running time reveals nothing about the values. Uniform numbers have
+        64 bits, so that the largest draw is 9.5, beyond which 2e-21 of the probability lies.
+        """
         pairs = -(-count // 2)
         draws = np.empty(2 * pairs)
         for start in range(0, pairs, _CHUNK):
