@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import safetensors_num_bytes
+from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.graphs import LayerCatalogue, extract
 from polyfed.hypernetworks.generated_network import GeneratedNetwork
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params

@@ -30,13 +30,13 @@ import psutil
 import torch
 
 import polyfed as pf
-from polyfed.core.examples.examples import as_examples
+from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.models import ModelSpec
+from polyfed.simulation.federate import run_rounds
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.federate import run_rounds
 from polyfed.simulation.storage import checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
 

@@ -17,7 +17,7 @@ import polyfed as pf
 from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.core.algorithm import Message
 from polyfed.core.machine.threads import single_torch_thread
-from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands.options.configuration_parser import options_of
-from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.config import LocalTraining
 
 SHARED = {field.name: field.default for field in dataclasses.fields(LocalTraining)}
 SOURCES = ("paper", "authors' code", "public implementations", "polyfed's choice")

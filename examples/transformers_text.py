@@ -78,7 +78,7 @@ def network(site):
     kind = transformers.AutoModelForSequenceClassification
     if "--hub" in sys.argv:
         return kind.from_pretrained(HUB[site], num_labels=2)
-    return kind.build_experiment(CONFIGS[site])
+    return kind.from_config(CONFIGS[site])
 
 
 # -- the federation ---------------------------------------------------------------------------------------------------

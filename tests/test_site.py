@@ -16,7 +16,7 @@ import polyfed
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import load_comparison
-from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.config import LocalTraining
 from polyfed.testing import AlgorithmContract
 
 ROOT = Path(__file__).parent.parent

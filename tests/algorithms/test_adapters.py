@@ -11,7 +11,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.messages import lora
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import safetensors_num_bytes, weighted_mean
+from polyfed.core.serialization import safetensors_num_bytes
+from polyfed.core.state_dict import weighted_mean
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import assert_runs_equal, small_clients

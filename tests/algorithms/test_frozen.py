@@ -17,7 +17,8 @@ from polyfed.core.nn.module_cache import (
     trainable_state,
 )
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import iter_tensors, safetensors_num_bytes, serialize_state
+from polyfed.core.serialization import safetensors_num_bytes, serialize_state
+from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings

@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedHeNNHomo, FedProx
 from polyfed.core.errors import RunInterrupt
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
-from polyfed.core.examples.examples import as_examples
+from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings

@@ -45,7 +45,7 @@ def test_what_a_method_requires_and_discloses_is_the_same(name):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("polyfed.core.training.loop", "LocalTraining"),
+        ("polyfed.core.training.config", "LocalTraining"),
         ("polyfed.data.partitioning.split", "Split"),
         ("polyfed.simulation.settings", "Settings"),
     ],

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 from polyfed.core.errors import UserError
 from polyfed.core.messages import fixed_point
 from polyfed.core.seeds import torch_generator
+from polyfed.core.serialization import check_scalars, deserialize_state, safetensors_num_bytes, serialize_state
 from polyfed.core.state_dict import (
     IncompatibleTensorsError,
     RunningMean,
-    check_scalars,
-    deserialize_state,
     first_nonfinite,
-    safetensors_num_bytes,
-    serialize_state,
     spec_mismatch,
     state_dict_spec,
     weighted_mean,

@@ -12,7 +12,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.compressors import Int8, TopK
 from polyfed.core.messages.message_compression import compress_message
-from polyfed.core.state_dict import serialize_state
+from polyfed.core.serialization import serialize_state
 from polyfed.deploy.flower import engine
 from polyfed.deploy.flower.apps import run_deployment
 from polyfed.deploy.flower.engine import envelope_from_record

@@ -27,7 +27,7 @@ from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 from polyfed.comparison.storage import comparison_directory as comparisons
 from polyfed.core.errors import UserError
-from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.nas.derived import load_network
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.run_records import read_rounds

@@ -17,7 +17,7 @@ from polyfed.algorithms import PFedLA
 from polyfed.cli.commands.papers import cell_metrics
 from polyfed.cli.commands.run import warmstart_command
 from polyfed.core.errors import UserError
-from polyfed.core.state_dict import serialize_state
+from polyfed.core.serialization import serialize_state
 from polyfed.data.formats.files import hub_class_names
 from polyfed.data.formats.text import build_vocabulary, load_vocabulary
 from polyfed.deploy.privacy.accountant import spend_budget

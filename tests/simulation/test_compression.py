@@ -19,7 +19,7 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.compressors import Int8, TopK
 from polyfed.core.messages.message_compression import compress_message, decompress_message
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import serialize_state
+from polyfed.core.serialization import serialize_state
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings

@@ -19,10 +19,11 @@ from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import compared_rounds_of_local_runs, freeze_history_after
 from polyfed.comparison.tuning.grid import EXTEND
 from polyfed.comparison.verdicts.answer_basis import count_rarest_class
-from polyfed.core.algorithm import BringsNetwork, Client, describe_evaluated_network
+from polyfed.core.algorithm import Client
+from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metrics import COMPARISON_METRICS, Metric, resolve_metrics
-from polyfed.core.examples.examples import as_examples
+from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
 from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor

@@ -8,7 +8,7 @@ from polyfed.algorithms import REGISTRY, FedAvg, FedAvgFT, Local, registry_name
 from polyfed.comparison.plan import EQUAL_FIELDS, Method
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
-from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.simulation.storage.configuration import find_method_class
 
 DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}

@@ -19,7 +19,7 @@ from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.examples.examples import Examples
-from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.federate import federate, resume
 from polyfed.simulation.monitoring.progress import Progress, SilentProgress, build_terminal_progress
 from polyfed.simulation.results.run import Run

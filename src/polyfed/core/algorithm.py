@@ -45,9 +45,11 @@ from torch import Tensor, nn
 
 from polyfed.core.declared_words import check_declared_words
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.converters import class_labels_error, multilabel_labels_error
-from polyfed.core.examples.examples import Examples, as_examples
-from polyfed.core.state_dict import StateDict, StateDictSpec, safetensors_num_bytes, state_dict_spec
+from polyfed.core.examples.examples import Examples
+from polyfed.core.serialization import safetensors_num_bytes
+from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 
 ServerState = TypeVar("ServerState")  # the server's: nested dicts of tensors and plain scalars
 ClientState = TypeVar("ClientState")  # a client's private state: the same, and it never leaves the client
@@ -323,30 +325,3 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         """Further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the server's
         model). Each is evaluated before the next is asked for, so that all may use one scratch module."""
         return iter(())
-
-
-def describe_evaluated_network(method: Algorithm[Any, Any]) -> str:
-    """Which network is evaluated, in a few words, where the method's fields decide; empty where they do not."""
-    return method.evaluated if isinstance(method, BringsNetwork) else ""
-
-
-class BringsNetwork(ABC):
-    """For a method that brings the network that the clients train, in place of `Client.model`."""
-
-    @abstractmethod
-    def network_for(self, data: DataSpec) -> Architecture:
-        """What the clients train on such data: it is tried on everyone's examples before the first round."""
-
-    @abstractmethod
-    def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """What besides its weights is needed to build a network of `personal_model` again, for JSON, and what people may
-        want to know of it. It is written next to the weights."""
-
-    @abstractmethod
-    def build(self, description: Mapping[str, Any]) -> nn.Module:
-        """The network of such a description, to be filled with its weights."""
-
-    @property
-    def evaluated(self) -> str:
-        """Which network is evaluated, in a few words for tables and `manifest.json`, where fields of the method decide."""
-        return ""

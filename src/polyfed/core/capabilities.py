@@ -1,26 +1,99 @@
-"""What a method decides by the clients that it finds: said once, and kept in `manifest.json`."""
+"""Optional interfaces of a method: a method inherits the ones whose questions it can answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from polyfed.core.algorithm import Algorithm
+from torch import nn
+
+from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
+from polyfed.core.state_dict import StateDict
+
+
+class BringsNetwork(ABC):
+    """Supplies the network that the clients train, in place of `Client.model`."""
+
+    @abstractmethod
+    def network_for(self, data: DataSpec) -> Architecture:
+        """Returns what builds the network for such data. It is tried on every client's examples before the first round."""
+
+    @abstractmethod
+    def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
+        """Describes a network of `personal_model` in values that JSON can hold: all that `build` needs besides the weights,
+        and what people may want to know of it. It is written next to the weights."""
+
+    @abstractmethod
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        """Builds the network of such a description; its weights are loaded afterwards."""
+
+    @property
+    def evaluated(self) -> str:
+        """Names the evaluated network in a few words, for tables and `manifest.json`, where the method's fields decide."""
+        return ""
+
+
+def describe_evaluated_network(method: Algorithm[Any, Any]) -> str:
+    """Names the network that is evaluated, in a few words.
+
+    Returns:
+        Empty where no field of the method decides it.
+    """
+    return method.evaluated if isinstance(method, BringsNetwork) else ""
+
+
+class ValidatesNetworks(ABC):
+    """Checks the clients' networks before the first round, for a method that cannot work with every network."""
+
+    @abstractmethod
+    def validate_network(self, client: Client) -> None:
+        """Checks that this client's network has what the method needs. Called before the first round, once for each
+        architecture and shape of the data.
+
+        Raises:
+            UserError: the network lacks something.
+        """
+
+
+class TrainsAuxiliaryNetwork(ABC):
+    """Supplies a second network, which each client trains besides its own."""
+
+    @abstractmethod
+    def auxiliary_network(self, client: Client) -> Architecture:
+        """Returns what builds that network for this client's data."""
+
+
+class WrapsNetwork(ABC):
+    """Puts a module around the client's own network, so that both together are the personal model."""
+
+    @abstractmethod
+    def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
+        """Builds the module that the weights of a personal model fit, around the client's own network.
+
+        Args:
+            network: the client's own.
+            weights: those of the personal model, which are loaded afterwards.
+        """
+
+
+def wrap_network(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> nn.Module:
+    """Builds the module that the weights of a personal model fit: the client's own network, unless the method wraps it."""
+    return method.wrap_network(network, weights) if isinstance(method, WrapsNetwork) else network
 
 
 class ResolvesAutoFields(ABC):
-    """For a method one of whose fields may leave something to be decided before the first round."""
+    """Decides fields that the user left open ("auto", say) by looking at the clients, before the first round."""
 
     @abstractmethod
     def resolved_fields(self, server_state: Any) -> Mapping[str, str]:
-        """What was decided, by field, in a few words; empty where every field has the value that it says.
+        """Returns what was decided: field -> a few words. Empty where the user set every field.
 
         Args:
-            server_state: the server's, of any round.
+            server_state: the server's state after any round.
         """
 
 
 def resolved_fields_for_manifest(method: Algorithm[Any, Any], server_state: Any) -> dict[str, dict[str, str]]:
-    """What `manifest.json` has of them, as `resolved_fields`; nothing without any.
+    """Returns the entry of `manifest.json` with the decided fields; empty if there are none.
 
     >>> from polyfed.algorithms import FedAvg
     >>> resolved_fields_for_manifest(FedAvg(), {})

@@ -1,6 +1,7 @@
 """Data: sources, partitions, splits and shifts, from a published data set or the user's files to clients."""
 
-from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform, as_examples
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.data.augment import PadCropFlip
 from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.partitioning.listed_classes import ListedClasses

@@ -1,15 +1,12 @@
 """Extracts the graph of a client's architecture, once per process."""
 
-from collections.abc import Hashable
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Architecture, Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import InputSpec, input_spec_of
-from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.nn.module_cache import FactoryCache, cached_module
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.graphs.catalogue import LayerCatalogue
@@ -29,9 +26,8 @@ def graph_of_client(
     """
     assert client.model is not None
     x = client.train.batch(torch.zeros(_ROWS, dtype=torch.int64, device=client.train.device))[0]
-    extract_graph = _extract_cached if isinstance(client.model, Hashable) else _extract_contracted
     try:
-        return extract_graph(client.model, input_spec_of(x), catalogue, contraction)
+        return _extract_cached(client.model, input_spec_of(x), catalogue, contraction)
     except UserError as error:
         raise UserError(f"client {client.id!r}: {error}") from error
 
@@ -39,7 +35,7 @@ def graph_of_client(
 def _extract_contracted(
     factory: Architecture, form: InputSpec, catalogue: LayerCatalogue | None, contraction: Contraction
 ) -> ArchitectureGraph:
-    if (catalogue is not None or contraction != NO_CONTRACTION) and isinstance(factory, Hashable):
+    if catalogue is not None or contraction != NO_CONTRACTION:
         graph = contraction.apply(_extract_cached(factory, form, None, NO_CONTRACTION))
         return graph if catalogue is None else graph.restrict_to(catalogue.types)
     # Random values reveal a traced program that computes something else than the network; tokens are 0 or 1.
@@ -50,8 +46,7 @@ def _extract_contracted(
             return torch.randn((_ROWS, *shape), generator=generator).to(dtype)
         return torch.randint(0, 2, (_ROWS, *shape), generator=generator).to(dtype)
 
-    graph = contraction.apply(extract(cached_module(factory).module, form.build_inputs(random_tensor)))
-    return graph if catalogue is None else graph.restrict_to(catalogue.types)
+    return extract(cached_module(factory).module, form.build_inputs(random_tensor))
 
 
-_extract_cached = lru_cache(maxsize=128)(_extract_contracted)
+_extract_cached = FactoryCache(_extract_contracted, maxsize=128)

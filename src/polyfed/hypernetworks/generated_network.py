@@ -1,7 +1,5 @@
 """A network whose weights a graph hypernetwork generates at each forward pass: training it trains the hypernetwork."""
 
-from collections.abc import Hashable
-from functools import lru_cache
 from typing import Any, final
 
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
 from polyfed.core.nn.functional_call import call_with_tensors
-from polyfed.core.nn.module_cache import CachedModule, cached_module
+from polyfed.core.nn.module_cache import CachedModule, FactoryCache, cached_module
 from polyfed.core.state_dict import StateDict
 from polyfed.graphs.architecture import ArchitectureGraph
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, GraphTensors, cached_ghn, graph_to_tensors
@@ -63,8 +61,7 @@ def build_generated_network(
         ValueError: the weights are not those of a hypernetwork of this form.
     """
     device = device or torch.device("cpu")
-    build = _cached if isinstance(factory, Hashable) else _build
-    network, cached_model = build(factory, _GraphKey(graph), config, device)
+    network, cached_model = _cached(factory, _GraphKey(graph), config, device)
     cached_model.reset()
     try:
         network.ghn.load_state_dict(dict(ghn_weights))
@@ -100,4 +97,4 @@ def _build(
     return GeneratedNetwork(cached_ghn(config, device), cached_model.module, tensors), cached_model
 
 
-_cached = lru_cache(maxsize=64)(_build)
+_cached = FactoryCache(_build, maxsize=64)

@@ -13,7 +13,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.io.trusted_code import check_trusted, import_dataclass
 from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.core.training.losses import import_loss
 from polyfed.data import (
     PARTITIONS,

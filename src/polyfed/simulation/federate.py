@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyfed.algorithms import get, registry_name
-from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, describe_evaluated_network
-from polyfed.core.capabilities import resolved_fields_for_manifest
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, resolved_fields_for_manifest
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
-from polyfed.core.examples.examples import as_examples
+from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.nn.precision import check_precision
-from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.config import LocalTraining
 from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients

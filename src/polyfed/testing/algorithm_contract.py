@@ -20,12 +20,14 @@ import torch
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.declared_words import check_declared_words
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
-from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.contiguous import path_of_first_difference
 from polyfed.core.method_card import card_of
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import PyTree, check_serializable, deserialize_state, iter_tensors, serialize_state
+from polyfed.core.serialization import check_serializable, deserialize_state, serialize_state
+from polyfed.core.state_dict import PyTree, iter_tensors
 from polyfed.core.training.client_loss import client_training_loss
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.federate import federate, resume
@@ -61,8 +63,7 @@ def _equals_sent(private: torch.Tensor, sent: torch.Tensor) -> bool:
 
 
 def _is_close_to_received(private: torch.Tensor, received: torch.Tensor) -> bool:
-    """Whether a private tensor is what the server had sent, up to rounding: training a bias in front of a BatchNorm, whose
-    gradient is zero, hardly changes it."""
+    """Returns whether a private tensor is what the server sent, up to rounding, as a bias before a BatchNorm stays."""
     return private.shape == received.shape and torch.allclose(received.to(private.dtype), private, rtol=1e-5, atol=1e-6)
 
 

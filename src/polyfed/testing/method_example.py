@@ -9,7 +9,8 @@ import torch
 from polyfed.algorithms import get
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
-from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.method_card import card_of
 from polyfed.core.seeds import torch_generator
 from polyfed.testing.small_clients import small_clients, small_image_clients

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
 from polyfed.alignment import draw_public_rows, mean_kernel_features, mean_rbf_kernel
-from polyfed.core.examples.examples import as_examples
+from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator

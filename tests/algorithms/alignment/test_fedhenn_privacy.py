@@ -9,7 +9,7 @@ import polyfed as pf
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
 from polyfed.alignment.alignment_target import mean_kernel_features, triangular_kernel_factor
 from polyfed.core.algorithm import Message
-from polyfed.core.examples.examples import as_examples
+from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import polyfed as pf
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
 from polyfed.alignment import AlignmentTarget, draw_public_rows
-from polyfed.core.examples.examples import Examples, Normalise, as_examples
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import safetensors_num_bytes
+from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings

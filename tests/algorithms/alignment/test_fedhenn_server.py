@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import polyfed as pf
 from polyfed.algorithms import FedHeNN
-from polyfed.core.examples.examples import as_examples
+from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation

@@ -22,7 +22,7 @@ from polyfed.core.algorithm import ClientInfo, Message, ServerContext
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import safetensors_num_bytes
+from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.data import Examples
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import build_experiment

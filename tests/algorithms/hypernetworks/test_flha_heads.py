@@ -8,7 +8,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
-from polyfed.core.state_dict import safetensors_num_bytes as size_of
+from polyfed.core.serialization import safetensors_num_bytes as size_of
 from polyfed.graphs import LayerCatalogue, LayerType
 from polyfed.graphs.extract import extract
 from polyfed.hypernetworks import ghn

@@ -9,7 +9,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA
 from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.core.algorithm import ClientInfo
-from polyfed.core.state_dict import safetensors_num_bytes
+from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.hypernetworks import layer_aggregation
 from polyfed.testing import SmallNet, assert_runs_equal, small_clients
 

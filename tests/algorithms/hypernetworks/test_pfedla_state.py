@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.core.algorithm import ClientInfo, ServerContext
-from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.hypernetworks import layer_aggregation
 from polyfed.testing import SmallNet, small_clients
 

@@ -14,7 +14,7 @@ from polyfed.core.algorithm import ClientInfo, Message, ServerContext
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import safetensors_num_bytes
+from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients
 
 OPTIONS = {"lr": 0.05, "momentum": 0.5, "batch_size": 8}

@@ -14,7 +14,7 @@ from polyfed.cli.commands.options import recipes as shipped
 from polyfed.cli.commands.options.recipes import SCALES, recipe_files
 from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
 from polyfed.cli.commands.papers.paper_tables import find_table
-from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.config import LocalTraining
 from polyfed.data import IID
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.models import ModelSpec

@@ -8,7 +8,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
-from polyfed.core.examples.examples import Examples, Normalise, as_examples
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples, Normalise
 
 # What is proved here holds of the examples that were trained on.
 pytestmark = pytest.mark.filterwarnings("ignore:test examples that are also training examples:UserWarning")

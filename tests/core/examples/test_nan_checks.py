@@ -11,7 +11,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedHeNN
 from polyfed.core.errors import UserError
-from polyfed.core.examples.examples import Examples, Normalise, as_examples
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples, Normalise
 from polyfed.data.shifts import Shift
 from polyfed.data.sources.arrays import Npz, Parquet
 from polyfed.simulation.results.unseen_clients import build_unseen_client

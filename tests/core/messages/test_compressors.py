@@ -17,7 +17,8 @@ from polyfed.core.messages.message_compression import (
     decompressed_specs,
 )
 from polyfed.core.seeds import torch_generator
-from polyfed.core.state_dict import serialize_state, state_dict_spec
+from polyfed.core.serialization import serialize_state
+from polyfed.core.state_dict import state_dict_spec
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

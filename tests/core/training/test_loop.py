@@ -15,7 +15,8 @@ from polyfed.core.nn import precision
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.training.loop import LocalTraining, fit
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit
 from polyfed.models import ModelSpec
 
 

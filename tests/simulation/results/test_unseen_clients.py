@@ -13,7 +13,7 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedAvg, Local
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
-from polyfed.core.state_dict import serialize_state
+from polyfed.core.serialization import serialize_state
 from polyfed.graphs import extract
 from polyfed.hypernetworks.ghn import GHN, catalogue_from_weights, graph_to_tensors
 from polyfed.simulation.results.unseen_clients import (

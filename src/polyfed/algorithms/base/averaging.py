@@ -27,7 +27,8 @@ from polyfed.core.state_dict import (
     state_dict_spec,
     weighted_mean,
 )
-from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit, reply_scalars
 
 AveragedOver = Literal["cohort", "all"]
 ServerState = dict[str, Any]  # the groups that are averaged, and what a method adds

@@ -17,7 +17,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, spec_mismatch, state_dict_spec
-from polyfed.core.training.loop import ForwardPass, LocalTraining, fit
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import ForwardPass, fit
 
 _REQUIREMENT = "networks need the same number of outputs, and last layers of one width"
 

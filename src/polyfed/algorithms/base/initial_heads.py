@@ -1,8 +1,7 @@
 """Heads with which clients of different architectures begin alike, drawn by their form, so that nothing has to travel."""
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.algorithm import Architecture, Client
-from polyfed.core.nn.module_cache import build_module, cached_module, initial_state
+from polyfed.core.nn.module_cache import FactoryCache, build_module, cached_module, initial_state
 from polyfed.core.nn.tied_weights import unique_tensors
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.models.structure import find_head_modules, tensor_names_by_position
@@ -86,14 +85,10 @@ def _has_reset_parameters(layer: nn.Module) -> bool:
                for p in inspect.signature(reset).parameters.values())  # fmt: skip
 
 
-def _cached_drawn_names(factory: Architecture) -> frozenset[str]:
-    """First names of the tensors that the network draws: those that differ between two seeds."""
-    return _find_drawn_names_once(factory) if isinstance(factory, Hashable) else _find_drawn_names(factory)
-
-
 def _find_drawn_names(factory: Architecture) -> frozenset[str]:
+    """First names of the tensors that the network draws: those that differ between two seeds."""
     tensors_0, tensors_1 = (unique_tensors(build_module(factory, seed)) for seed in (0, 1))
     return frozenset(name for name, tensor in tensors_0.items() if not torch.equal(tensor, tensors_1[name]))
 
 
-_find_drawn_names_once = lru_cache(maxsize=64)(_find_drawn_names)
+_cached_drawn_names = FactoryCache(_find_drawn_names, maxsize=64)

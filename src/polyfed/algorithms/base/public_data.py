@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import first_leaf, flatten_inputs, input_spec_of, named_leaves, unflatten_inputs
 from polyfed.core.state_dict import StateDict
-from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.config import LocalTraining
 
 _RANGE_FACTOR = 3.0
 """By how many times the range of a client's inputs public examples may go beyond it."""

@@ -17,11 +17,11 @@ from polyfed.algorithms.distillation.shared_network import (
     with_shared_network,
 )
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import call_network, logits_of, tree_map
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
-from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, trainable_state

@@ -20,7 +20,7 @@ from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDict
-from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.config import LocalTraining
 
 # The server keeps "model": θ^p by architecture; "seed" of the run; "round"
 

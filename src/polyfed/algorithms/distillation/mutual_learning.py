@@ -18,10 +18,10 @@ from polyfed.algorithms.distillation.shared_network import (
 )
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import logits_of
 from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.network_needs import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state, trainable_state
 from polyfed.core.seeds import derive_seed

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from polyfed.core.algorithm import Task
 from polyfed.core.examples.examples import Examples
-from polyfed.core.training.loop import ForwardPass, LocalTraining, fit
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import ForwardPass, fit
 
 
 def softened_kl_divergence(

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply
 from polyfed.alignment.representations import check_has_representation, representation_module_name
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
-from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import fill_module, trainable_state

@@ -16,7 +16,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, fill_client_model, prepare_for_eval, recompute_norm_statistics
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
-from polyfed.core.training.loop import Schedule, fit, reply_scalars
+from polyfed.core.training.config import Schedule
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.graphs.architecture import NONE
 from polyfed.graphs.catalogue import read_graph_variant

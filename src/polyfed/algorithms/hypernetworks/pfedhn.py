@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.method_card import MethodCard
-from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
-from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.hypernetworks.pfedhn_hypernetwork import (
     backpropagate_deltas,
     generate_client_weights,

@@ -24,7 +24,8 @@ from polyfed.core.nn.buffers import (
 )
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.state_dict import StateDict, clone_tensors
-from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.hypernetworks.layer_aggregation import (
     Hypernetwork,
     HypernetworkSizes,

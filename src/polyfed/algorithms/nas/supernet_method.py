@@ -14,15 +14,8 @@ import torch
 from torch import nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
-from polyfed.core.algorithm import (
-    Architecture,
-    BringsNetwork,
-    Client,
-    ClientInfo,
-    DataSpec,
-    Message,
-    ServerContext,
-)
+from polyfed.core.algorithm import Architecture, Client, ClientInfo, DataSpec, Message, ServerContext
+from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     extract_update,

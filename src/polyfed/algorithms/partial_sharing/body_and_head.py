@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError
-from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import (
     extract_update,
     load_client_model,

@@ -8,9 +8,9 @@ from torch import nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
+from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
-from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.training.loop import fit, reply_scalars

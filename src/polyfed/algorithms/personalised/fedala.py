@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import ClientState, build_reply
 from polyfed.algorithms.base.personal_network import PersonalBesideGlobalMethod
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.method_card import MethodCard
-from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model
 from polyfed.core.nn.functional_call import call_with_tensors
 from polyfed.core.nn.memory_format import to_preferred_memory_format

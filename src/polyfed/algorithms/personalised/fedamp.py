@@ -15,7 +15,8 @@ from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, shared_tensors
 from polyfed.core.nn.module_cache import cached_module, initial_state, trainable_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec, weighted_mean
-from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit, reply_scalars
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
 ServerState = dict[str, Any]

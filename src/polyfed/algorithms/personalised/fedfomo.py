@@ -18,7 +18,8 @@ from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
 from polyfed.core.training.client_loss import client_training_loss
-from polyfed.core.training.loop import LocalTraining, fit
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit
 
 ServerState = dict[str, dict[str, Any]]
 ClientState = dict[str, Any]

@@ -15,14 +15,13 @@ from polyfed.alignment.representations import (
     representation_module_name,
 )
 from polyfed.core.algorithm import Client, Message
+from polyfed.core.capabilities import ValidatesNetworks, WrapsNetwork
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import first_leaf, logits_of
 from polyfed.core.method_card import MethodCard
-from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.module_cache import reset_for_eval
 from polyfed.core.state_dict import StateDict
-from polyfed.core.wrapping import WrapsNetwork
 
 _NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1
 

@@ -13,7 +13,8 @@ from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import trainable_state
 from polyfed.core.state_dict import StateDict
-from polyfed.core.training.loop import LocalTraining, fit
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit
 
 ServerState = dict[str, StateDict]
 ClientState = dict[str, StateDict]

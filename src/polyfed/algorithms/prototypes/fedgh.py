@@ -19,13 +19,14 @@ from polyfed.algorithms.base.initial_heads import InitialHead, initial_weights_w
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.method_card import MethodCard
-from polyfed.core.network_needs import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval, trainable_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDictSpec, state_dict_spec
-from polyfed.core.training.loop import LocalTraining, fit, reply_scalars
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit, reply_scalars
 
 ServerState = dict[str, Any]  # "head": φ, empty before the first replies; "seed" of the run; "round"
 ClientState = dict[str, Any]  # "model": W_i with the head that the client trained, and buffers

@@ -18,11 +18,12 @@ from polyfed.algorithms.base.class_means import (
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Client, ClientInfo, Loss, Message
-from polyfed.core.network_needs import ValidatesNetworks
+from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
-from polyfed.core.training.loop import ForwardPass, LocalTraining, fit, reply_scalars
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 EvaluatedClassifier = Literal["prototypes", "head"]
 _NEVER_PREDICTED = -1e9

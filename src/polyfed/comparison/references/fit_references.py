@@ -21,7 +21,7 @@ from polyfed.comparison.process_pool import default_parallel_runs, run_in_proces
 from polyfed.comparison.references.reference_models import fit_client_references_with_notes, train_pooled_reference
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metrics import Metric
-from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
 
 Scores = dict[str, float | None]
 

@@ -19,7 +19,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import build_module
-from polyfed.core.training.loop import TRANSFERABLE_FIELDS, LocalTraining
+from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.data.concat import concat_examples, describe_mismatch
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.table_schemas import have_same_columns

@@ -5,46 +5,26 @@ Training on one gives weights of NaN, and a prediction from one is whatever clas
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples.pytree import Inputs, named_leaves, tree_map
+from polyfed.core.examples.examples import Examples
+from polyfed.core.examples.pytree import named_leaves, tree_map
 from polyfed.core.state_dict import PyTree
-
-
-class StoredExamples(Protocol):
-    """What of `Examples` is looked at here."""
-
-    @property
-    def x(self) -> Inputs:
-        """Inputs."""
-
-    @property
-    def y(self) -> Tensor:
-        """Targets."""
-
-    @property
-    def index(self) -> Tensor | None:
-        """Rows of the two that count; None for all."""
-
-    @property
-    def transform(self) -> Callable[[Any], Any] | None:
-        """What a batch goes through before the network."""
-
 
 _BLOCK = 2**22  # values that are looked at together
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Sets that were found sound, by identity and by how often their store was changed in place: a common test set that 500
 # clients share is read once.
-_FINITE_EXAMPLES: WeakValueDictionary[tuple[int, ...], StoredExamples] = WeakValueDictionary()
+_FINITE_EXAMPLES: WeakValueDictionary[tuple[int, ...], Examples] = WeakValueDictionary()
 
 
 @torch.no_grad()
-def check_examples_finite(examples: StoredExamples, name: str) -> None:
+def check_examples_finite(examples: Examples, name: str) -> None:
     """Looks at inputs and targets of examples, at no other row of their store.
 
     Args:
@@ -55,7 +35,6 @@ def check_examples_finite(examples: StoredExamples, name: str) -> None:
     Raises:
         UserError: a value is NaN or infinite; with the row (its position in these examples) and the place in it.
 
-    >>> from polyfed.core.examples.examples import Examples
     >>> check_examples_finite(Examples(torch.tensor([[0.0, 1.0], [2.0, torch.nan]]), torch.tensor([0, 1])),
     ...                       "client 'north': test")
     Traceback (most recent call last):
@@ -109,7 +88,7 @@ def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_nam
         raise UserError(f"{name}: {first}; and {more} not finite; fill them in or drop the rows")
 
 
-def _transform_of_part(examples: StoredExamples, part: str) -> Callable[[Tensor, Any], Tensor] | None:
+def _transform_of_part(examples: Examples, part: str) -> Callable[[Tensor, Any], Tensor] | None:
     """What makes of stored rows of a part, and of the places where they lie, what reaches the network."""
     transform = examples.transform
     if transform is None:
@@ -140,7 +119,7 @@ def _nonfinite_blocks(
             yield start, block if transform is None else transform(block, rows)
 
 
-def _cache_key(examples: StoredExamples) -> tuple[int, ...] | None:
+def _cache_key(examples: Examples) -> tuple[int, ...] | None:
     tensors = [tensor for _, tensor in named_leaves(examples.x)] + [examples.y]
     if any(tensor.is_inference() for tensor in tensors):
         return None  # such tensors do not count their changes

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
-from polyfed.core.state_dict import PyTree, StateDict, iter_tensors, serialize_state
+from polyfed.core.serialization import serialize_state
+from polyfed.core.state_dict import PyTree, StateDict, iter_tensors
 
 
 def as_contiguous(state: PyTree) -> PyTree:

@@ -9,10 +9,10 @@ A tensor that has several names is sent and kept under the first alone (`polyfed
 
 import hashlib
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, final
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,6 +36,31 @@ from polyfed.core.state_dict import StateDict
 _CACHE_SIZE = 64  # factories whose scratch module a process keeps
 _PlainValue = int | float | str | bool | None
 _OF_TORCH = frozenset(nn.Module().__dict__)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@final
+class FactoryCache(Generic[Arguments, Result]):
+    """Remembers the results of a function of a factory; a factory that cannot be hashed is passed to the function each time.
+
+    Args:
+        function: its first argument is the factory; the others can be hashed.
+        maxsize: how many results are kept.
+
+    >>> calls = FactoryCache(lambda factory: factory(), maxsize=2)
+    >>> calls(list) is calls(list)
+    True
+    """
+
+    def __init__(self, function: Callable[Concatenate[Architecture, Arguments], Result], maxsize: int) -> None:
+        self._function, self._cached = function, lru_cache(maxsize=maxsize)(function)
+        self.cache_clear = self._cached.cache_clear
+
+    def __call__(self, factory: Architecture, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Returns the result for this factory."""
+        function: Callable[..., Result] = self._cached if isinstance(factory, Hashable) else self._function
+        return function(factory, *args, **kwargs)
 
 
 @final
@@ -156,7 +181,7 @@ def cached_module(factory: Architecture, device: torch.device | None = None) -> 
     True
     """
     device = device or torch.device("cpu")
-    cached = _cached(factory, device) if isinstance(factory, Hashable) else _build(factory, device)
+    cached = _cached(factory, device)
     cached.reset()
     return cached
 
@@ -260,7 +285,7 @@ def _plain_attributes(part: nn.Module) -> dict[str, _PlainValue]:
     return {k: v for k, v in part.__dict__.items() if v is None or isinstance(v, int | float | str | bool)}
 
 
-_cached = lru_cache(maxsize=_CACHE_SIZE)(_build)
+_cached = FactoryCache(_build, _CACHE_SIZE)
 
 
 def reset_for_eval(module: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.optimizers import Optimiser
 from polyfed.core.seeds import derive_seed, torch_generator
-from polyfed.core.training.losses import ClassWeights, build_early_stopping, build_loss, sampling_weights
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.losses import build_early_stopping, build_loss, sampling_weights
 from polyfed.core.vectorized.cohort_batches import CohortBatches, Minibatch
 from polyfed.core.vectorized.deferred_calls import (
     FitCall,
@@ -28,42 +29,6 @@ from polyfed.core.vectorized.stacked_module import Stacked
 
 Direction = Callable[[Callable[[int], Tensor]], Tensor]
 Member = TypeVar("Member")
-
-
-class TrainingOptions(Protocol):
-    """What of `LocalTraining` says how minibatches come and what is minimised."""
-
-    @property
-    def local_epochs(self) -> int:
-        """Passes over the examples."""
-
-    @property
-    def local_steps(self) -> int | None:
-        """Steps instead."""
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in a minibatch; 0 takes all."""
-
-    @property
-    def accumulate(self) -> int:
-        """Minibatches of which a step takes the mean gradient."""
-
-    @property
-    def label_smoothing(self) -> float:
-        """Of the cross-entropy."""
-
-    @property
-    def class_weights(self) -> ClassWeights:
-        """Of the task's loss."""
-
-    @property
-    def sampler(self) -> str:
-        """How examples are drawn."""
-
-    @property
-    def patience(self) -> int | None:
-        """Epochs without a lower validation loss after which training stops."""
 
 
 class TrainingBackend(ABC):
@@ -112,7 +77,7 @@ class SingleClientBackend(TrainingBackend):
         self,
         model: nn.Module,
         client: Client | Examples,
-        options: TrainingOptions,
+        options: LocalTraining,
         task: Task,
         batches_per_step: int,
         seed: int,
@@ -250,7 +215,7 @@ class CohortBackend(TrainingBackend):
 def create_backend(
     model: nn.Module,
     examples: Client | Examples | CohortBatches,
-    options: TrainingOptions,
+    options: LocalTraining,
     task: Task,
     batches_per_step: int,
     seed: int,
@@ -270,7 +235,7 @@ def _chunks(members: Sequence[Member], size: int) -> list[Sequence[Member]]:
 def fit_with_cohort(
     model: nn.Module,
     client: Client | Examples,
-    options: TrainingOptions,
+    options: LocalTraining,
     lr: float,
     seed: int,
     task: Task,

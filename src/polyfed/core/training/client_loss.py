@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from polyfed.core.algorithm import Client, Loss
-from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import build_loss
 
 

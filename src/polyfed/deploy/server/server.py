@@ -7,7 +7,7 @@ from a checkpoint asks for the state that belongs to it.
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final, get_args
@@ -18,7 +18,8 @@ from polyfed.core.algorithm import Task as TaskKind
 from polyfed.core.capabilities import resolved_fields_for_manifest
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric
-from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import is_trusted, load_function, trust_code
 from polyfed.core.io.validation import parse_yaml
@@ -383,9 +384,7 @@ def _check_and_build_server(
         model: Architecture = _load_server_function(deployment, "model", f"{name} needs one architecture")
         models = {architecture_without_ranks(algorithm, cached_module(model)): model}
     if "architectures" in needs:
-        factories: Sequence[Architecture] = _load_server_function(
-            deployment, "architectures", f"{name} needs all architectures"
-        )()
+        factories = _load_server_function(deployment, "architectures", f"{name} needs all architectures")()
         models = {cached_module(factory).architecture: factory for factory in factories}
     public: Examples | None = None
     if "public_data" in needs:

@@ -26,7 +26,8 @@ from polyfed.core.io.atomic_files import (
     write_file_atomically,
 )
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.core.state_dict import PyTree, deserialize_state, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
+from polyfed.core.state_dict import PyTree
 from polyfed.simulation.engines.base import TaskResult
 from polyfed.simulation.storage import predictions_parquet
 from polyfed.simulation.storage.model_signature import write_model

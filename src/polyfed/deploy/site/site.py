@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from polyfed.algorithms import get
-from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, Message
+from polyfed.core.algorithm import Algorithm, Client, Message
+from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks
@@ -250,10 +251,8 @@ class Site:
                 return Envelope({"client": client.id, "task": client.task, "prepares": True})
             save_common_preprocessing(folder, head["prepared"], client)
             client = apply_common_preprocessing(client, folder)
-        with_names, adds_noise = (
-            self.allow_disclosure or COLUMNS in self.disclose,
-            bool(self.protection.noise_multiplier),
-        )
+        with_names = self.allow_disclosure or COLUMNS in self.disclose
+        adds_noise = bool(self.protection.noise_multiplier)
         table |= summarize_table(
             client, needs, head["run"], with_names=with_names, adds_noise=adds_noise, discloses=algorithm.discloses
         )

@@ -14,7 +14,8 @@ from polyfed.algorithms import registry_name
 from polyfed.comparison.statistics.mrmc import score_interval
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.comparison.storage.comparison_directory import read_description as read_description_of
-from polyfed.core.algorithm import Algorithm, Architecture, BringsNetwork
+from polyfed.core.algorithm import Algorithm, Architecture
+from polyfed.core.capabilities import BringsNetwork, WrapsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics
@@ -23,7 +24,6 @@ from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
-from polyfed.core.wrapping import WrapsNetwork
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.secure_aggregation import effective_disclosures

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.algorithm import BringsNetwork
+from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_json

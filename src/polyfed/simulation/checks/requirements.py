@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.submodels.widths import widest_shapes
 from polyfed.alignment.representations import compute_representations
-from polyfed.core.algorithm import Algorithm, Architecture, BringsNetwork, Client, DataSpec
+from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
+from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS, check_declared_words
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples, PartwiseTransform
@@ -26,7 +27,7 @@ from polyfed.core.nn.module_cache import (
     frozen_parameters,
     hash_tensors,
 )
-from polyfed.core.training.loop import LocalTraining
+from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import sampling_weights
 from polyfed.simulation.checks.client_init import check_client_init
 from polyfed.simulation.checks.client_list import list_clients

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import Algorithm, BringsNetwork, Client, Loss, Message
+from polyfed.core.algorithm import Algorithm, Client, Loss, Message
+from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation.evaluate import (
     MetricValues,
@@ -30,7 +31,8 @@ from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import reset_for_eval
 from polyfed.core.seeds import temporary_rng_seed
-from polyfed.core.state_dict import PyTree, check_serializable
+from polyfed.core.serialization import check_serializable
+from polyfed.core.state_dict import PyTree
 from polyfed.core.training.client_loss import client_training_loss
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, move_clients_to_device
 

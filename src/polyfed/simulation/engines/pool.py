@@ -27,7 +27,8 @@ from polyfed.core.errors import ClientError
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.io.trusted_code import inherit_trust, trusted_names
 from polyfed.core.messages.compressors import Compressor
-from polyfed.core.state_dict import deserialize_state, iter_tensors, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
+from polyfed.core.state_dict import iter_tensors
 from polyfed.core.training.cohort import MAX_COHORT_SIZE
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
 from polyfed.simulation.engines.cohort import CohortEngine

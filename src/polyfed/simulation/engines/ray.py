@@ -35,7 +35,7 @@ from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.io.trusted_code import inherit_trust, trusted_names
 from polyfed.core.machine.threads import num_usable_cores
 from polyfed.core.messages.compressors import Compressor
-from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.object_store import (

@@ -4,7 +4,7 @@ import json
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError
-from polyfed.core.state_dict import deserialize_state, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 

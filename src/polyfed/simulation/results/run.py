@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Architecture, BringsNetwork
+from polyfed.core.algorithm import Architecture
+from polyfed.core.capabilities import BringsNetwork, wrap_network
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import split_metric_column
-from polyfed.core.examples.examples import convert_inputs_like
+from polyfed.core.examples.as_examples import convert_inputs_like
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval
-from polyfed.core.wrapping import wrap_network
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.engines.base import ClientTask

@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Algorithm, BringsNetwork
+from polyfed.core.algorithm import Algorithm
+from polyfed.core.capabilities import BringsNetwork, wrap_network
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import probabilities
@@ -19,7 +20,6 @@ from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
-from polyfed.core.wrapping import wrap_network
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json
 from polyfed.models import ModelSpec
 from polyfed.simulation.storage.configuration import build_method, read_section

@@ -20,7 +20,8 @@ from polyfed.algorithms import FLHAGHN, registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Task
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.evaluate import DEFAULT_METRIC, MetricValues, evaluate_client, predict
-from polyfed.core.examples.examples import Examples, as_examples
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.contiguous import contiguous_message
@@ -30,7 +31,8 @@ from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.client_loss import client_training_loss
-from polyfed.core.training.loop import LocalTraining, fit
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.engines.base import move_clients_to_device

@@ -15,14 +15,8 @@ from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
 from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.core.state_dict import (
-    check_scalars,
-    check_serializable,
-    first_exceeding,
-    first_nonfinite,
-    iter_tensors,
-    spec_mismatch,
-)
+from polyfed.core.serialization import check_scalars, check_serializable
+from polyfed.core.state_dict import first_exceeding, first_nonfinite, iter_tensors, spec_mismatch
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry

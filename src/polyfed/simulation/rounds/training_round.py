@@ -19,7 +19,7 @@ from polyfed.core.errors import ClientError, RoundError
 from polyfed.core.evaluation.evaluate import summarise_clients
 from polyfed.core.messages.contiguous import as_contiguous
 from polyfed.core.messages.lora import adapter_mode
-from polyfed.core.state_dict import check_serializable
+from polyfed.core.serialization import check_serializable
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.update_norms import NORM, describe_round_warnings, update_norm

@@ -18,7 +18,8 @@ from typing import Any, NotRequired, TypedDict, final
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, open_new_file, read_file, sync_folder
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.core.state_dict import PyTree, deserialize_state, iter_tensors, serialize_state
+from polyfed.core.serialization import deserialize_state, serialize_state
+from polyfed.core.state_dict import PyTree, iter_tensors
 from polyfed.simulation.storage.integrity import (
     COMPLETE_FILE,
     Binding,

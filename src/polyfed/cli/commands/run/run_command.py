@@ -12,7 +12,8 @@ from rich.measure import Measurement
 
 from polyfed.algorithms import registry_name
 from polyfed.cli.commands.terminal import PlainTable, print_line
-from polyfed.core.algorithm import Algorithm, Client, describe_evaluated_network
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder

@@ -1,0 +1,216 @@
+"""The settings of local training that methods share; `polyfed.core.training.loop.fit` trains by them."""
+
+import dataclasses
+import fnmatch
+import math
+from abc import ABC
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from polyfed.core.algorithm import Client, Loss
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.frozen_mapping import FrozenMapping
+from polyfed.core.io.plain_values import convert_numpy_fields
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.optimizers import check_optimizer
+from polyfed.core.nn.precision import Precision
+from polyfed.core.training.losses import ClassWeights, build_loss
+
+Schedule = Literal["constant", "cosine", "exponential"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining(ABC):
+    """Hyper-parameters of local training; every method that trains on clients has them. Defaults without a paper are
+    polyfed's choice.
+
+    Args:
+        local_epochs: passes over the client's training examples in a round.
+        local_steps: if given, exactly this many minibatches instead of `local_epochs`.
+        batch_size: examples in a minibatch; 0 takes all of the client's examples (full batch).
+        lr: learning rate of round 1.
+        schedule: how `lr` falls over the rounds t = 1..R: "constant"; "cosine", lr·½(1 + cos(π(t−1)/R)); "exponential",
+            lr·decay^(t−1).
+        decay: factor a round of the exponential schedule.
+        warmup_rounds: w; in the first w rounds the rate is t/(w+1) of what the schedule says.
+        warmup_steps: w; in the first w steps of each round the s-th has s/(w+1) of the round's rate, since the optimiser
+            starts afresh.
+        optimizer: "sgd", "adam", "adamw", or any class of `torch.optim` by its name; started afresh each round.
+        optimizer_options: further arguments of that class, such as {"betas": [0.9, 0.95]}.
+        momentum, nesterov: of SGD.
+        weight_decay: L2 penalty, as the optimiser applies it.
+        lr_by_name: factors of the rate by the names of parameters, {"head.*": 10, "*.bias": 2}; of the patterns that fit,
+            the first holds, and 1 where none does. (What is not to be trained has `requires_grad=False`.)
+        accumulate: minibatches of which each step takes the mean gradient, so that k of b examples are one of k·b in
+            the memory of b; `local_steps` counts steps.
+        clip_norm: gradients are scaled down to at most this global norm; None leaves them.
+        label_smoothing: of the cross-entropy (classification only).
+        class_weights: of the task's loss: numbers, one a class, or "balanced", the inverse of how often the client has
+            each; see `polyfed.core.training.losses`. A client's own loss has its own.
+        sampler: "shuffle" draws each example once an epoch; "balanced" as many, with replacement, every class as often as
+            the others; the name of a column of the training examples, by the weights in it.
+        patience: stop a round's training after so many epochs in a row without a lower loss on the client's validation
+            examples, which every client must have; None trains on to the end. It never trains longer.
+        buffers: "average", "local" or "recompute", see `polyfed.core.nn.buffers`.
+        precision: "fp32", or "bf16" for autocast to bfloat16 (weights stay float32).
+
+    Raises:
+        UserError: a value outside its range, with the value.
+    """
+
+    local_epochs: int = 1
+    local_steps: int | None = None
+    batch_size: int = 32
+    lr: float = 0.01
+    schedule: Schedule = "constant"
+    decay: float = 0.99
+    warmup_rounds: int = 0
+    warmup_steps: int = 0
+    optimizer: str = "sgd"
+    optimizer_options: Mapping[str, Any] | None = None
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    lr_by_name: Mapping[str, float] | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    label_smoothing: float = 0.0
+    class_weights: ClassWeights = None
+    sampler: str = "shuffle"
+    patience: int | None = None
+    buffers: BufferPolicy = "average"
+    precision: Precision = "fp32"
+
+    def __post_init__(self) -> None:
+        convert_numpy_fields(self)
+        self._check_kinds()
+        self._require(self.local_epochs >= 1, "local_epochs", "at least 1")
+        self._require(self.local_steps is None or self.local_steps >= 1, "local_steps", "at least 1, or none")
+        self._require(self.batch_size >= 0, "batch_size", "at least 1, or 0 for the full batch")
+        self._require(self.lr > 0 and math.isfinite(self.lr), "lr", "positive")
+        self._require(0 < self.decay <= 1, "decay", "above 0 and at most 1")
+        self._require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1")
+        self._require(not self.nesterov or self.momentum > 0, "nesterov", "false unless momentum is positive")
+        self._require(self.weight_decay >= 0, "weight_decay", "at least 0")
+        self._require(self.warmup_rounds >= 0, "warmup_rounds", "at least 0")
+        self._require(self.warmup_steps >= 0, "warmup_steps", "at least 0")
+        self._require(self.accumulate >= 1, "accumulate", "at least 1")
+        self._require(self.patience is None or self.patience >= 1, "patience", "at least 1 epoch, or none")
+        self._require(isinstance(self.sampler, str), "sampler", "'shuffle', 'balanced' or the name of a column")
+        self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "positive, or none")
+        self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
+        self._freeze()
+        self._require(isinstance(self.optimizer, str), "optimizer", "a name")
+        try:
+            check_optimizer(self.optimizer, self.weight_decay, self.optimizer_options or {})
+        except UserError as error:
+            raise UserError(f"{type(self).__name__}: {error}") from None
+
+    def _freeze(self) -> None:
+        """Lists and mappings, as files hold them, become such as can be hashed; with what is in them checked."""
+        for field in ("optimizer_options", "lr_by_name"):
+            value = getattr(self, field)
+            self._require(value is None or isinstance(value, Mapping), field, "a mapping from names, or none")
+            if value is not None:
+                object.__setattr__(self, field, FrozenMapping(value))
+        rates = (self.lr_by_name or {}).values()
+        self._require(
+            all(_is_number(rate) and 0 < rate < math.inf for rate in rates), "lr_by_name", "of positive factors"
+        )
+        weights = self.class_weights
+        if weights is not None and weights != "balanced":
+            is_number_list = isinstance(weights, tuple | list) and all(
+                _is_number(w) and 0 <= w < math.inf for w in weights
+            )
+            self._require(is_number_list, "class_weights", "'balanced', a list of numbers of at least 0, or none")
+            object.__setattr__(self, "class_weights", tuple(weights))
+
+    def _check_kinds(self) -> None:
+        """A whole number given as 1.5 or "3", or a choice that is none, would fail late, inside a client, or not at all."""
+        for field, hint in _field_types(type(self)).items():
+            if get_origin(hint) is Literal:
+                value, choices = getattr(self, field), get_args(hint)
+                if value not in choices:
+                    hints = did_you_mean(str(value), choices)
+                    raise UserError(f"{type(self).__name__}: unknown {field} {value!r}; {hints}")
+            united = get_origin(hint) in (Union, UnionType)
+            kinds, value = set(get_args(hint)) if united else {hint}, getattr(self, field)
+            if value is None and NoneType in kinds:
+                continue
+            if float in kinds:
+                self._require(isinstance(value, Real) and not isinstance(value, bool), field, "a number")
+            elif int in kinds:
+                self._require(isinstance(value, Integral) and not isinstance(value, bool), field, "a whole number")
+            elif bool in kinds:
+                self._require(isinstance(value, bool), field, "true or false")
+
+    def _require(self, holds: bool, field: str, requirement: str) -> None:
+        if not holds:
+            raise UserError(f"{type(self).__name__}: {field} must be {requirement}, got {getattr(self, field)!r}")
+
+    def _at_least(self, least: int, *fields: str) -> None:
+        for field in fields:
+            self._require_number(field, lambda value: least <= value < math.inf, f"at least {least}")
+
+    def _positive(self, *fields: str) -> None:
+        for field in fields:
+            self._require_number(field, lambda value: 0 < value < math.inf, "positive")
+
+    def _require_number(self, field: str, holds: Callable[[float], bool], requirement: str) -> None:
+        """None passes where the field's type has it."""
+        value, none = getattr(self, field), NoneType in get_args(_field_types(type(self))[field])
+        self._require(
+            (none and value is None) or holds(value), field, f"{requirement}, or none" if none else requirement
+        )
+
+    def lr_at(self, round_number: int, rounds: int) -> float:
+        """The learning rate of a round, counted from 1.
+
+        >>> from polyfed.algorithms import FedAvg
+        >>> [round(FedAvg(lr=1.0, schedule="cosine").lr_at(t, 4), 3) for t in (1, 2, 3, 4)]
+        [1.0, 0.854, 0.5, 0.146]
+        """
+        past = min(round_number, rounds) - 1
+        lr = self.lr
+        if past < self.warmup_rounds:
+            lr *= (past + 1) / (self.warmup_rounds + 1)
+        if self.schedule == "cosine":
+            return lr * 0.5 * (1 + math.cos(math.pi * past / rounds))
+        return lr * (self.decay**past if self.schedule == "exponential" else 1.0)
+
+    def criterion(self, client: Client) -> Loss:
+        """What training minimises at a client: the task's loss with these weights of classes and smoothing, or the client's
+        own."""
+        return build_loss(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
+
+    def lr_factor(self, *names: str) -> float:
+        """By what the learning rate of the parameter of this name is multiplied; one with several names (tied weights) has
+        the factor of the first pattern that any of them fits.
+
+        >>> from polyfed.algorithms import FedAvg
+        >>> method = FedAvg(lr_by_name={"head.*": 10.0, "*.bias": 2.0})
+        >>> [method.lr_factor(name) for name in ("head.bias", "body.bias", "body.weight")]
+        [10.0, 2.0, 1.0]
+        """
+        patterns = (self.lr_by_name or {}).items()
+        factors = (f for pattern, f in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names))
+        return next(map(float, factors), 1.0)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+TRANSFERABLE_FIELDS = tuple(field.name for field in dataclasses.fields(LocalTraining) if field.name != "buffers")
+"""What one method takes over from another to train as it does; how buffers are treated is a method's own."""
+
+
+@lru_cache
+def _field_types(method: type[LocalTraining]) -> dict[str, Any]:
+    """The declared types of a method's fields."""
+    hints = get_type_hints(method)
+    return {field.name: hints[field.name] for field in dataclasses.fields(method)}
