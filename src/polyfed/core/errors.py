@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each says what was wrong, shows the value, and says what to do."""
+"""Defines the errors that a user can act on: each says what was wrong, shows the value, and says what to do."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,16 +6,17 @@ from importlib.util import find_spec
 
 
 class UserError(ValueError):
-    """Something the user gave (configuration, data, a file) that polyfed cannot work with.
+    """Reports something that the user gave (configuration, data, a file) and polyfed cannot work with.
 
-    The command line prints the sentence without a traceback and exits with status 2.
+    The command line prints the message without a traceback and exits with status 2.
     """
 
 
 class ClientError(RuntimeError):
-    """A client could not finish its part of a round, or sent a reply that the server refused.
+    """Reports a client that could not finish its part of a round, or whose reply the server refused.
 
-    Attributes: `round` (counted from 1), `client` (its id), `phase` ("local", "evaluate" or "reply") and `reason`.
+    Attributes: `round` (counted from 1), `client` (its id), `phase` ("local", "evaluate" or "reply"), `reason` and `trace`
+    (the client's traceback, or "").
     """
 
     def __init__(self, round_number: int, client: str, phase: str, reason: str, trace: str = "") -> None:
@@ -24,24 +25,26 @@ class ClientError(RuntimeError):
 
 
 class RoundError(RuntimeError):
-    """A round that cannot be completed because too few clients replied, or a comparison of which runs could not be."""
+    """Reports a round that too few clients replied to, or a comparison in which this happened to a run."""
 
 
 class RunInterrupt(KeyboardInterrupt):
-    """Ctrl-C in a run; the message says which round is saved and how to go on."""
+    """Reports Ctrl-C during a run; its message names the last saved round and the command that continues the run."""
 
 
 def check_extra_installed(package: str, extra: str, feature: str, alternative: str = "") -> None:
-    """Raises if an optional package is missing; does not import it.
+    """Checks that an optional package is installed, without importing it.
 
     Args:
-        package: as one imports it.
+        package: its import name.
         extra: the extra of polyfed that installs it.
-        feature: what needs it, the start of the error's sentence.
-        alternative: what to do without it.
+        feature: what needs the package; the start of the error message.
+        alternative: what to do without the package.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the package is not installed.
+
+
 
     >>> check_extra_installed("numpy", "hub", "this example")  # installed
     >>> check_extra_installed("no_such_package", "hub", "this example", "do without it")
@@ -55,7 +58,9 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A half sentence that offers the choices closest to a misspelt `name`.
+    """Returns half a sentence with the `choices` closest to a misspelt `name`, and all choices.
+
+
 
     >>> did_you_mean("fedprx", ["fedavg", "fedprox"])
     'did you mean fedprox? Choices: fedavg, fedprox'

@@ -1,7 +1,7 @@
-"""Where every random number comes from: a seed derived from (run seed, round, client id, purpose).
+"""Derives the seed of every random number from (run seed, round, client id, purpose).
 
-Nothing else in polyfed seeds a generator, and no derived seed depends on the order in which clients run, so that a
-result is the same on any engine and with any number of workers.
+Nothing else in polyfed seeds a generator, and no derived seed depends on the order in which clients run. So a result is the
+same on every engine and with any number of workers.
 """
 
 import hashlib
@@ -16,8 +16,11 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed that depends on `seed` and on each of `parts` (their type and order count; numpy's numbers and strings
-    are as Python's).
+    """Returns a 63-bit seed that depends on `seed` and on each of `parts`.
+
+    The type and the order of the parts count; NumPy's numbers and strings give the seeds that Python's give.
+
+
 
     >>> derive_seed(0, 3, "north", "local") == derive_seed(0, 3, "north", "local")
     True
@@ -35,19 +38,20 @@ def _plain_part(part: int | str) -> int | str:
 
 
 def torch_generator(seed: int) -> torch.Generator:
-    """A CPU torch generator that starts at `seed`."""
+    """Builds a torch generator on the CPU, seeded with `seed`."""
     return torch.Generator().manual_seed(seed)
 
 
 def numpy_generator(seed: int) -> np.random.Generator:
-    """A numpy generator that starts at `seed`."""
+    """Builds a NumPy generator, seeded with `seed`."""
     return np.random.default_rng(seed)
 
 
 @contextmanager
 def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Inside the block torch's default generator (dropout, weight initialisation) starts at `seed`; after it, the
-    caller's random state is as before.
+    """Seeds torch's default generator (dropout, weight initialisation) inside the block, and restores its state afterwards.
+
+
 
     >>> before = torch.random.get_rng_state()
     >>> with temporary_rng_seed(1): _ = torch.rand(2)
@@ -68,7 +72,7 @@ def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterato
 
 
 def get_rng_state(device: torch.device) -> Tensor:
-    """Where the numbers stand that are drawn on a device without a generator."""
+    """Returns the state of the default generator of `device`."""
     if device.type == "cpu":
         return torch.random.get_rng_state()
     module = torch.get_device_module(device.type)
@@ -77,7 +81,7 @@ def get_rng_state(device: torch.device) -> Tensor:
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:
-    """Goes back to where `get_rng_state` was."""
+    """Restores a state from `get_rng_state` as that of the default generator of `device`."""
     if device.type == "cpu":
         torch.random.set_rng_state(state)
     elif device.type == "mps":
@@ -87,7 +91,7 @@ def set_rng_state(device: torch.device, state: Tensor) -> None:
 
 
 def _seed(device: torch.device, seed: int) -> None:
-    if device.type == "cuda":  # of which there may be several
+    if device.type == "cuda":  # torch's module-level function would seed the current device only
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     else:
         torch.get_device_module(device.type).manual_seed(seed)
@@ -95,7 +99,10 @@ def _seed(device: torch.device, seed: int) -> None:
 
 @final
 class DropoutRNG:
-    """What dropout of one client among many draws: the numbers that it would draw alone on the device, starting at `seed`.
+    """Draws dropout masks for one client of a cohort: the masks that the client would draw alone on the device, from `seed`
+    on.
+
+
 
     >>> chance, with_scale = DropoutRNG(3, torch.device("cpu")), torch.nn.Dropout(0.5)
     >>> with temporary_rng_seed(3): alone = with_scale(torch.ones(9))
@@ -105,12 +112,12 @@ class DropoutRNG:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device, self._generator = device, torch_generator(seed)
-        if device.type != "cpu":  # which takes no generator of the CPU, and may draw another way for dropout
+        if device.type != "cpu":  # a CPU generator does not work there, and dropout may draw in another way
             with temporary_rng_seed(seed, device):
                 self._state = get_rng_state(device)
 
     def dropout_mask(self, like: Tensor, p: float) -> Tensor:
-        """Zeros with probability `p`, else 1/(1 − p), in the form of a tensor."""
+        """Returns a tensor of the shape and type of `like`: 0 with probability `p`, else 1/(1 − p)."""
         if self._device.type == "cpu":
             return torch.empty_like(like).bernoulli_(1 - p, generator=self._generator).div_(1 - p)
         before = get_rng_state(self._device)
@@ -123,7 +130,7 @@ class DropoutRNG:
 
     @property
     def state(self) -> Tensor:
-        """Where it stands; it can be set back."""
+        """Returns the generator's state, which can be assigned again."""
         return self._generator.get_state() if self._device.type == "cpu" else self._state
 
     @state.setter

@@ -1,1 +1,1 @@
-"""Metrics, and the scores of a network on a client's examples."""
+"""Evaluates networks: metrics, and the scores of a network on a client's examples."""

@@ -1,4 +1,4 @@
-"""Losses and scores of the tasks, evaluation of a network on examples, and summaries over clients."""
+"""Evaluates networks on examples: losses and metrics of the tasks, and summaries over clients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +18,17 @@ from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.vectorized.deferred_calls import PredictCall, current_deferred_run, full_state
 
-DEFAULT_METRIC: Mapping[Task, str] = DEFAULT_METRICS  # type: ignore[assignment]  # whose keys are those of Task
-"""The score of each task where no metrics are asked for; higher is better, and it is the name of the column in tables."""
+DEFAULT_METRIC: Mapping[Task, str] = DEFAULT_METRICS  # type: ignore[assignment]  # its keys are those of Task
+"""Default metric of each task, which names its column in tables; higher is better."""
 
 MetricValues = dict[str, float | None]
 
 
 def loss_function(task: Task, label_smoothing: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
-    """The mean loss of a batch: cross-entropy, binary cross-entropy on logits, or half the mean squared error."""
+    """Returns the task's mean loss of a batch.
+
+    This is cross-entropy, binary cross-entropy on logits, or half the mean squared error.
+    """
     if task == "classification":
         return partial(F.cross_entropy, label_smoothing=label_smoothing)
     return F.binary_cross_entropy_with_logits if task == "multilabel" else _half_squared_error
@@ -36,7 +39,10 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tensor:
-    """Outputs (logits) of `model` in evaluation mode for all examples, in their order, float32 on the CPU, (n, outputs)."""
+    """Returns the outputs (logits) of `model` in evaluation mode for all examples, in their order.
+
+    Float32 on the CPU, shape (n, outputs).
+    """
     model.eval()
     rows = torch.arange(len(examples), device=examples.device)
     outputs = []
@@ -48,7 +54,10 @@ def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tens
 
 
 def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
-    """`predict` for several sets of examples; where calls are gathered, together with other clients'."""
+    """Returns the outputs of `predict` for several sets of examples.
+
+    Inside a deferred run they are computed together with those of other clients.
+    """
     if (deferred_run := current_deferred_run()) is not None:
         single_tensors = all(isinstance(examples.x, Tensor) for examples in sets)  # several parts are not stacked
         outputs = deferred_run.next_result(
@@ -62,14 +71,15 @@ def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
 def compute_metrics(
     outputs: Tensor, targets: Tensor, task: Task, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """The metrics and the mean loss ("loss") of these outputs; a value that is not defined or not finite is None.
+    """Computes the metrics and the mean loss ("loss") of outputs; a value that is undefined or not finite is None.
 
     Args:
         outputs: of a network, float32 on the CPU, shape (n, ...).
         targets: of the same examples, shape (n, ...).
-        task: whose loss it is, unless `loss` is given.
-        metrics: in their order; none is the task's own.
-        loss: that training minimises: (outputs, targets) -> a number.
+        task: decides the loss, unless `loss` is given.
+        metrics: in the order of the result; empty for the task's default metric.
+        loss: the loss that training minimises: (outputs, targets) -> a number.
+
 
     >>> compute_metrics(torch.eye(2), torch.tensor([0, 0]), "classification",
     ...                 resolve_metrics(["accuracy", "auc"], "classification"))
@@ -84,9 +94,11 @@ def compute_metrics(
 def evaluate(
     model: nn.Module, examples: Examples, task: Task, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """The metrics and mean loss of `model` on `examples`; a value that is not defined or not finite is None. Without
-    `metrics` the task's own: accuracy; AUC as the mean over the labels that occur both ways; coefficient of determination
-    R².
+    """Computes the metrics and mean loss of `model` on `examples`; a value that is undefined or not finite is None.
+
+    Without `metrics` the task's default is computed: accuracy; the mean AUC of the labels that have both values; the
+    coefficient of determination R².
+
 
     >>> even = Examples(torch.eye(2), torch.tensor([0, 1]))
     >>> evaluate(nn.Identity(), even, "classification")
@@ -98,20 +110,23 @@ def evaluate(
 def evaluate_client(
     model: nn.Module, client: Client, prefix: str = "", metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """Metrics of a network on all of the client's sets in one row: "accuracy", "val_accuracy", "global_accuracy", ...,
-    each name after `prefix`."""
+    """Computes a network's metrics on all of the client's sets, in one row.
+
+    The names are "accuracy" (test), "val_accuracy", "global_accuracy", ..., each after `prefix`.
+    """
     return evaluate_client_with_outputs(model, client, metrics, prefix, loss)[0]
 
 
 def evaluate_client_with_outputs(
     model: nn.Module, client: Client, metrics: Sequence[Metric] = (), prefix: str = "", loss: Loss | None = None
 ) -> tuple[MetricValues, dict[str, Tensor]]:
-    """The same, and the outputs from which those on the client's own sets come: "test" and, if there is one, "val", each
-    float32 on the CPU, shape (n, ...).
+    """Computes the row of `evaluate_client`, and returns the outputs on the client's own sets with it.
+
+    The outputs have the keys "test" and, if there is such a set, "val"; each is float32 on the CPU, shape (n, ...).
 
     Args:
-        model, client, metrics, prefix: as above.
-        loss: that training minimises, for outputs and targets on the CPU; None is the task's.
+        model, client, metrics, prefix: as in `evaluate_client`.
+        loss: the loss that training minimises, for outputs and targets on the CPU; None for the task's.
     """
     row: MetricValues = {}
     outputs_by_set: dict[str, Tensor] = {}
@@ -129,17 +144,18 @@ def evaluate_client_with_outputs(
 
 
 def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Client) -> Tensor:
-    """What networks that were fitted to validation examples make of others: outputs on all of the client's, in their order,
-    float32 on the CPU, (n, ...).
+    """Returns outputs on the client's validation examples by networks that were fitted without them (2-fold cross-fitting).
+
+    Float32 on the CPU, shape (n, ...), in the order of the validation examples.
 
     Args:
-        build_network: makes the network of a client. It is called for the client with one half of its validation
-            examples (None
-            where that half is empty), and the network is used for the other half, before the next is made.
-        client: with validation examples. Halves have like classes; rows of one group (`Examples.group`) stay together.
+        build_network: builds the network of a client. It is called for the client with one half of its validation examples
+            (None if that half is empty); the network predicts the other half before the next call.
+        client: has validation examples. Both halves have similar class frequencies; rows of one group (`Examples.group`)
+            stay together.
     """
     val = client.val
-    assert val is not None  # the caller asks for nothing else
+    assert val is not None  # callers check this
     labels = val.labels.cpu().numpy()
     fold_of_row: NDArray[np.int64] = np.zeros(len(val), dtype=np.int64)
     if val.group is not None:
@@ -161,8 +177,10 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
 
 
 def split_metric_column(column: str, metrics: Sequence[Metric]) -> tuple[str, str] | None:
-    """What comes before the metric in the name of a column, and the metric or "loss"; None for another column. Of two
-    metrics that fit, the longer is meant.
+    """Splits the name of a column into a prefix and the metric (or "loss"); None if it names no metric.
+
+    If two metrics match, the longer name counts.
+
 
     >>> from polyfed.core.evaluation.metrics import METRICS
     >>> split_metric_column("val_balanced_accuracy", [METRICS["accuracy"], METRICS["balanced_accuracy"]])
@@ -170,7 +188,7 @@ def split_metric_column(column: str, metrics: Sequence[Metric]) -> tuple[str, st
     >>> split_metric_column("trained_loss", [METRICS["accuracy"]]), split_metric_column("train_loss", [METRICS["accuracy"]])
     (('trained_', 'loss'), None)
     """
-    if column == "train_loss":  # of training, which no metric is
+    if column == "train_loss":  # a value of training, not of an evaluation
         return None
     for name in sorted((*(metric.name for metric in metrics), "loss"), key=len, reverse=True):
         if column == name or column.endswith(f"_{name}"):
@@ -185,9 +203,12 @@ def _finite_or_none(value: float) -> float | None:
 def summarise_clients(
     clients: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Statistics over clients of each metric: mean, weighted mean (by training examples), standard deviation, minimum,
-    10th and 90th percentile. Clients without a value for a metric do not count in it; without the weight of one that does,
-    there is no weighted mean.
+    """Computes statistics over clients of each metric.
+
+    These are mean, mean weighted by `weights` (numbers of training examples), standard deviation, minimum, 10th and 90th
+    percentile. A client without a value for a metric does not count in it; if the weight of a client with a value is
+    missing, there is no weighted mean.
+
 
     >>> summarise_clients({"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0}}, {"a": 1, "b": 3})["accuracy"]["weighted_mean"]
     0.875

@@ -1,1 +1,1 @@
-"""Files that are written whole or not at all, code that users trust, checks of what is read."""
+"""Reads and writes files safely: atomic writes, checked reads, and the code that users trust."""

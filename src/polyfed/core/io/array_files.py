@@ -1,4 +1,4 @@
-"""Arrays and tensors from files: what a header claims is compared with what is there before memory is taken."""
+"""Reads arrays and tensors from files, after comparing the size that a header claims with that of the file."""
 
 import json
 import math
@@ -20,20 +20,20 @@ from polyfed.core.io.atomic_files import open_file, read_file
 from polyfed.core.io.validation import DAMAGED_FILE_ERRORS
 from polyfed.core.machine.memory_limit import total_memory
 
-_MAX_HEADER_BYTES = 100_000_000  # bytes of safetensors' header, as its own reader has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 
 
 def read_safetensors(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
-    """The tensors in a file of safetensors.
+    """Returns the tensors in a safetensors file.
 
     Args:
-        path: of the file.
-        max_bytes: bytes that it may have; None is what this machine has of memory.
+        path: the file.
+        max_bytes: largest file to read; None for the size of this machine's memory.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         UserError: it is no regular file, or too large.
-        ValueError: it is damaged; half a sentence.
+        ValueError: it is damaged; the message is half a sentence.
     """
     with open_file(path, max_bytes) as file:
         _check_safetensors_header(file)
@@ -46,10 +46,10 @@ def read_safetensors(path: Path, max_bytes: int | None = None) -> dict[str, Tens
 
 
 def _check_safetensors_header(file: IO[bytes]) -> None:
-    """Compares the size that the header claims with that of the file.
+    """Checks that the size which the header claims is that of the file.
 
     Raises:
-        ValueError: they differ, or the header is damaged.
+        ValueError: the sizes differ, or the header is damaged.
     """
     size = file.seek(0, 2)
     file.seek(0)
@@ -66,10 +66,10 @@ def _check_safetensors_header(file: IO[bytes]) -> None:
 
 
 def _check_npy_header(file: IO[bytes], size: int, name: str) -> None:
-    """Compares the size that the header of an array claims with that of what holds it.
+    """Checks that the size which the header of an array claims is `size`, that of the file or archive member.
 
     Raises:
-        ValueError: they differ, or it is no array.
+        ValueError: the sizes differ, or the file holds no array.
     """
     file.seek(0)
     version = np.lib.format.read_magic(file)
@@ -81,17 +81,17 @@ def _check_npy_header(file: IO[bytes], size: int, name: str) -> None:
 
 
 def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | None = None) -> dict[str, NDArray[Any]]:
-    """The arrays in an archive of NumPy.
+    """Returns the arrays in a NumPy archive by their names.
 
     Args:
-        path: of the archive.
-        names: of the arrays that are wanted, as far as they are there; None is all.
-        max_bytes: bytes that all arrays may have together; None is what this machine has of memory.
+        path: the archive.
+        names: the arrays to read, as far as the archive has them; None for all.
+        max_bytes: largest size of all arrays together; None for the size of this machine's memory.
 
     Raises:
-        FileNotFoundError: there is none.
-        UserError: it is no regular file, too large, or unpacks to too much.
-        ValueError: it is no archive, damaged, or holds pickled objects; half a sentence.
+        FileNotFoundError: there is no such file.
+        UserError: it is no regular file, too large, or unpacks to more than `max_bytes`.
+        ValueError: it is no archive, damaged, or holds pickled objects; the message is half a sentence.
     """
     limit = total_memory() if max_bytes is None else max_bytes
     with open_file(path, limit) as file:
@@ -117,7 +117,7 @@ def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | 
 
 
 def read_npy(path: Path, max_bytes: int | None = None) -> NDArray[Any]:
-    """The array in a file of NumPy; see `read_npz`."""
+    """Returns the array in a NumPy file; see `read_npz`."""
     with open_file(path, max_bytes) as file:
         try:
             _check_npy_header(file, file.seek(0, 2), "the array")

@@ -1,11 +1,11 @@
-"""How files are written and read: by these functions only.
+"""Reads and writes all files of polyfed, safe from crashes, symbolic links and hostile files.
 
-A file is the old one or the new one at any moment, is on the disk when the function returns, and no symbolic link leads a
-write to another place: a run directory that somebody else made, or may write to, cannot have other files overwritten.
-What belongs to a run holds what was learnt from data, so that it is its owner's alone: files of mode 0600, folders of 0700.
+At any moment a file is the old one or the new one, and it is on the disk when the function returns. No symbolic link
+redirects a write: a run directory that somebody else made, or may write to, cannot make polyfed overwrite other files. Files
+of a run hold what was learnt from data, so only their owner can read them: files have mode 0600, folders 0700.
 
-What is read is a regular file of a size that such a file can have. Anything else (a pipe that nobody writes to, a device
-that never ends, a sparse file of a terabyte, a link to nothing) is a sentence before a byte of it is read.
+Only a regular file of plausible size is read. Anything else (a pipe that nobody writes to, a device that never ends, a
+sparse file of a terabyte, a link to nothing) raises an error before a byte of it is read.
 """
 
 import errno
@@ -19,13 +19,13 @@ from typing import IO
 from polyfed.core.errors import UserError
 
 PRIVATE_FILE_MODE, PRIVATE_FOLDER_MODE = 0o600, 0o700
-_SHARED_FILE_MODE, _SHARED_FOLDER_MODE = 0o666, 0o777  # what a user asked for by name; the umask decides
+_SHARED_FILE_MODE, _SHARED_FOLDER_MODE = 0o666, 0o777  # for files that a user asked for by name; the umask applies
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_BLOCK = 2**16  # bytes that are read at once, from the end
+_BLOCK = 2**16  # bytes per read while searching backwards for the last line
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 MAX_TEXT_BYTES = 256 * 2**20  # bytes of a file of settings, results or descriptions
-MAX_ROUNDS_BYTES = 2**30  # of the records of all rounds
-UNLIMITED_BYTES = 2**63  # of a file that is read in pieces
+MAX_ROUNDS_BYTES = 2**30  # bytes of `metrics.jsonl`, which has a record per round
+UNLIMITED_BYTES = 2**63  # for a file that is read in pieces
 _READ_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = {
     stat.S_IFIFO: "it is a named pipe", stat.S_IFSOCK: "it is a socket", stat.S_IFDIR: os.strerror(errno.EISDIR),
@@ -34,15 +34,15 @@ _KINDS = {
 
 
 def create_private_folder(path: Path, *, parents: bool = False) -> Path:
-    """A folder that only its owner can enter; one that is there stays as it is.
+    """Creates a folder that only its owner can enter, and returns its path; an existing folder stays as it is.
 
     Args:
-        path: of the folder.
-        parents: whether those above it are made too: as the umask has it, or inside such a folder like it.
+        path: the folder.
+        parents: whether missing folders above it are created too; with the umask's mode, or private inside a private folder.
 
     Raises:
-        UserError: there is a symbolic link in its place, which would lead what is written elsewhere.
-        OSError: it cannot be made; the exception names it.
+        UserError: `path` is a symbolic link, which would redirect what is written.
+        OSError: the folder cannot be created; the exception names it.
     """
     for missing in reversed([above for above in path.parents if parents and not above.exists()]):
         is_private = not stat.S_IMODE(missing.parent.stat().st_mode) & 0o077
@@ -57,12 +57,14 @@ def create_private_folder(path: Path, *, parents: bool = False) -> Path:
 
 @contextmanager
 def open_new_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write to, in place of what has this name; it is on the disk at the end. If writing fails, nothing is left.
+    """Opens a new file for writing in place of what has this name; it is on the disk at the end of the block.
+
+    If writing fails, no file is left.
 
     Args:
-        path: of the file; a link of this name is removed, not followed.
-        private: whether it is its owner's alone.
-        sync: False where the caller sees to it later, for many files together.
+        path: the file; a link of this name is removed, not followed.
+        private: whether only its owner can read it.
+        sync: False if the caller flushes it to the disk later, together with other files.
 
     Raises:
         OSError: it cannot be written; the exception names it.
@@ -78,14 +80,17 @@ def open_new_file(path: Path, *, private: bool = True, sync: bool = True) -> Ite
                 if sync:
                     os.fsync(file.fileno())
         except OSError:
-            with suppress(OSError):  # half a file takes room that is needed
+            with suppress(OSError):  # a partial file occupies disk space that is needed
                 path.unlink()
             raise
 
 
 @contextmanager
 def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
-    """The same, but what has this name stays until all is written; a link of this name is replaced, not followed."""
+    """Opens a file for writing that takes this name only when all is written; until then the old file stays.
+
+    A link of this name is replaced, not followed. Arguments and errors are those of `open_new_file`.
+    """
     partial = path.with_name(f".partial-{path.name}")
     with open_new_file(partial, private=private, sync=sync) as file:
         yield file
@@ -96,12 +101,13 @@ def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> 
 
 
 def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Writes a file, durably, so that it is the old one or the new one at any moment.
+    """Writes a file so that at any moment it is the old one or the new one, and flushes it to the disk.
 
     Args:
-        path: of the file; a link of this name is replaced, not followed.
+        path: the file; a link of this name is replaced, not followed.
         data: its content.
-        private: whether it is its owner's alone; False for what a user asked for by name, such as a page to pass on.
+        private: whether only its owner can read it; False for a file that the user asked for by name, such as a page to
+            share.
 
     Raises:
         OSError: it cannot be written; the exception names it.
@@ -111,11 +117,13 @@ def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> N
 
 
 def append_line(path: Path, line: str) -> None:
-    """Adds a line to a file, durably. What a full disk or a kill has left of a line at its end is cut off before; of a line
-    that cannot be written whole, nothing stays.
+    """Appends a line to a file, and flushes it to the disk.
+
+    A partial line at the end, from a full disk or a killed process, is removed first. If the new line cannot be written
+    whole, none of it stays.
 
     Raises:
-        UserError: the file is a link, or no file.
+        UserError: `path` is a link, or no file.
         OSError: it cannot be written; the exception names it.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -129,7 +137,7 @@ def append_line(path: Path, line: str) -> None:
                 file.truncate(size)
             try:
                 remaining = memoryview(f"{line}\n".encode())
-                while remaining:  # a disk that fills up takes a part, and raises at the next call
+                while remaining:  # a disk that becomes full takes a part of the line, and raises at the next call
                     remaining = remaining[file.write(remaining) :]
                 os.fsync(file.fileno())
             except OSError:
@@ -141,7 +149,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def _end_of_last_line(file: IO[bytes]) -> int:
-    """Where the last whole line of a file ends, in bytes."""
+    """Returns the position in bytes at which the last whole line of a file ends."""
     end = file.seek(0, os.SEEK_END)
     while end:
         begin = max(0, end - _BLOCK)
@@ -153,10 +161,10 @@ def _end_of_last_line(file: IO[bytes]) -> int:
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """A file to lock, empty.
+    """Opens an empty file for a lock.
 
     Raises:
-        UserError: there is a pipe, which would be waited for.
+        UserError: `path` is a pipe, at which opening would wait.
         OSError: it cannot be opened, or it is a link; the exception names it.
     """
     if path.is_fifo():
@@ -166,7 +174,10 @@ def open_lock_file(path: Path) -> IO[str]:
 
 
 def sync_files(paths: Sequence[Path]) -> None:
-    """Makes sure that these files are there after a loss of power. Of many, that is faster once all are written."""
+    """Flushes these files to the disk, so that they survive a loss of power.
+
+    For many files this is faster once all are written than after each.
+    """
     for path in paths:
         with _file_named_in_errors(path), open_file(path, UNLIMITED_BYTES) as file:
             os.fsync(file.fileno())
@@ -175,7 +186,7 @@ def sync_files(paths: Sequence[Path]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes sure that files created or renamed in a folder are there after a loss of power."""
+    """Flushes a folder to the disk, so that files created or renamed in it survive a loss of power."""
     with _file_named_in_errors(folder):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -186,7 +197,8 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def add_resume_hint(next_step: str) -> Iterator[None]:
-    """Adds to the error of a disk without room what to do: make room, then `next_step`.
+    """Adds to a "no space left" error what to do: make room, then `next_step`.
+
 
     >>> with add_resume_hint("`polyfed resume runs/a`"):
     ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
@@ -207,7 +219,7 @@ def add_resume_hint(next_step: str) -> Iterator[None]:
 
 @contextmanager
 def _file_named_in_errors(path: Path) -> Iterator[None]:
-    """Errors of writing name no file; this one."""
+    """Adds the file's name to errors of writing, which lack it."""
     try:
         yield
     except OSError as error:
@@ -220,14 +232,15 @@ def _file_named_in_errors(path: Path) -> Iterator[None]:
 
 
 def expand_user_path(path: str | Path, label: str = "the path") -> Path:
-    """A path as users give one: "~" is their home, and a relative one is as it is.
+    """Returns the path that a user gave, with "~" replaced by the home folder; a relative path stays relative.
 
     Args:
-        path: that was given.
-        label: it is called in errors.
+        path: the user's text or path.
+        label: its name in errors.
 
     Raises:
         UserError: it is empty or no path.
+
 
     >>> expand_user_path("~/runs") == Path.home() / "runs", expand_user_path("runs/a").as_posix()
     (True, 'runs/a')
@@ -249,26 +262,27 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> Path:
-    """The path, if a regular file of at most so many bytes is there; for libraries that open files by themselves.
+    """Checks that `path` is a regular file of at most `max_bytes`, and returns it, for libraries that open files by
+    themselves.
 
     Args:
-        path: of the file.
-        max_bytes: bytes that it may have; None is what this machine has of memory.
+        path: the file.
+        max_bytes: largest size; None for the size of this machine's memory.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        UserError: it is something else, too large, or cannot be read.
+        FileNotFoundError: there is no such file.
+        UserError: it is no regular file, too large, or cannot be read.
     """
     with open_file(path, max_bytes):
         return path
 
 
 def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
-    """A regular file, open for reading; see `check_file`. Never waits: a pipe is not opened, nor a device.
+    """Opens a regular file for reading, and never waits: pipes and devices are refused; see `check_file`.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        UserError: it is something else, too large, or cannot be read.
+        FileNotFoundError: there is no such file.
+        UserError: it is no regular file, too large, or cannot be read.
     """
     try:
         _check_kind(path, path.stat())
@@ -284,7 +298,7 @@ def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
         raise UserError(f"cannot read {path}: {error.strerror or error}; give a file that can be read") from error
     try:
         status = os.fstat(descriptor)
-        _check_kind(path, status)  # it may be another file by now
+        _check_kind(path, status)  # the file may have been exchanged since the first check
         _check_size(path, status.st_size, max_bytes)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -293,11 +307,11 @@ def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
 
 
 def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
-    """The content of a regular file of at most so many bytes; None is what this machine has of memory.
+    """Returns the content of a regular file of at most `max_bytes`; None is the size of this machine's memory.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        UserError: it is something else, too large, or cannot be read.
+        FileNotFoundError: there is no such file.
+        UserError: it is no regular file, too large, or cannot be read.
     """
     with open_file(path, max_bytes) as file:
         try:
@@ -309,12 +323,12 @@ def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_text_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES, errors: str = "strict") -> str:
-    """The same as text in UTF-8, line ends as "\\n"; `errors` as of `bytes.decode`.
+    r"""Returns the UTF-8 text of a file, with line ends as "\\n"; `errors` as in `bytes.decode`.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        UserError: it is something else, too large, or cannot be read.
-        UnicodeDecodeError: it is no such text.
+        FileNotFoundError: there is no such file.
+        UserError: it is no regular file, too large, or cannot be read.
+        UnicodeDecodeError: it is no UTF-8 text.
     """
     return read_file(path, max_bytes).decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
 

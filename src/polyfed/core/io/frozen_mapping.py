@@ -1,4 +1,4 @@
-"""Mappings among the fields of a frozen dataclass."""
+"""Provides an immutable, hashable mapping for the fields of frozen dataclasses."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, final
@@ -12,6 +12,7 @@ class FrozenMapping(Mapping[str, Any]):
 
     Raises:
         UserError: a name is not text, or a value cannot be hashed.
+
 
     >>> {FrozenMapping({"hidden": [64, 32]}): 1}[FrozenMapping({"hidden": (64, 32)})]
     1

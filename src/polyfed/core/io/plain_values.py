@@ -1,5 +1,7 @@
-"""Numbers and arrays of NumPy as Python's own: settings and hyper-parameters often come from `numpy.arange` or
-`numpy.logspace`, and torch, JSON and YAML take Python's alone."""
+"""Converts NumPy's numbers and arrays to Python's own, the only ones that torch, JSON and YAML take.
+
+Settings and hyper-parameters often come from `numpy.arange` or `numpy.logspace`.
+"""
 
 import dataclasses
 from typing import Any
@@ -8,7 +10,8 @@ from typing import Any
 def numpy_to_python(value: Any) -> Any:
     """Returns the value with NumPy's numbers and arrays in it as Python's numbers and lists.
 
-    Lists, tuples and dicts are gone through; anything else comes back as it is.
+    Lists, tuples and dicts are converted recursively; anything else is returned unchanged.
+
 
     >>> import numpy as np
     >>> numpy_to_python({"lr": np.array([0.5, 1.0]), "k": (np.int64(3), np.bool_(True)), "name": "north"})

@@ -1,5 +1,4 @@
-"""Text from elsewhere (ids, names of methods, classes and folders, titles, errors of sites) on its way to a terminal or a
-spreadsheet."""
+"""Makes foreign text (ids, names, titles, errors of sites) safe for a terminal or a spreadsheet."""
 
 import re
 import unicodedata
@@ -29,10 +28,12 @@ _NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)([eE][+-]?\d+)?")
 
 
 def sanitise_for_terminal(text: object) -> str:
-    """The text without what a terminal would obey: escape sequences, other control characters and marks of direction
-    become "�"; line breaks and tabs a space.
+    r"""Returns the text without characters that control a terminal.
 
-    >>> (sanitise_for_terminal("north\\x1b[2J\\u202e"), sanitise_for_terminal("a\\nb"),
+    Escape sequences, other control characters and direction marks become "�"; line breaks and tabs become a space.
+
+
+    >>> (sanitise_for_terminal("north\x1b[2J\u202e"), sanitise_for_terminal("a\nb"),
     ...  sanitise_for_terminal("Zürich 北京 [/b]"))
     ('north�[2J�', 'a b', 'Zürich 北京 [/b]')
     """
@@ -49,7 +50,8 @@ def _printable(letter: str) -> str:
 
 
 def escape_spreadsheet_formula(text: str) -> str:
-    """The text as a cell of a CSV file, which no spreadsheet takes for a formula: an apostrophe before what would be one.
+    """Returns the text as a cell of a CSV file that no spreadsheet takes for a formula: an apostrophe precedes a formula.
+
 
     >>> (escape_spreadsheet_formula("=1+1"), escape_spreadsheet_formula("@SUM(A1)"),
     ...  escape_spreadsheet_formula("-a"), escape_spreadsheet_formula("-1.5"), escape_spreadsheet_formula("ill"))

@@ -1,9 +1,9 @@
-"""The one door through which a name becomes code.
+"""Imports code by a name, only if the caller of this process trusts that name.
 
-A name such as `my_nets:make`, a Python file, or the address of a cluster that may run code here: whoever writes it decides
-what this process executes. So the door is closed, unless the caller of this process opened it: with a name typed on the
-command line, with `--trust-code`, or in Python with `trust_code`. What stands in a file opens nothing. An object that a
-Python caller passes (a class, a function) needs no door.
+Whoever writes a name such as `my_nets:make`, the path of a Python file, or the address of a cluster that may run code here,
+decides what this process executes. So a name is refused, unless the caller of this process trusted it: with a name typed on
+the command line, with `--trust-code`, or in Python with `trust_code`. The content of a file never makes a name trusted. An
+object that a Python caller passes (a class, a function) needs no trust.
 """
 
 import importlib
@@ -20,15 +20,16 @@ from polyfed.core.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 ANY_NAME = "*"
-_IMPORT_PATHS: dict[Any, str] = {}  # what `import_object` gave -> the name
-_trusted: frozenset[str] = frozenset()  # of this process; workers are given it when they start
+_IMPORT_PATHS: dict[Any, str] = {}  # object returned by `import_object` -> its name
+_trusted: frozenset[str] = frozenset()  # of this process, which passes it to the workers that it starts
 
 
 def trust_code(*names: str) -> None:
-    """Allows this process to execute what these names stand for; without names, whatever a file names.
+    """Allows this process to execute the code behind these names; without names, any code that a file names.
 
     Args:
         names: `module:factory`, paths of Python files, or addresses of Ray clusters.
+
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
@@ -40,24 +41,24 @@ def trust_code(*names: str) -> None:
 
 
 def is_trusted(name: str) -> bool:
-    """Whether the caller of this process allowed this name."""
+    """Returns whether the caller of this process trusts this name."""
     return name in _trusted or ANY_NAME in _trusted
 
 
 def trusted_names() -> tuple[str, ...]:
-    """What this process allows, for the workers that it starts."""
+    """Returns the trusted names, for the workers that this process starts."""
     return tuple(sorted(_trusted))
 
 
 def inherit_trust(names: Iterable[str]) -> None:
-    """Allows in a worker what the process that started it allows, of `trusted_names()`; nothing where that is empty."""
+    """Trusts, in a worker, the names of `trusted_names()` in the process that started it."""
     global _trusted
     _trusted |= frozenset(names)
 
 
 @contextmanager
 def temporary_trust() -> Iterator[None]:
-    """What is allowed inside ends with it: one command of a process that carries out several."""
+    """Forgets at the end of the block the names that were trusted in it, for a process that runs several commands."""
     global _trusted
     before = _trusted
     try:
@@ -67,14 +68,15 @@ def temporary_trust() -> Iterator[None]:
 
 
 def check_trusted(name: str, action: str) -> None:
-    """Raises unless the name is allowed.
+    """Checks that a name is trusted.
 
     Args:
-        name: as it is written.
-        action: what it does, after "asks to".
+        name: the name as the user or file writes it.
+        action: the action that needs the trust; follows "asks to" in the error.
 
     Raises:
-        UserError: it is not allowed, with what to do.
+        UserError: it is not trusted; the message says how to trust it.
+
 
     >>> check_trusted("my_nets:make", "import 'my_nets:make' as a network")
     Traceback (most recent call last):
@@ -89,18 +91,19 @@ def check_trusted(name: str, action: str) -> None:
 
 
 def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
-    """The function or class that `module:factory` names, if the caller of this process allowed that.
+    """Imports the function or class that `module:factory` names, if the name is trusted.
+
+    Modules are searched where Python searches, then in the current directory, which is appended to `sys.path` and stays
+    there, so that worker processes find the same module.
 
     Args:
         path: the name.
-        kind: it stands for, in errors: "network", "method", "metric", "loss", "source" or "partition".
-
-    Modules are looked for where Python looks, then in the current directory, which is put at the end of `sys.path` and
-    stays there, so that worker processes find the same module.
+        kind: what it stands for, in errors: "network", "method", "metric", "loss", "source" or "partition".
 
     Raises:
-        UserError: the text is not `module:factory`, it is not allowed, the module is not found or cannot be imported, or
-            it has no such callable.
+        UserError: the text is not `module:factory`, it is not trusted, the module is not found or cannot be imported, or it
+            has no such callable.
+
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
@@ -143,13 +146,14 @@ def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
         obj = getattr(obj, part)
     if not callable(obj):
         raise UserError(f"{label} {path!r}: {attribute!r} in {origin} is {type(obj).__name__}, not a function or class")
-    with suppress(TypeError):  # an object that no dictionary can hold has no name to be written by
+    with suppress(TypeError):  # an object that cannot be hashed has no stored name
         _IMPORT_PATHS[obj] = path
     return obj  # type: ignore[no-any-return]
 
 
 def import_path_of(obj: Any) -> str | None:
-    """By which `module:name` this process was given an object; None if it was not. A configuration holds that.
+    """Returns the `module:name` by which this process imported an object, as a configuration stores it; None if it did not.
+
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
@@ -163,15 +167,16 @@ def import_path_of(obj: Any) -> str | None:
 
 
 def import_dataclass(path: str, base_class: type[T], label: str) -> type[T]:
-    """The class of the user's that `module:Name` names.
+    """Imports the user's dataclass that `module:Name` names, if the name is trusted.
 
     Args:
         path: the name.
-        base_class: what it must be built on.
-        label: it stands for, in errors.
+        base_class: the class that it must derive from.
+        label: what it stands for, in errors.
 
     Raises:
-        UserError: as `import_object`, or it is no dataclass on `base_class`.
+        UserError: as `import_object`, or it is no dataclass that derives from `base_class`.
+
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
@@ -187,16 +192,16 @@ def import_dataclass(path: str, base_class: type[T], label: str) -> type[T]:
 
 
 def load_function(file: Path, name: str, purpose: str) -> Callable[[], Any]:
-    """A function of a Python file, which may import its neighbours, if the caller of this process allowed the file. The
-    file's code runs.
+    """Returns a function from a Python file, if the file is trusted; the file's code runs, and may import its neighbours.
 
     Args:
-        file: where it is.
-        name: of the function.
-        purpose: what needs it, for errors.
+        file: the Python file.
+        name: the function.
+        purpose: what needs the function; the start of errors.
 
     Raises:
-        UserError: there is no such file, it is not allowed, or it has no such function.
+        UserError: there is no such file, it is not trusted, or it has no such function.
+
 
     >>> load_function(Path("/nowhere.py"), "client", "a site")
     Traceback (most recent call last):

@@ -1,8 +1,7 @@
-"""Readers of what files hold: JSON and YAML in the types that are declared, or one sentence about the first thing that is
-not.
+"""Parses JSON and YAML, and checks values against declared types; an error is one sentence about the first mismatch.
 
 A type is a Python annotation: `int`, `float` (a finite number), `str`, `bool`, `None`, `Literal`, unions, `list`, `tuple`,
-`dict`, `Mapping`, a `TypedDict`, or `Any`. Other annotations ask for nothing.
+`dict`, `Mapping`, a `TypedDict`, `Callable` (anything that can be called), or `Any`. Any value passes for other annotations.
 """
 
 import dataclasses
@@ -16,10 +15,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from polyfed.core.errors import UserError, did_you_mean
 
 T = TypeVar("T")
-MAX_DEPTH, MAX_VALUES = 60, 2_000_000  # of nested lists and mappings, and of values in all
+MAX_DEPTH, MAX_VALUES = 60, 2_000_000  # levels of nested lists and mappings; values in all
 _LARGEST = 2**63
-# What NumPy, Arrow, torch and yaml raise of bytes that are damaged. It is for a single call of such a library, never around
-# polyfed's own code, where it would call a programming error a damaged file.
+# Exceptions that NumPy, Arrow, torch and yaml raise for damaged bytes. Catch them around one call of such a library only:
+# around polyfed's own code they would report a programming error as a damaged file.
 DAMAGED_FILE_ERRORS = (
     TypeError,
     ValueError,
@@ -34,10 +33,11 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Returns the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, too deep, or has NaN or Infinity, which JSON does not have.
+        ValueError: it is no JSON, nested too deeply, or has NaN or Infinity, which JSON does not have.
+
 
     >>> parse_json('{"loss": 0.5}'), parse_json("[]")
     ({'loss': 0.5}, [])
@@ -52,24 +52,25 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """The value of a YAML text, which has no tags of Python.
+    """Returns the value of a YAML text, which may have no Python tags.
 
     Raises:
-        ValueError: it is no YAML, too deep or too much; with line and column where they are known.
+        ValueError: it is no YAML, nested too deeply, or too large; with line and column where they are known.
+
 
     >>> parse_yaml("lr: 0.5")
     {'lr': 0.5}
     """
     import yaml
 
-    # libyaml's is ten times faster, but crashes where values are nested deeply.
+    # libyaml's loader is ten times faster, but crashes on deeply nested values: sizes are checked by its parser first.
     quick = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         source = text.decode() if isinstance(text, bytes) else text
         if wrong := _yaml_size_error(yaml.parse(source, Loader=quick)):
             raise ValueError(wrong)
         value = yaml.load(source, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, *DAMAGED_FILE_ERRORS) as error:  # ValueError: dates that are none, say
+    except (yaml.YAMLError, *DAMAGED_FILE_ERRORS) as error:  # ValueError: an invalid date, for example
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         first = next(iter(str(error).splitlines()), type(error).__name__)
@@ -80,10 +81,12 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def _yaml_size_error(events: Iterable[Any]) -> str:
-    """What is wrong with the size of a YAML text, aliases put in, before anything is made of it: a few lines with merged
-    aliases take hours to load. Empty if nothing is."""
+    """Returns why a YAML text is too large with its aliases expanded, or "".
+
+    The check goes by the parser's events, before any value is built: a few lines of merged aliases take hours to load.
+    """
     sizes: dict[str, int] = {}
-    open_nodes: list[tuple[str | None, int]] = [(None, 0)]  # anchor, and values so far
+    open_nodes: list[tuple[str | None, int]] = [(None, 0)]  # anchor, and number of values so far
     for event in events:
         kind, anchor = type(event).__name__, getattr(event, "anchor", None)
         size = 0
@@ -115,8 +118,10 @@ def _refuse_constant(text: str) -> float:
 
 
 def size_limit_error(value: Any) -> str:
-    """What is wrong with the size of a value that a file holds; empty if nothing is. A YAML file of few bytes may stand for
-    a mapping that holds itself, or for billions of values.
+    """Returns why a value from a file is nested too deeply or has too many values, or "".
+
+    A YAML file of few bytes may stand for a mapping that contains itself, or for billions of values.
+
 
     >>> size_limit_error([1, [2]]), size_limit_error([[]] * 3_000_000)
     ('', 'it holds more than 2000000 values')
@@ -138,12 +143,13 @@ def size_limit_error(value: Any) -> str:
 
 
 def validation_error(value: Any, annotation: Any, path: str = "") -> str:
-    """What of a value is not of a type, as half a sentence; empty if all is.
+    """Returns the first mismatch between a value and a type, as half a sentence, or "".
 
     Args:
-        value: of a file.
-        annotation: an annotation.
-        path: how the value is called.
+        value: read from a file, or given by a user.
+        annotation: the type.
+        path: the value's name in the message.
+
 
     >>> validation_error({"lr": "fast"}, dict[str, float])
     "lr must be a number, got 'fast'"
@@ -176,7 +182,8 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str:
 
 
 def describe_annotation(annotation: Any) -> str:
-    """A type in words.
+    """Describes a type in words.
+
 
     >>> describe_annotation(int | None), describe_annotation(list[int])
     ('a whole number or null', 'a list')
@@ -251,20 +258,21 @@ def _wrong_type_error(place: str, expected: str, value: Any) -> str:
 
 
 def _deepest_error(errors: Sequence[str]) -> str:
-    """Of what is wrong with each of two choices the sentence that goes deepest."""
+    """Returns the message about the most deeply nested value, of one message per member of a union."""
     return max(errors, key=lambda sentence: sentence.partition(" must be ")[0].count("."))
 
 
 def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
-    """An object of a dataclass from fields that a file holds: known names, declared types, values that it takes.
+    """Builds a dataclass from the fields in a file, after checking names, types and values.
 
     Args:
         cls: the dataclass.
         values: field -> value.
-        label: how errors call it.
+        label: the name of the object in errors.
 
     Raises:
-        UserError: a field is unknown, missing, of another type, or refused.
+        UserError: a field is unknown, missing, of another type, or refused by the dataclass.
+
 
     >>> from polyfed.data import Split
     >>> build_dataclass(Split, {"clients": 3}, "data").clients
@@ -292,11 +300,12 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
 
 
 def as_user_error(action: Callable[[], T], label: str) -> T:
-    """What an action makes of values that a file holds, whose types are right; values that it cannot take are an error about
-    them. Other exceptions are of the program, and pass.
+    """Runs an action on values from a file, and turns its value errors into a `UserError` about the file.
+
+    The values' types have been checked before. Other exceptions are programming errors, and pass.
 
     Raises:
-        UserError: it cannot be made of them.
+        UserError: the action raised a `TypeError`, `ValueError` or `ArithmeticError`.
     """
     try:
         return action()

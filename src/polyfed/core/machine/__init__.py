@@ -1,1 +1,1 @@
-"""Memory and threads of this machine."""
+"""Adapts to this machine: memory and threads."""

@@ -1,4 +1,4 @@
-"""What this process keeps for what it computes next: memory, and compiled kernels."""
+"""Makes this process keep freed memory and compiled kernels for reuse."""
 
 import ctypes
 import os
@@ -6,15 +6,16 @@ import sys
 from functools import cache
 
 _TRIM, _TOP, _MMAP = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD of glibc's malloc.h
-_LARGEST = 32 * 2**20  # that glibc takes for the last
+_LARGEST = 32 * 2**20  # largest M_MMAP_THRESHOLD that glibc accepts
 
 
 @cache
 def tune_malloc() -> bool:
-    """Lets this process keep memory that it frees for what it allocates next; whether it does, on Linux with glibc.
+    """Makes glibc's malloc keep freed memory for the next allocation; returns whether that worked (on Linux with glibc
+    only).
 
-    By default glibc gives large pieces back to the system. A step of training takes the same megabytes as the one before; to
-    get them anew, page by page, can cost as much as the arithmetic. The process stays as large as it ever was.
+    By default glibc gives large pieces back to the system. A step of training needs the same megabytes as the one before;
+    getting them anew, page by page, can cost as much as the arithmetic. The process stays as large as it ever was.
     """
     if sys.platform != "linux":
         return False
@@ -27,10 +28,10 @@ def tune_malloc() -> bool:
 
 
 def enlarge_kernel_cache() -> None:
-    """Lets oneDNN keep 16,384 compiled kernels instead of 1,024, unless ONEDNN_PRIMITIVE_CACHE_CAPACITY says otherwise.
+    """Sets oneDNN's cache to 16,384 compiled kernels instead of 1,024, unless ONEDNN_PRIMITIVE_CACHE_CAPACITY is set.
 
-    Each shape has kernels of its own. Where the examples of a batch take different operations, shapes differ from step to
-    step, and are more than 1,024: without this a third of a step can be spent on compiling. oneDNN reads the number when it
-    computes for the first time in a process, so this is called where such a network is imported.
+    Each shape has its own kernels. Where the examples of a batch take different operations, more than 1,024 shapes change
+    from step to step, and compiling can take a third of a step. oneDNN reads the number at its first computation in a
+    process, so call this where such a network is imported.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")

@@ -1,7 +1,7 @@
-"""Networks that no machine could hold are refused before memory is taken.
+"""Refuses networks that no machine could hold, before memory is allocated.
 
-A width of 10^9 in a configuration would make the system kill the process, or others. So while one of polyfed's own networks
-is built, it is first made of tensors without numbers, and their sizes are added up.
+A width of 10^9 in a configuration would make the system kill this process, or others. So one of polyfed's own networks is
+first built from tensors without values, whose sizes are added up.
 """
 
 import os
@@ -25,8 +25,8 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 @cache
 def total_memory() -> int:
-    """The bytes of memory that this machine, or the container around the process, has in all."""
-    sizes = [2**50]  # where the system does not say
+    """Returns the bytes of memory that this machine, or the container around the process, has in total."""
+    sizes = [2**50]  # if the system reports no size
     with suppress(AttributeError, ValueError, OSError):  # Windows has no such names
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with suppress(OSError, ValueError):  # "max" where there is no limit
@@ -35,13 +35,15 @@ def total_memory() -> int:
 
 
 def check_fits_in_memory(name: str, size: int) -> None:
-    """Refuses what this machine has no memory for.
+    """Checks that this machine has `size` bytes of memory.
 
     Args:
-        name: takes `size` bytes, for the error.
+        name: what takes the memory, for the error.
+        size: in bytes.
 
     Raises:
         UserError: this machine has less memory.
+
 
     >>> check_fits_in_memory("a table", 4 * 10**15)
     Traceback (most recent call last):
@@ -55,15 +57,17 @@ def check_fits_in_memory(name: str, size: int) -> None:
 
 
 def build_within_memory(name: str, build: Callable[[], T]) -> T:
-    """What `build` makes, if all tensors of it fit into this machine's memory together. It is called twice: first with
-    tensors that have sizes only.
+    """Returns the result of `build`, if all its tensors fit into this machine's memory together.
+
+    `build` is called twice, first with tensors that have sizes only.
 
     Args:
-        name: is made, for the error.
-        build: makes it; the second call has the random state that the first had.
+        name: what is built, for the error.
+        build: builds it; both calls start with the same random state.
 
     Raises:
-        UserError: they do not fit, or are more than `MAX_NETWORK_TENSORS`.
+        UserError: the tensors do not fit, or are more than `MAX_NETWORK_TENSORS`.
+
 
     >>> build_within_memory("a network", lambda: torch.nn.Linear(10**6, 10**9))
     Traceback (most recent call last):
@@ -74,15 +78,15 @@ def build_within_memory(name: str, build: Callable[[], T]) -> T:
             build()
     except UserError:
         raise
-    except Exception as error:  # it needs values to go on; what is wrong with it otherwise is raised below
-        if "overflow" in str(error).lower():  # sizes beyond 2^63, which torch does not even take
+    except Exception as error:  # tensors without values can fail here; a real error is raised by the second call below
+        if "overflow" in str(error).lower():  # torch takes no sizes beyond 2^63
             raise UserError(f"{name} would have sizes beyond what any machine can hold; make it smaller") from error
     return build()
 
 
 @final
 class _TensorSizeCounter(TorchFunctionMode):
-    """Lets tensors be made without their numbers, and adds up what they would take."""
+    """Creates tensors without values inside the block, and adds up the memory that they would take."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class _TensorSizeCounter(TorchFunctionMode):
                 self._count(tensor)
             return tensor
         if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor) and args[0].is_meta:
-            return args[0]  # the values of an initialisation
+            return args[0]  # an initialisation in place, such as `normal_`, has no values to set
         return func(*args, **options)
 
     def _count(self, tensor: Tensor) -> None:
@@ -111,7 +115,8 @@ class _TensorSizeCounter(TorchFunctionMode):
 
 
 def _format_bytes(size: int) -> str:
-    """A number of bytes.
+    """Formats a number of bytes.
+
 
     >>> _format_bytes(8 * 10**9), _format_bytes(4 * 10**15), _format_bytes(10**30)
     ('8 GB', '4 PB', '10^30 bytes')

@@ -1,8 +1,8 @@
-"""How many threads compute, so that results do not depend on how many there are.
+"""Limits torch to one thread per item of work, so that results do not depend on the number of threads.
 
-Clients compute with one thread each. For the server half, while processes that run clients wait, each item is computed by
-one thread and only who computes it is left open: torch's own threads divide an operation by their number, which changes
-the rounding.
+Clients compute with one thread each. On the server, while processes that run clients wait, each item is computed by one
+thread, and only which thread computes it varies: torch's own threads would divide an operation among them, which changes the
+rounding.
 """
 
 import os
@@ -22,14 +22,15 @@ _ONE_FEDERATION = threading.RLock()
 
 
 def num_usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """The results of `function` for each item, in their order.
+    """Applies `function` to each item in a thread pool, and yields the results in the order of the items.
 
     The threads end with the iterator, so that a process that is forked later inherits none.
+
 
     >>> list(map_in_threads(lambda n: n * n, [1, 2, 3]))
     [1, 4, 9]
@@ -44,9 +45,12 @@ def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) ->
 
 @contextmanager
 def single_torch_thread() -> Iterator[None]:
-    """Inside the block torch uses one thread, in this process as in each worker: sums in another order would give other
-    results, and two busy processes with two threads each slow one another down tenfold. Federations in two Python threads of
-    a process take turns: they would share scratch modules and torch's random state."""
+    """Limits torch to one thread inside the block, in this process as in each worker.
+
+    Sums in another order would give other results, and two busy processes with two threads each slow one another down
+    tenfold. Federations in two Python threads of a process take turns: they would share cached modules and torch's random
+    state.
+    """
     with _ONE_FEDERATION:
         before = torch.get_num_threads()
         torch.set_num_threads(1)

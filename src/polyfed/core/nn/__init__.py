@@ -1,1 +1,1 @@
-"""Networks: one cached module an architecture, buffers, tied weights, optimizers, precision."""
+"""Handles networks: one cached module per architecture, buffers, tied weights, optimisers, precision."""

@@ -1,12 +1,11 @@
-"""What happens to a network's buffers (BatchNorm's running statistics): one explicit policy per method.
+"""Applies a method's policy for buffers (BatchNorm's running statistics).
 
-`average`: they travel with the weights and are averaged as these are; whole numbers (counters) are rounded.
-`local`: they stay with the client, as part of its private state.
-`recompute_norm_statistics`: they neither travel nor stay; before evaluation they are estimated anew on the client's
-training data.
+- `average`: clients send them with the weights, and the server averages them; whole numbers (counters) are rounded.
+- `local`: they stay with the client, as part of its private state.
+- `recompute`: clients neither send nor keep them; before evaluation they are computed anew from the client's training data.
 
-How many batches a client has trained on tells how many examples it has. So whole numbers go up as they came down, unless the
-method needs the number of examples anyhow.
+A counter of the batches that a client has trained on reveals how many examples it has. So a client returns counters as it
+received them, unless the method needs the number of examples anyhow.
 """
 
 from collections.abc import Mapping
@@ -30,29 +29,31 @@ BufferPolicy = Literal["average", "local", "recompute"]
 
 
 class HasBufferPolicy(Protocol):
-    """What decides which buffers a client sends: the policy of a method, and the scalars that its server half needs."""
+    """Describes the two members of a method that decide which buffers a client sends."""
 
     @property
     def buffers(self) -> BufferPolicy:
-        """The policy."""
+        """Returns the buffer policy."""
         ...
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Scalars of a reply that the server half uses."""
+        """Returns the names of the scalars in a reply that the server half uses."""
         ...
 
 
 def shared_tensors(state: StateDict, buffer_names: Mapping[str, Tensor], policy: BufferPolicy) -> dict[str, Tensor]:
-    """The tensors of a state dict that are sent under `policy`: the parameters, and with "average" the buffers."""
+    """Returns the tensors of a state dict that are sent under `policy`: the parameters, and under "average" the buffers."""
     return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffer_names}
 
 
 def load_client_model(
     client: Client, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
-    """The client's scratch module filled with what came down and, under "local", with its own buffers (as built, before
-    its first round)."""
+    """Fills the client's cached module with the weights that the server sent.
+
+    Under "local" the buffers are the client's own; before its first round, those of the network as built.
+    """
     assert client.model is not None  # `federate` has checked that the method's clients have one
     return fill_client_model(cached_module(client.model, client.train.device), model, client_state, policy)
 
@@ -60,7 +61,7 @@ def load_client_model(
 def fill_client_model(
     net: CachedModule, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
-    """The same for a scratch module that the caller already has."""
+    """Fills the cached module `net` as `load_client_model` does, for a caller that already has it."""
     local_buffers = net.buffers if policy == "recompute" or not client_state.get("buffers") else client_state["buffers"]
     fill_module(net.module, model, {} if policy == "average" else local_buffers)
     if policy != "average":
@@ -69,8 +70,10 @@ def fill_client_model(
 
 
 def extract_update(net: CachedModule, method: HasBufferPolicy) -> tuple[dict[str, Tensor], dict[str, StateDict]]:
-    """After training: copies of the tensors to send and, under "local", the private state that keeps the buffers. Buffers of
-    whole numbers are sent as they came, unless the method needs the number of examples."""
+    """Returns copies of the tensors to send after training and, under "local", the client state that keeps the buffers.
+
+    Buffers of whole numbers are returned as the client received them, unless the method needs the number of examples.
+    """
     state, policy = trainable_state(net.module), method.buffers
     local_buffers = {name: state[name] for name in net.buffers} if policy == "local" else {}
     tensors = shared_tensors(state, net.buffers, policy)
@@ -82,8 +85,11 @@ def extract_update(net: CachedModule, method: HasBufferPolicy) -> tuple[dict[str
 def prepare_for_eval(
     net: CachedModule, client: Client, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """The filled module, ready to be evaluated: BatchNorm statistics are estimated on the client's training data under
-    "recompute", and under "local" for a client that has none of its own yet because it never took part."""
+    """Returns the filled module, ready to be evaluated.
+
+    Under "recompute" the BatchNorm statistics are computed from the client's training data; under "local" only for a client
+    that has no buffers of its own because it has not taken part in a round.
+    """
     if policy == "recompute" or (policy == "local" and not client_state.get("buffers")):
         recompute_norm_statistics(net.module, client.train)
     return net.module
@@ -92,14 +98,19 @@ def prepare_for_eval(
 def load_model_for_eval(
     client: Client, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Fill the client's scratch module with `model`, as `load_client_model`, and return it as `prepare_for_eval` does."""
+    """Fills the client's cached module with `model`, and returns it ready to be evaluated.
+
+    See `load_client_model` and `prepare_for_eval`.
+    """
     return prepare_for_eval(load_client_model(client, model, client_state, policy), client, client_state, policy)
 
 
 def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
-    """Sets the running statistics of every norm layer that keeps them to mean and variance of its inputs over all
-    `examples`, in place. Inside the network each layer normalises by its batch, as in training; batches are drawn in a
-    fixed shuffled order, so that sorted data do not bias them. Does nothing to a network without such layers."""
+    """Sets the running mean and variance of every normalisation layer to those of its inputs over all `examples`, in place.
+
+    Inside the network each layer normalises by its batch, as in training. Batches are drawn in a fixed shuffled order, so
+    that sorted data do not bias them. A network without running statistics is left alone.
+    """
     norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     if not norms:
         return
@@ -123,7 +134,7 @@ def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size:
 
 @final
 class _InputMoments:
-    """Sums over the inputs of one norm layer, in float64 on the CPU."""
+    """Sums up the inputs of one normalisation layer and their squares, in float64 on the CPU."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -132,7 +143,7 @@ class _InputMoments:
 
     def __call__(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].detach().to("cpu", torch.float64)
-        if isinstance(norm, _InstanceNorm):  # its statistics are means over examples of each example's own
+        if isinstance(norm, _InstanceNorm):  # its running statistics are the mean of each example's statistics
             self.number += len(x)
             self.total = self.total + x.flatten(2).mean(2).sum(0)
             self.squares = self.squares + x.flatten(2).var(2).sum(0)
@@ -143,8 +154,10 @@ class _InputMoments:
             self.squares = self.squares + x.square().sum(1)
 
     def write_statistics(self, norm: _NormBase) -> None:
-        """Puts mean and unbiased variance into the layer; one that was never reached, or by a single value a channel, which
-        has no variance, keeps what it has."""
+        """Writes mean and unbiased variance into the layer.
+
+        A layer that saw no input, or a single value a channel, which has no variance, keeps its statistics.
+        """
         if (
             self.number < (1 if isinstance(norm, _InstanceNorm) else 2)
             or norm.running_mean is None

@@ -1,7 +1,7 @@
-"""Module paths of polyfed's layer classes that do not change when a file moves.
+"""Keeps the module paths of polyfed's layer classes in fingerprints when a file moves.
 
-An architecture's fingerprint has the path and name of each layer's class, and first weights derive from the fingerprint. So
-a class keeps the path at which runs first used it, wherever it is defined today.
+An architecture's fingerprint contains the path and name of each layer's class, and initial weights derive from the
+fingerprint. So a class keeps the path at which runs first used it, wherever it is defined today.
 """
 
 from torch import nn
@@ -34,9 +34,11 @@ _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split
 
 
 def stable_path(kind: type[nn.Module]) -> str:
-    """Return the module path that stands for a layer class in fingerprints.
+    """Returns the module path that stands for a layer class in fingerprints.
 
-    A class of polyfed that is not in the table has the path "polyfed"; any other class has that of its module.
+    A class of polyfed that is not in the table has the path "polyfed"; any other class has the path of its module.
+
+
 
     >>> stable_path(nn.Linear)
     'torch.nn.modules.linear'

@@ -1,4 +1,4 @@
-"""Deep copies of networks that keep what they computed."""
+"""Copies networks that keep computed tensors, which `copy.deepcopy` refuses."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -10,8 +10,12 @@ Net = TypeVar("Net", bound=nn.Module)
 
 
 def deep_copy(module: Net) -> Net:
-    """A deep copy of a network. Tensors that it computed and keeps in attributes, as `torch.nn.utils.weight_norm` and hooks
-    do, are copied without their history: torch refuses to copy them with it.
+    """Returns a deep copy of a network.
+
+    Tensors that it computed and keeps in attributes, as `torch.nn.utils.weight_norm` and hooks do, are copied detached:
+    torch refuses to copy them with their autograd history.
+
+
 
     >>> net = nn.Linear(1, 1)
     >>> net.last = net.weight * 2
@@ -25,7 +29,7 @@ def deep_copy(module: Net) -> Net:
 
 
 def _computed_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors with a history in nested lists, tuples and mappings."""
+    """Yields the tensors with an autograd history in nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield from () if value.is_leaf else (value,)
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A call of a network with other tensors in the place of its own, which are the same objects again after it."""
+"""Calls a network with other tensors in place of its parameters, and restores the same objects afterwards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +10,17 @@ from torch.func import functional_call
 def call_with_tensors(
     module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a network answers with these tensors in the place of its own parameters and buffers.
+    """Returns the output of a network with these tensors in place of its own parameters and buffers.
 
-    A tensor that the network has in several places, since layers share it or one layer has several names, is replaced in
-    all of them. torch replaces and restores by name, so that a layer with two names would keep the replacement: here each
-    place has one name.
+    A tensor that several layers share, or that a layer holds under several names, is replaced everywhere. torch replaces and
+    restores by name, so that a layer with two names would keep the replacement; here each place has one name.
 
     Args:
         module: the network.
-        tensors: by any name that a parameter or buffer has.
+        tensors: the replacements, by any name that a parameter or buffer has.
         args, kwargs: the arguments of `forward`.
+
+
 
     >>> import torch
     >>> layer = nn.Linear(1, 1, bias=False)

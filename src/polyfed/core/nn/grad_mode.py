@@ -1,4 +1,4 @@
-"""torch's gradient mode: what polyfed trains, it trains whatever mode the caller is in."""
+"""Records gradients whatever torch's gradient mode at the caller."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,13 @@ import torch
 
 @contextmanager
 def grad_enabled() -> Iterator[None]:
-    """Inside the block gradients are recorded, also where the caller has switched them off (`torch.no_grad`,
-    `torch.inference_mode`), and tensors are made that can be trained later; after it, the caller's mode holds again.
+    """Records gradients inside the block, also if the caller has switched them off (`torch.no_grad`,
+    `torch.inference_mode`).
 
-    Do not yield from a generator inside the block: the mode would reach the caller.
+    Tensors created in the block can be trained later. After it the caller's mode holds again. Do not yield from a generator
+    inside the block: the mode would reach the caller.
+
+
 
     >>> with torch.inference_mode(), grad_enabled():
     ...     weight = torch.zeros(2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The memory layout of images: channels-last where a network takes it, because it trains faster (see benchmarks)."""
+"""Chooses the memory format of images: channels-last where a network takes it, because it trains faster (see benchmarks)."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,16 +16,18 @@ _ONEDNN_BLOCK = 16
 
 
 def to_preferred_memory_format(module: nn.Module, x: Any) -> Any:
-    """A batch in the layout in which `module` works faster; at the first batch of a module with 2-d convolutions this is
-    tried out, and the module is brought into that layout.
+    """Returns a batch in the memory format in which `module` works faster.
 
-    Networks that reshape by `x.view` after a convolution cannot take channels-last activations; they keep the default. So
-    do, except with CUDA, networks with a 1×1 convolution of stride 2 or more and fewer than 16 input channels: in that
-    layout oneDNN computes its gradient outside of its memory (oneDNN, issue 6035), which crashes, or gives wrong gradients.
+    At the first batch of a module with 2-d convolutions the format is tried out, and the module is converted to it. Networks
+    that reshape by `x.view` after a convolution cannot take channels-last activations; they keep the default. So do, except
+    with CUDA, networks with a 1×1 convolution of stride 2 or more and fewer than 16 input channels: in channels-last oneDNN
+    computes its gradient outside of its memory (oneDNN, issue 6035), which crashes, or gives wrong gradients.
 
     Args:
         module: the network; its weights keep their values.
         x: inputs of any structure; only parts of shape (batch, channels, height, width) are rearranged.
+
+
 
     >>> strict = nn.Conv2d(3, 4, 3)
     >>> to_preferred_memory_format(strict, torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
@@ -46,7 +48,7 @@ def _channels_last(part: Tensor) -> Tensor:
 
 
 def _gradient_overflows(part: nn.Module) -> bool:
-    """Whether oneDNN's gradient to this layer's weights, channels last, leaves its memory."""
+    """Returns whether oneDNN writes outside its memory when it computes this layer's weight gradient in channels-last."""
     return (
         isinstance(part, nn.Conv2d)
         and set(part.kernel_size) == {1}
@@ -56,7 +58,7 @@ def _gradient_overflows(part: nn.Module) -> bool:
 
 
 def _takes_channels_last(module: nn.Module, x: Any) -> bool:
-    """Whether one forward and backward pass of two examples comes through in that layout."""
+    """Returns whether a forward and backward pass of two examples works in channels-last."""
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return False
     with temporary_rng_seed(0, first_leaf(x).device), torch.enable_grad():
@@ -65,6 +67,6 @@ def _takes_channels_last(module: nn.Module, x: Any) -> bool:
             output = logits_or_output(call_network(trial, tree_map(lambda part: _channels_last(part[:2]), x)))
             if isinstance(output, Tensor) and output.requires_grad:
                 torch.autograd.backward(output.float().sum())
-        except Exception:  # whatever goes wrong in the trial would, in the default layout, be reported where it is used
+        except Exception:  # an error that the default format has too is reported when the network is used
             return False
     return True

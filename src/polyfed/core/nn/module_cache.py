@@ -1,10 +1,10 @@
-"""Scratch modules: one network per architecture and process, filled with a client's weights before each use.
+"""Caches one module per architecture and process, which is filled with a client's weights before each use.
 
 Parameters that a network does not train (`requires_grad=False` when it is built) are part of its architecture, as its layers
-are: every client builds them itself, with seed 0, whatever the run's. So they are neither sent nor kept by clients, and a
-fingerprint of them, the second half of `Scratch.architecture`, tells whether two clients have the same.
+are: every client builds them itself, with seed 0, whatever the run's seed. So clients neither send nor keep them, and a
+fingerprint of them, the second half of `CachedModule.architecture`, shows whether two clients have the same.
 
-A tensor that has several names is sent and kept under the first alone (`polyfed.core.nn.tied_weights`).
+A tensor that has several names is sent and kept under the first name alone (`polyfed.core.nn.tied_weights`).
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from polyfed.core.nn.unwrap import unwrap_module
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
 
-_CACHE_SIZE = 64  # factories whose scratch module a process keeps
+_CACHE_SIZE = 64  # factories whose module a process keeps
 _PlainValue = int | float | str | bool | None
 _OF_TORCH = frozenset(nn.Module().__dict__)
 Arguments = ParamSpec("Arguments")
@@ -66,7 +66,7 @@ class FactoryCache(Generic[Arguments, Result]):
 @final
 @dataclass(frozen=True)
 class _PartSnapshot:
-    """One module of a network as it was when the network was built; nothing in it refers to a module."""
+    """Holds one submodule's state from when the network was built; nothing in it refers to a module."""
 
     parameters: Mapping[str, nn.Parameter | None]
     buffers: Mapping[str, Tensor | None]
@@ -77,7 +77,7 @@ class _PartSnapshot:
 
     @classmethod
     def take(cls, module: nn.Module) -> "_PartSnapshot":
-        """The present state of a module."""
+        """Records the present state of a module."""
         attributes = module.__dict__
         tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
         hooks = {name: frozenset(attributes[name]) for name in attributes if name.startswith("_") and "_hooks" in name}
@@ -90,10 +90,12 @@ class _PartSnapshot:
         )  # fmt: skip
 
     def restore(self, module: nn.Module) -> None:
-        """Puts the same tensor objects and plain attributes back; removes attributes and hooks that were added, and what was
-        put into lists and mappings that were empty."""
+        """Puts the same tensor objects and plain attributes back into `module`.
+
+        Removes attributes and hooks that were added since, and the contents of lists and mappings that were empty.
+        """
         for current, built in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
-            if not isinstance(module, torch.jit.ScriptModule):  # which has no dictionaries of its own
+            if not isinstance(module, torch.jit.ScriptModule):  # whose tensors are held in C++
                 current.clear()
                 current.update(built)  # type: ignore[arg-type]  # parameters into parameters
         attributes = module.__dict__
@@ -110,17 +112,24 @@ class _PartSnapshot:
 @final
 @dataclass(frozen=True)
 class _PristineState:
-    """What a client or a method may leave in a module besides weights and persistent buffers, as it was when the module was
-    built: which tensors its modules hold, the values of non-persistent buffers, which parameters are trained, plain
-    attributes (numbers, strings) such as counters, and hooks."""
+    """Holds what a client or a method may change in a module besides weights and persistent buffers, as built.
+
+    These are the tensor objects of its submodules, the values of non-persistent buffers, which parameters are trained, plain
+    attributes (numbers, strings) such as counters, and hooks.
+    """
 
     hidden: Mapping[str, Tensor]
     trainable: Mapping[str, bool]
     parts: Mapping[str, _PartSnapshot]
     frozen: Mapping[str, nn.Parameter]
-    versions: tuple[int, ...]  # of the frozen ones, which torch counts up at each change
+    versions: tuple[int, ...]  # of the frozen parameters; torch increments them at each change
 
     def restore(self, module: nn.Module) -> None:
+        """Restores the module's state as built.
+
+        Raises:
+            UserError: the network changed a frozen parameter, or added or removed a layer, itself.
+        """
         for (name, parameter), version in zip(self.frozen.items(), self.versions, strict=True):
             if parameter._version != version:
                 raise UserError(
@@ -143,19 +152,21 @@ class _PristineState:
             parameter.requires_grad_(self.trainable[name])
 
 
-_PRISTINE_STATES: WeakKeyDictionary[nn.Module, _PristineState] = WeakKeyDictionary()  # of every scratch module there is
+_PRISTINE_STATES: WeakKeyDictionary[nn.Module, _PristineState] = WeakKeyDictionary()  # of every cached module
 
 
 @final
 @dataclass(frozen=True)
 class CachedModule:
-    """A module to fill and use, its persistent buffers as built, and a short name of its architecture.
+    """Holds a module to fill and use, its persistent buffers as built, and a short hash of its architecture.
 
-    Two factories have the same `architecture_hash` if their modules have the same class, print alike, have the same plain
-    attributes, state dicts with the same names, shapes and types, of which the same are names of one tensor, and the same
-    frozen parameters with the same values.
-    `frozen`: all names of these, in the order of the state dict. `counters`: the buffers of whole numbers as they came
-    to the client that the module is filled for (`polyfed.core.nn.buffers.filled`), if they came.
+    Two factories have the same `architecture` if their modules have the same class, print alike, have the same plain
+    attributes, state dicts with the same names, shapes and types, the same tied names, and the same frozen parameters with
+    the same values.
+
+    Attributes: `frozen`: all names of the frozen parameters, in the order of the state dict. `counters`: the buffers of
+    whole numbers as the server sent them to the client that the module is filled for
+    (`polyfed.core.nn.buffers.fill_client_model`).
     """
 
     module: nn.Module
@@ -165,17 +176,21 @@ class CachedModule:
     counters: Mapping[str, Tensor] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Undoes what the last client may have left in the module besides weights and persistent buffers."""
+        """Undoes what the last client may have changed in the module besides weights and persistent buffers."""
         _PRISTINE_STATES[self.module].restore(self.module)
 
 
-@grad_enabled()  # it is kept: one that was built in a caller's inference mode could never be trained
+@grad_enabled()  # a module that was built and cached in the caller's inference mode could never be trained
 def cached_module(factory: Architecture, device: torch.device | None = None) -> CachedModule:
-    """The scratch module of an architecture on `device` (default: CPU), as built but for weights and persistent buffers:
-    whoever takes it fills it first and does not keep it. Attributes that a network sets only as it runs are removed.
+    """Returns the cached module of an architecture on `device` (default: CPU), reset to its state as built.
+
+    Its weights and persistent buffers are arbitrary: the caller fills it first, and does not keep it. Attributes that a
+    network sets only when it runs are removed.
 
     Raises:
-        UserError: the factory fails, or does not give an `nn.Module` whose parameters are initialised.
+        UserError: the factory fails, or does not return an `nn.Module` whose parameters are initialised.
+
+
 
     >>> cached_module(lambda: nn.Linear(2, 3)).architecture == cached_module(lambda: nn.Linear(2, 3)).architecture
     True
@@ -206,13 +221,15 @@ def _build(factory: Architecture, device: torch.device) -> CachedModule:
 
 
 def _frozen_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not trained, under all their names in the state dict."""
+    """Returns the parameters that are not trained, under all their names in the state dict."""
     named = module.named_parameters(remove_duplicate=False)
     return {name: parameter for name, parameter in named if not parameter.requires_grad}
 
 
 def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
-    """The parameters that were not to be trained when the module was built, under all their names.
+    """Returns the parameters that were frozen when the module was built, under all their names.
+
+
 
     >>> list(frozen_parameters(nn.Linear(2, 3).requires_grad_(False)))
     ['weight', 'bias']
@@ -221,7 +238,9 @@ def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """A short hash of names, types, shapes and values; empty for no tensors.
+    """Returns a short hash of the tensors' names, types, shapes and values; "" for no tensors.
+
+
 
     >>> hash_tensors({}), hash_tensors({"w": torch.zeros(2)}) == hash_tensors({"w": torch.zeros(2)})
     ('', True)
@@ -234,7 +253,9 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def differ_only_in_frozen(first: str, second: str) -> bool:
-    """Whether two architectures, as `Scratch.architecture` names them, have one form and differ in frozen parameters.
+    """Returns whether two architecture hashes (`CachedModule.architecture`) differ only in the values of frozen parameters.
+
+
 
     >>> differ_only_in_frozen("4e0c-11", "4e0c-22"), differ_only_in_frozen("4e0c-11", "77aa-11")
     (True, False)
@@ -266,7 +287,9 @@ _ARCHITECTURE_HASHES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def architecture_hash(module: nn.Module) -> str:
-    """A short name of a module's architecture, as `Scratch.architecture`; made once for each module.
+    """Returns the hash of a module's architecture, as in `CachedModule.architecture`; computed once per module.
+
+
 
     >>> architecture_hash(nn.Linear(2, 3)) == cached_module(lambda: nn.Linear(2, 3)).architecture
     True
@@ -277,7 +300,7 @@ def architecture_hash(module: nn.Module) -> str:
 
 
 def legacy_architecture_hash(module: nn.Module) -> str:
-    """The name that former versions gave: it did not tell whether two names are of one tensor."""
+    """Returns the hash that former versions computed, which ignores tied weights."""
     return _compute_architecture_hash(module, ties=False)
 
 
@@ -289,9 +312,12 @@ _cached = FactoryCache(_build, _CACHE_SIZE)
 
 
 def reset_for_eval(module: nn.Module) -> nn.Module:
-    """The module in evaluation mode and in the form in which its state dict alone builds it again, in place: what training
-    may have left in a scratch module besides weights and persistent buffers is undone. So the network that is evaluated, or
-    whose representations are compared, is bit for bit the one that is saved."""
+    """Puts a module into evaluation mode and undoes all that training changed besides weights and persistent buffers, in
+    place.
+
+    So the network that is evaluated, or whose representations are compared, is bit for bit the one that its state dict
+    rebuilds.
+    """
     if module in _PRISTINE_STATES:
         _PRISTINE_STATES[module].restore(module)
     return module.eval()
@@ -299,7 +325,7 @@ def reset_for_eval(module: nn.Module) -> nn.Module:
 
 @grad_enabled()
 def build_module(factory: Architecture, seed: int) -> nn.Module:
-    """A fresh module whose random initialisation depends on `seed` alone.
+    """Builds a fresh module whose random initialisation depends on `seed` alone.
 
     Raises:
         UserError: as for `cached_module`.
@@ -326,8 +352,12 @@ def build_module(factory: Architecture, seed: int) -> nn.Module:
 
 
 def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
-    """The trained weights and the buffers from which every client of this architecture starts in the run with `seed`: one
-    draw per architecture, so that a client that trains alone and one that federates begin at the same point.
+    """Returns the trained weights and the buffers from which every client of this architecture starts in the run with
+    `seed`.
+
+    They are drawn once per architecture, so that a client that trains alone and one that federates begin at the same point.
+
+
 
     >>> a, b = (initial_state(lambda: nn.Linear(2, 3), seed=5) for _ in range(2))
     >>> torch.equal(a["weight"], b["weight"])
@@ -339,15 +369,16 @@ def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
 
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all trained weights and buffers of a network, on the CPU: what a client keeps, or sends."""
+    """Returns copies of all trained weights and buffers of a network, on the CPU, which a client keeps or sends."""
     frozen = frozen_parameters(module)
     return {n: tensor.detach().to("cpu", copy=True) for n, tensor in unique_tensors(module).items() if n not in frozen}
 
 
 def fill_module(module: nn.Module, *state_dicts: StateDict) -> nn.Module:
-    """Copies tensors into a module's parameters and buffers; together the trees must name each that is not frozen, by one of
-    its names or several. A module that is no scratch module takes frozen ones too, if all of them are named: those of a file
-    with a whole network.
+    """Copies tensors into a module's parameters and buffers, in place.
+
+    Together the state dicts must name every tensor that is not frozen, by one of its names or several. A module that is not
+    from the cache takes frozen ones too, if all of them are named: those of a file with a whole network.
 
     Raises:
         ValueError: a name is missing, unknown or of another shape, or names of one tensor have different values.

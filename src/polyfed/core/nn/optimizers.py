@@ -1,4 +1,5 @@
-"""SGD, Adam and AdamW by torch's own update functions, bit for bit; and any other optimiser of `torch.optim` by its name.
+"""Provides SGD, Adam and AdamW by torch's own update functions, bit for bit, and any other class of `torch.optim` by its
+name.
 
 The classes of `torch.optim` import torch's compiler (`torch._dynamo`, and sympy with it) when the first one is made, which
 costs each process a second or two. So the usual three do without them.
@@ -26,7 +27,7 @@ _UNSUPPORTED_CLASSES = {
 @final
 @dataclass(eq=False)
 class ParameterGroup:
-    """Parameters with one learning rate, and what the optimiser remembers of each: momentum, or Adam's two moments."""
+    """Holds parameters with one learning rate, and the optimiser's state of each: momentum, or Adam's two moments."""
 
     parameters: list[nn.Parameter]
     lr: float
@@ -34,21 +35,23 @@ class ParameterGroup:
 
 
 class Optimiser(Protocol):
-    """What local training asks of an optimiser; the learning rates of `groups` may change between steps."""
+    """Describes the optimisers that local training takes; the learning rates of `groups` may change between steps."""
 
     groups: list[ParameterGroup]
 
     def zero_grad(self) -> None:
-        """Forgets the gradients."""
+        """Clears the gradients."""
 
     def step(self) -> None:
-        """Moves every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
 
 
 @final
 @dataclass(eq=False)
 class SGD:
-    """Stochastic gradient descent as `torch.optim.SGD`.
+    """Steps by stochastic gradient descent, as `torch.optim.SGD`.
+
+
 
     >>> weight = nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = SGD([ParameterGroup([weight], lr=0.5)])
@@ -63,12 +66,12 @@ class SGD:
     weight_decay: float = 0.0
 
     def zero_grad(self) -> None:
-        """Forgets the gradients."""
+        """Clears the gradients."""
         _clear_gradients(self.groups)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Moves every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         for group in self.groups:
             parameters, grads = _parameters_and_gradients(group)
             momenta = [group.state.get(p, [None])[0] for p in parameters]
@@ -84,8 +87,12 @@ class SGD:
 @final
 @dataclass(eq=False)
 class Adam:
-    """Adam as `torch.optim.Adam` (Kingma and Ba 2015, β = 0.9 and 0.999, ε = 1e-8); `decoupled` makes it AdamW, in which
-    weight decay shrinks weights by 1 − lr·decay before the step (Loshchilov and Hutter 2019).
+    """Steps by Adam, as `torch.optim.Adam` (Kingma and Ba 2015, β = 0.9 and 0.999, ε = 1e-8).
+
+    `decoupled` makes it AdamW, in which weight decay shrinks weights by 1 − lr·decay before the step (Loshchilov and Hutter
+    2019).
+
+
 
     >>> weight = nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = Adam([ParameterGroup([weight], lr=0.5)])
@@ -99,12 +106,12 @@ class Adam:
     decoupled: bool = False
 
     def zero_grad(self) -> None:
-        """Forgets the gradients."""
+        """Clears the gradients."""
         _clear_gradients(self.groups)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Moves every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         penalty = 0.0 if self.decoupled else self.weight_decay
         for group in self.groups:
             parameters, grads = _parameters_and_gradients(group)
@@ -134,10 +141,10 @@ class Adam:
 
 @final
 class TorchOptimiser:
-    """An optimiser of `torch.optim`, which keeps what it remembers itself.
+    """Steps by any optimiser of `torch.optim`, which keeps its own state.
 
     Raises:
-        UserError: it does not take the options.
+        UserError: the optimiser does not take the options.
     """
 
     def __init__(
@@ -169,8 +176,12 @@ def _torch_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def check_optimizer(name: str, weight_decay: float, options: Mapping[str, Any]) -> None:
-    """Raises a `UserError` if torch has no such optimiser (the case of letters does not matter), or one that does not take
-    these options.
+    """Checks that torch has an optimiser of this name, in upper or lower case, and that it takes these options.
+
+    Raises:
+        UserError: torch has no such optimiser, or it does not take an option.
+
+
 
     >>> check_optimizer("rmsprop", 0.0, {"alpha": 0.9})
     >>> check_optimizer("adamv", 0.0, {})
@@ -198,11 +209,11 @@ def build_optimizer(
     weight_decay: float = 0.0,
     options: Mapping[str, Any] | None = None,
 ) -> Optimiser:
-    """The optimiser of a name: "sgd", "adam", "adamw", or any class of `torch.optim` that steps by dense gradients.
+    """Builds the optimiser of a name: "sgd", "adam", "adamw", or any class of `torch.optim` that steps by dense gradients.
 
     Args:
-        groups: what it moves, and how fast.
-        name: in any case.
+        groups: the parameters, with their learning rates.
+        name: in upper or lower case.
         momentum, nesterov: of SGD.
         weight_decay: as the optimiser applies it.
         options: further ones, as torch's class takes them.

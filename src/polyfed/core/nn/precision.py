@@ -1,4 +1,4 @@
-"""The precision of local training: float32, or autocast to bfloat16 where that runs."""
+"""Sets the precision of local training: float32, or autocast to bfloat16 where the processor has it."""
 
 import subprocess
 import sys
@@ -14,13 +14,18 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast_context(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass in this precision; weights stay float32."""
+    """Returns the context manager for a forward pass in this precision; weights stay float32."""
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, torch.bfloat16)
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raises a `UserError` where bfloat16 does not run, before work is lost: some virtual machines report AMX but kill the
-    process at its first instruction, so a child process tries it."""
+    """Checks that bfloat16 runs on this processor, before work is lost.
+
+    Some virtual machines report AMX but kill the process at its first instruction, so a child process tries it.
+
+    Raises:
+        UserError: bfloat16 does not run.
+    """
     if precision == "bf16" and device.type == "cpu" and not _bf16_runs():
         raise UserError(
             "precision='bf16' kills the process on this processor (tried in a child process); use precision='fp32', or "

@@ -1,8 +1,8 @@
-"""Tensors that a network has under several names: tied weights, and modules that it uses twice.
+"""Gives each tensor one name where a network has it under several: tied weights, and modules that it uses twice.
 
-Such a tensor has one name here, the first in `state_dict()`, which for a parameter is that of `named_parameters()`. Under it
-the tensor travels, is kept, averaged, clipped, weighed and counted: once. Files of networks to take away have all names, as
-torch's `load_state_dict` wants them, and whoever loads weights may have them under any (`rename_to_first_names`).
+The name is the first in `state_dict()`, which for a parameter is that of `named_parameters()`. Under it the tensor is sent,
+kept, averaged, clipped, weighted and counted, once. Exported files of networks have all names, as torch's `load_state_dict`
+wants them, and weights can be loaded under any of them (`rename_to_first_names`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,9 @@ from polyfed.core.state_dict import StateDict
 
 
 def first_name_by_name(module: nn.Module) -> dict[str, str]:
-    """Every name in `state_dict()` -> the first name of its tensor, in the order of `state_dict()`.
+    """Maps every name in `state_dict()` to the first name of its tensor, in the order of `state_dict()`.
+
+
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     >>> tied[1].weight = tied[0].weight
@@ -24,26 +26,26 @@ def first_name_by_name(module: nn.Module) -> dict[str, str]:
     {'0.weight': '0.weight', '1.weight': '0.weight', '1.bias': '1.bias'}
     """
     first: dict[int, str] = {}
-    state = module.state_dict(keep_vars=True)  # the tensors themselves, and alive, so that ids tell them apart
+    state = module.state_dict(keep_vars=True)  # the live tensors themselves, whose ids differ
     return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
 def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `state_dict()` themselves, each under its first name, in the order of `state_dict()`."""
+    """Returns the tensors of `state_dict()` themselves, each under its first name, in the order of `state_dict()`."""
     first, state = dict[int, str](), module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
 
 
 def first_name_by_alias(module: nn.Module) -> dict[str, str]:
-    """Second, third, ... name of a tensor -> its first; empty for a network whose tensors all have one name."""
+    """Maps the second, third, ... name of a tensor to its first; empty for a network without tied tensors."""
     return {name: first for name, first in first_name_by_name(module).items() if first != name}
 
 
 def all_names_by_first_name(module: nn.Module) -> dict[str, list[str]]:
-    """First name of each tensor of `state_dict()` -> all its names, the first among them.
+    """Maps the first name of each tensor of `state_dict()` to all its names, the first among them.
 
-    A module that holds a client's network beside what a method trains with it says under which name (`client_network`);
-    then the names that the tensors have in that network count too.
+    A module that holds a client's network beside what a method trains with it has an attribute `client_network`, the prefix
+    of that network; then the names that the tensors have in that network count too.
     """
     names_by_tensor: dict[str, list[str]] = {}
     for name, first in first_name_by_name(module).items():
@@ -58,8 +60,7 @@ def all_names_by_first_name(module: nn.Module) -> dict[str, list[str]]:
 
 
 def rename_to_first_names(module: nn.Module, tensors: StateDict) -> dict[str, Tensor]:
-    """A tree with each tensor of the network under its first name, whichever of its names the tree has; names that the
-    network does not have stay.
+    """Renames each tensor of the network to its first name, whichever of its names `tensors` has; unknown names stay.
 
     Raises:
         ValueError: two names of one tensor have different values.
@@ -83,10 +84,11 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def retie_buffers(module: nn.Module, aliases: Mapping[str, str]) -> None:
-    """Makes buffers of several names one tensor again, as torch does not when a module is moved to another device.
+    """Makes buffers of several names one tensor again, as torch does not when it moves a module to another device.
 
     Args:
-        aliases: as `first_name_by_alias` had it before.
+        module: the moved network.
+        aliases: what `first_name_by_alias` returned before the move.
     """
     for name, first in aliases.items():
         (owner, key), (source, first_key) = _place(module, name), _place(module, first)
@@ -100,12 +102,13 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def check_no_shared_memory(module: nn.Module) -> None:
-    """Refuses parameters that share memory with another tensor of the network and are not the same parameter: each would be
-    trained, averaged and counted by itself, and what is written to one changes the other.
+    """Checks that no parameter shares memory with another tensor of the network, unless both are one parameter.
+
+    Each would be trained, averaged and counted by itself, while writing to one changes the other.
 
     Raises:
-        UserError: a parameter shares memory with another parameter, of which one is trained, or with a buffer; or a tensor
-            of the network shares memory with itself, as what `expand` gives.
+        UserError: a parameter shares memory with another parameter, of which one is trained, or with a buffer; or several
+            entries of a tensor share memory, as in the result of `expand`.
     """
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     owned = {id(parameter): name for name, parameter in parameters.items()}
@@ -140,7 +143,7 @@ def check_no_shared_memory(module: nn.Module) -> None:
 def _pairs_with_common_range(
     members: list[tuple[str, Tensor]],
 ) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    """Pairs of tensors of one storage of which the one begins before the other ends."""
+    """Yields pairs of tensors of one storage whose ranges in memory overlap."""
     ordered = sorted(members, key=lambda member: member[1].data_ptr())
     for position, lower in enumerate(ordered):
         reach = sum((size - 1) * stride for size, stride in zip(lower[1].shape, lower[1].stride(), strict=True)) + 1
@@ -151,7 +154,7 @@ def _pairs_with_common_range(
 
 
 def _have_common_entry(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have an entry in common."""
+    """Returns whether two tensors of one storage have an entry in common."""
     if a.dtype != b.dtype:
         return True
     places = torch.arange(a.untyped_storage().nbytes() // a.element_size())

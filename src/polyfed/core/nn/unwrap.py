@@ -1,4 +1,4 @@
-"""The network inside what is put around it to run it faster: torch.compile, DataParallel."""
+"""Takes the network out of wrappers that make it faster: torch.compile, DataParallel."""
 
 from types import MethodType
 
@@ -9,11 +9,13 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """The network that a wrapper holds; layers of a network that have wrappers of their own lose them, in place.
+    """Returns the network inside a wrapper; wrapped layers of the network are unwrapped too, in place.
 
-    A wrapper computes what the network in it does. But it puts a prefix before the names of tensors, so that the network
-    would be of another architecture than without it, and it hides the layers from hooks, with which methods look for a head
-    or a representation. So networks run as they were written, whatever compiles them.
+    A wrapper computes what the network in it computes. But it adds a prefix to the names of tensors, so that the network
+    would have another architecture than without it, and it hides the layers from hooks, with which methods look for a head
+    or a representation. So networks run without wrappers, even if the user compiles them.
+
+
 
     >>> list(unwrap_module(nn.Sequential(nn.DataParallel(nn.Linear(1, 1, bias=False)))).state_dict())
     ['0.weight']
