@@ -66,9 +66,9 @@ def gru(cell, message, own):
 def updated(ghn, layer, own, messages):
     """A node's new entries from its own and those that reach it, by the equations of the three works."""
     total = plus(*messages) if messages else [0.0] * len(own)
-    if ghn.form.gnn == "gated":
+    if ghn.config.gnn == "gated":
         return gru(ghn.cell, times(layer.lin_rel.weight.tolist(), total), own)
-    if ghn.form.gnn == "sage":
+    if ghn.config.gnn == "sage":
         total = [t / max(len(messages), 1) for t in total]
     rel, root, bias = (p.tolist() for p in (layer.lin_rel.weight, layer.lin_root.weight, layer.lin_rel.bias))
     return [max(x, 0.0) for x in plus(times(root, own), times(rel, total), bias)]
@@ -79,7 +79,7 @@ def by_loops(ghn, h):
     if hasattr(ghn, "embed"):
         h = [times(ghn.embed.weight.tolist(), row) for row in h]
     for layer in ghn.gnn:
-        if ghn.form.passing == "synchronous":
+        if ghn.config.passing == "synchronous":
             h = [updated(ghn, layer, h[v], [h[u] for u, w in EDGES if w == v]) for v in range(len(h))]
             continue
         for v in range(len(h)):  # forward: a node after all before it
@@ -160,7 +160,7 @@ def test_means_and_sums():
 
 
 def test_an_order_needs_a_graph_without_circles():
-    with pytest.raises(UserError, match="without circles; take passing='synchronous'"):
+    with pytest.raises(UserError, match="without cycles; use passing='synchronous'"):
         forward_backward_levels([(0, 1), (1, 2), (2, 1)], 3, CPU)
     assert forward_backward_levels([], 0, CPU) == ()
 

@@ -1,5 +1,6 @@
-"""Alignment of representations across networks (FedHeNN): kernels, CKA and the Procrustes distance, the mean kernel K̄, and
-the public examples on which networks are compared."""
+"""Aligns representations across networks (FedHeNN): kernels, CKA, the Procrustes distance, the mean kernel K̄, and
+public examples.
+"""
 
 from polyfed.alignment.alignment_target import (
     AlignmentTarget,

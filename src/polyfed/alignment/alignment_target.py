@@ -1,4 +1,4 @@
-"""K̄, the mean kernel of several representations (FedHeNN, eq. 6), in a form that fits into memory."""
+"""Computes K̄, the mean kernel of several representations (FedHeNN, eq. 6), in a form that fits into memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from polyfed.core.seeds import torch_generator
 
 Distance = Literal["cka", "procrustes"]
 _EXACT_WIDTH = 1024
-"""Up to this width a representation is reduced by the eigenvectors of ÃᵀÃ, beyond it by a randomised search."""
+"""Largest width at which `principal_components` uses the eigenvectors of ÃᵀÃ; above it, a randomised search."""
 
 
 @final
 @dataclass(frozen=True)
 class AlignmentTarget:
-    """K̄ on the RAD, with which a client aligns.
+    """Holds K̄ on the RAD, the kernel with which a client aligns its own.
 
     Attributes:
-        matrix: of a linear kernel, features F, shape (L, width), with K̄ = FFᵀ; of an RBF kernel K̄ itself, shape (L, L).
-        sigma: None for a linear kernel; else the RBF kernel's width, see `rbf_kernel`.
-        distance_measure: of `distance`; "procrustes" is for linear kernels.
+        matrix: for a linear kernel, features F with K̄ = FFᵀ, shape (L, width); for an RBF kernel, K̄ itself, shape (L, L).
+        sigma: None for a linear kernel; otherwise the RBF kernel's width, see `rbf_kernel`.
+        distance_measure: the distance d that `distance` computes; "procrustes" is for linear kernels only.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> round(AlignmentTarget(a).cka(2 * a, torch.arange(3)).item(), 6)
@@ -44,7 +44,7 @@ class AlignmentTarget:
     distance_measure: Distance = "cka"
 
     def distance(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """d(K_i, K̄), arguments as in `cka`: 1 − CKA, or the orthogonal Procrustes distance of A_i and F.
+        """Computes d(K_i, K̄): 1 − CKA, or the orthogonal Procrustes distance of A_i and F. Arguments are as in `cka`.
 
         >>> b = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
         >>> round(AlignmentTarget(b, distance_measure="procrustes").distance(-2 * b.flip(1)).item(), 5) + 0.0
@@ -55,12 +55,12 @@ class AlignmentTarget:
         return procrustes_distance(a, self._features if rows is None else self.matrix[rows])
 
     def cka(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """CKA(K_i, K̄) on the RAD, or on some of its rows: a scalar.
+        """Computes CKA(K_i, K̄) on all or some rows of the RAD: a scalar.
 
         Args:
             a: the client's representation of these rows, shape (number, d_i).
-            rows: int64, shape (number,); None is the whole RAD in its order, of which K̄ is centred at the first call only,
-                and not copied.
+            rows: rows of the RAD, int64, shape (number,). None means the whole RAD in its order; then K̄ is centred at the
+                first call only, and not copied.
         """
         if self.sigma is None:
             return linear_cka(a, self._features if rows is None else self.matrix[rows])
@@ -78,12 +78,13 @@ class AlignmentTarget:
 def mean_kernel_features(
     representations: Sequence[Tensor], weights: Sequence[float], normalise: bool = False
 ) -> Tensor:
-    """F = [√w_1·A_1, ..., √w_N·A_N], whose linear kernel FFᵀ is K̄ = Σ_j w_j·A_j·A_jᵀ (eq. 6): shape (L, Σ_j d_j).
+    """Computes F = [√w_1·A_1, ..., √w_N·A_N], whose linear kernel FFᵀ is K̄ = Σ_j w_j·A_j·A_jᵀ (eq. 6): shape (L, Σ_j
+    d_j).
 
     Args:
         representations: representations A_j of the same L examples, shapes (L, d_j).
         weights: w_j ≥ 0.
-        normalise: divide each A_j by ‖HA_j‖_F, so that none dominates by the scale of its features.
+        normalise: divides each A_j by ‖HA_j‖_F, so that none dominates by the scale of its features.
 
     >>> a, b = torch.tensor([[-1.0], [1.0]]), torch.tensor([[2.0, 0.0], [-2.0, 0.0]])
     >>> f = mean_kernel_features([a, b], [0.5, 0.5])
@@ -98,10 +99,11 @@ def mean_kernel_features(
 
 
 def triangular_kernel_factor(features: Tensor) -> Tensor:
-    """The triangular factor of FFᵀ: G of shape (L, min(L, D)) with GGᵀ = FFᵀ, for F of shape (L, D).
+    """Computes the triangular factor of FFᵀ: G of shape (L, min(L, D)) with GGᵀ = FFᵀ, for F of shape (L, D).
 
-    G is F after a rotation of all its columns together. It follows from FFᵀ alone, up to signs, so that it says no more than
-    that: whose column was whose, which F shows, is gone. By a QR decomposition of Fᵀ in float64, in O(L·D·min(L, D)).
+    G is F after a rotation of all its columns together. Up to signs it depends on FFᵀ alone and so reveals no more:
+    unlike F, it does not show which column belongs to which client. It comes from a QR decomposition of Fᵀ in float64,
+    in O(L·D·min(L, D)).
 
     >>> f = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
     >>> g = triangular_kernel_factor(f)
@@ -114,13 +116,14 @@ def triangular_kernel_factor(features: Tensor) -> Tensor:
 
 
 def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
-    """K̄ = Σ_j w_j K_j of the RBF kernels of representations (eq. 6), shape (L, L), added up a few rows at a time:
-    no other matrix of that size is made.
+    """Computes K̄ = Σ_j w_j K_j of the RBF kernels of representations (eq. 6), shape (L, L).
+
+    It adds a few rows at a time, so that no other (L, L) matrix is in memory.
 
     Args:
         representations: representations A_j of the same L examples, shapes (L, d_j).
         weights: w_j ≥ 0.
-        sigma: see `rbf_kernel`; each representation has a median distance of its own.
+        sigma: width, see `rbf_kernel`; each representation has its own median distance.
 
     >>> mean_rbf_kernel([torch.tensor([[0.0], [1.0]])] * 2, [0.5, 0.5])[0, 0].item()
     1.0
@@ -133,13 +136,15 @@ def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float],
 
 
 def principal_components(a: Tensor, rank: int) -> Tensor:
-    """The representation with `rank` columns (or fewer) whose centred linear kernel is nearest to that of `a`: its
-    principal components, shape (L, rank). Of a wide one they are found by a randomised search in O(L·d·rank), always with
-    the same random numbers (Halko, Martinsson and Tropp 2011, algorithm 4.4).
+    """Reduces a representation to its `rank` principal components, whose centred linear kernel is nearest to that of
+    `a`.
+
+    Returns shape (L, rank), or fewer columns if `a` has fewer. For a wide representation it uses a randomised search
+    in O(L·d·rank), always with the same random numbers (Halko, Martinsson and Tropp 2011, algorithm 4.4).
 
     Args:
-        a: shape (L, d).
-        rank: columns to keep, at least 1.
+        a: representation, shape (L, d).
+        rank: number of columns to keep, at least 1.
 
     >>> a = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
     >>> b = principal_components(a, 1)

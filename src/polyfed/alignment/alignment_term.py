@@ -1,4 +1,4 @@
-"""The term η·d of a client's loss (FedHeNN, eq. 5, 6), of one network or of many at once."""
+"""Computes the term η·d of a client's loss (FedHeNN, eq. 5, 6), for one network or for a stack of networks."""
 
 import warnings
 from collections.abc import Sequence
@@ -26,12 +26,14 @@ from polyfed.core.vectorized.stacked_module import Stacked
 
 @final
 class NetworkTarget:
-    """The kernel of one network on the RAD, such as the global model's, as a target: found when it is first needed, so that
-    clients whose target it is find it once where they are trained together.
+    """Represents the kernel of one network (such as the global model) on the RAD as a target, computed when first
+    needed.
+
+    Clients that share the target and are trained together compute it once.
 
     Args:
-        network: it is copied as it is.
-        sigma: None for a linear kernel; else the RBF kernel's width, see `rbf_kernel`.
+        network: the network, which is copied.
+        sigma: None for a linear kernel; otherwise the RBF kernel's width, see `rbf_kernel`.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     >>> NetworkTarget(net).compute_target(Examples(torch.randn(5, 4), torch.zeros(5)), torch.arange(5), "1").matrix.shape
@@ -42,7 +44,7 @@ class NetworkTarget:
         self._network, self._sigma = deep_copy(network), sigma
 
     def compute_target(self, pool: Examples, rows: Tensor, module: str) -> AlignmentTarget:
-        """Its kernel on these rows of the pool."""
+        """Computes the network's kernel on these rows of the pool."""
         a = compute_representations(self._network, pool.select(rows), module=module, batch_statistics=True)
         return (
             AlignmentTarget(a)
@@ -51,7 +53,7 @@ class NetworkTarget:
         )
 
     def has_same_kernel(self, other_target: "NetworkTarget | AlignmentTarget") -> bool:
-        """Whether the other's kernel is the same, for clients with one architecture."""
+        """Returns whether the other target has the same kernel, given that both clients have the same architecture."""
         if not isinstance(other_target, NetworkTarget) or self._sigma != other_target._sigma:
             return False
         weights, other_weights = _kernel_weights(self._network), _kernel_weights(other_target._network)
@@ -61,7 +63,9 @@ class NetworkTarget:
 
 
 def _kernel_weights(network: nn.Module) -> list[Tensor]:
-    """What a representation hangs on. BatchNorm normalises by the batch, whatever its buffers hold."""
+    """Returns the tensors that a representation depends on; BatchNorm's buffers are not among them, since it uses
+    batch statistics.
+    """
     unused = {id(buffer) for part in network.modules() if isinstance(part, _BatchNorm) for buffer in part.buffers()}
     return [t for t in (*network.parameters(), *network.buffers()) if id(t) not in unused]
 
@@ -73,13 +77,21 @@ def _tensors_equal(first: Tensor, second: Tensor) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class AlignmentTerm:
-    """η·d(K_i, K̄) at the present parameters, on `num_rows` rows of X that are drawn at each call.
+    """Computes η·d(K_i, K̄) for the current parameters, on `num_rows` rows of X that are drawn at each call.
 
-    It is called with the network, and with the state of the generator that draws the client's rows, which it moves on; or
-    with a stack of k networks and k states, for k terms. Two are equal if they are the same function.
+    A call takes the network and the state of the random generator that draws the client's rows, and advances the state; or a
+    stack of k networks and k states, for k terms. Two terms are equal if they compute the same function: clients with equal
+    terms can be trained as one stack.
 
-    Attributes: `pool`, the public examples; `rows`, those of them that are X; `module`, whose input is the representation;
-    `target`, whose kernel K̄ is; `distance`, d; `eta`, η; `num_rows`; `method_name`, whose name warnings begin with.
+    Attributes:
+        pool: the public examples.
+        rows: positions of X in the pool.
+        module: name of the module whose input is the representation.
+        target: the kernel K̄, or a network that has it.
+        distance: d.
+        eta: η.
+        num_rows: number of rows of X per call.
+        method_name: the method's name, with which warnings begin.
     """
 
     pool: Examples
@@ -92,7 +104,7 @@ class AlignmentTerm:
     method_name: str
 
     def __call__(self, network: nn.Module, states: Sequence[Tensor]) -> Tensor:
-        """Shape () of one network, (k,) of a stack."""
+        """Returns the term: shape () for one network, (k,) for a stack."""
         many, (state,) = isinstance(network, Stacked), states
         drawn = torch.stack([self._draw_rows(mine) for mine in state]) if many else self._draw_rows(state)
         drawn = drawn.to(self.rows.device, non_blocking=True)
@@ -109,7 +121,7 @@ class AlignmentTerm:
             return self.eta * self._distance(a, drawn)
         if self._resolved_target.sigma is None and self.distance == "cka":
             return self.eta * torch.vmap(self._distance)(a, drawn)
-        # The others look at numbers, or have a backward pass by hand.
+        # The RBF kernel branches on values and Procrustes has its own backward pass, which vmap cannot take.
         return self.eta * torch.stack([self._distance(*mine) for mine in zip(a, drawn, strict=True)])
 
     def _draw_rows(self, state: Tensor) -> Tensor:
@@ -122,8 +134,8 @@ class AlignmentTerm:
     def _distance(self, a: Tensor, drawn: Tensor) -> Tensor:
         target = self._float64_target if a.dtype == torch.float64 else self._resolved_target
         if self.num_rows == len(self.rows):
-            # Order decides which examples BatchNorm sees together, and nothing else: the client's own representation is
-            # put back into the order of X, since K̄ is the larger one to copy.
+            # All rows are drawn, so the draw only decides which examples BatchNorm sees together. The client's own
+            # representation is put back into the order of X, since copying K̄ in the drawn order would cost more.
             return target.distance(a[drawn.argsort()])
         return target.distance(a, drawn)
 
@@ -138,11 +150,11 @@ class AlignmentTerm:
 
     @cached_property
     def _float64_target(self) -> AlignmentTarget:
-        """For networks in float64."""
+        """Returns the target for networks in float64."""
         return replace(self._resolved_target, matrix=self._resolved_target.matrix.double())
 
     def build_for_client(self, seed: int) -> PerClientTerm:
-        """The term of the client whose rows are drawn with this seed."""
+        """Builds the term of the client whose rows are drawn with this seed."""
         state = torch_generator(derive_seed(seed, "rad")).get_state()
         return PerClientTerm(self, [state], takes_network=True, num_rows=representation_batch_size(self.num_rows))
 

@@ -1,11 +1,11 @@
-"""Centred kernel alignment (CKA) of two representations of the same examples (Kornblith et al. 2019; FedHeNN, Makhija et al.
-2022, section 3.4).
+"""Computes centred kernel alignment (CKA) of two representations of the same examples (Kornblith et al. 2019; FedHeNN,
+Makhija et al. 2022, section 3.4).
 
-A representation is a matrix A, shape (L, d): row l is what a network makes of example l. Its kernel matrix K, shape (L, L),
-says how alike any two examples are to that network. CKA compares kernels, so the two widths d may differ, and it does not
-see rotations, the order of neurons, or scale. All functions are differentiable in their first argument and in the second.
+A representation is a matrix A, shape (L, d), whose row l is the network's representation of example l. Its kernel matrix K,
+shape (L, L), has the similarities of all pairs of examples. CKA compares kernels, so the two widths d may differ, and it is
+invariant to rotations, the order of neurons, and scale. All functions are differentiable in both arguments.
 
-Constant representations have no centred kernel; their CKA is 0, with gradient 0, and so is that of representations which
+Constant representations have no centred kernel; their CKA is 0, with gradient 0, and so is the CKA of representations that
 are constant up to rounding.
 """
 
@@ -22,15 +22,16 @@ from torch.utils.checkpoint import checkpoint
 from polyfed.core.errors import UserError
 
 _BLOCK = 256
-"""Rows of an RBF kernel that are in memory at one time: of the paper's 5,000 examples, 5 MB for each step of its computation
-instead of 95."""
+"""Rows of an RBF kernel that are in memory at one time: for the paper's 5,000 examples, each step of the computation takes
+5 MB instead of 95."""
 
 _MEDIAN_ROWS = 1024
-"""Examples from which the median distance is taken, evenly spaced, if there are more."""
+"""Most examples from which the median distance is computed; if there are more, evenly spaced ones are taken."""
 
 
 def linear_kernel(a: Tensor) -> Tensor:
-    """K(p, q) = ⟨a_p, a_q⟩, shape (L, L). For checking and drawing: `linear_cka` does not need it.
+    """Computes the linear kernel K(p, q) = ⟨a_p, a_q⟩, shape (L, L). It is for checks and figures; `linear_cka` does
+    not need it.
 
     >>> linear_kernel(torch.tensor([[1.0], [2.0]]))
     tensor([[1., 2.],
@@ -40,12 +41,13 @@ def linear_kernel(a: Tensor) -> Tensor:
 
 
 def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
-    """K(p, q) = exp(−‖a_p − a_q‖²/(2s²)), shape (L, L), s being `sigma` times the median distance between two examples.
+    """Computes the RBF kernel K(p, q) = exp(−‖a_p − a_q‖²/(2s²)), shape (L, L), where s is `sigma` times the median
+    distance.
 
     Args:
         a: representation, shape (L, d).
-        sigma: s as a fraction of the median distance, above 0. (Of a representation in which more than half of the pairs
-            are equal the median is 0; then it is that of the pairs that differ.)
+        sigma: s as a fraction of the median distance between two examples, above 0. (If more than half of the pairs are
+            equal, the median is taken over the pairs that differ.)
 
     >>> rbf_kernel(torch.tensor([[0.0], [2.0]]), sigma=1.0)[0, 1].log().item()
     -0.5
@@ -55,7 +57,7 @@ def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
 
 
 def hsic(k: Tensor, m: Tensor) -> Tensor:
-    """HSIC(K, M) = tr(KHMH)/(L−1)², H = I − 11ᵀ/L, of two kernel matrices, shape (L, L); a scalar.
+    """Computes HSIC(K, M) = tr(KHMH)/(L−1)², H = I − 11ᵀ/L, of two kernel matrices of shape (L, L); a scalar.
 
     >>> k = linear_kernel(torch.tensor([[1.0], [3.0]]))
     >>> hsic(k, k).item()  # the square of the variance
@@ -65,13 +67,14 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
 
 
 def cka(k: Tensor, m: Tensor) -> Tensor:
-    """CKA(K, M) = HSIC(K, M)/√(HSIC(K, K)·HSIC(M, M)) of two kernel matrices, shape (L, L); a scalar from 0 to 1.
+    """Computes CKA(K, M) = HSIC(K, M)/√(HSIC(K, K)·HSIC(M, M)) of two kernel matrices of shape (L, L); a scalar from 0
+    to 1.
 
     Args:
-        k, m: kernel matrices of the same L ≥ 2 examples, symmetric.
+        k, m: symmetric kernel matrices of the same L ≥ 2 examples.
 
     Raises:
-        UserError: they are not of the same examples, or of fewer than 2.
+        UserError: the numbers of examples differ, or are below 2.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> round(cka(linear_kernel(a), linear_kernel(3 * a.flip(1))).item(), 6)
@@ -85,7 +88,7 @@ def cka(k: Tensor, m: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class CentredFeatures:
-    """HB/‖HB‖_F of a representation B, centred and normalised once, to be compared with many others.
+    """Holds HB/‖HB‖_F, a representation B centred and normalised once, for comparison with many others.
 
     Attributes:
         normalised_features: shape (L, d); 0 if B is constant.
@@ -99,25 +102,25 @@ class CentredFeatures:
 
     @classmethod
     def from_representation(cls, b: Tensor) -> "CentredFeatures":
-        """Of a representation, shape (L, d)."""
+        """Centres and normalises a representation of shape (L, d)."""
         return cls(_normalise(_centre_columns(b), b))
 
     @cached_property
     def squared_kernel_norm(self) -> Tensor:
-        """‖BBᵀ‖²_F of the unit form; a scalar."""
+        """Returns ‖B̂B̂ᵀ‖²_F of the normalised features B̂; a scalar."""
         return _squared_kernel_norm(self.normalised_features)
 
 
 @final
 @dataclass(frozen=True)
 class CentredKernel:
-    """HMH/‖HMH‖_F of a kernel matrix M, made a few rows at a time: next to M only L numbers are kept.
+    """Represents HMH/‖HMH‖_F of a kernel matrix M, computed a few rows at a time; besides M it stores only L numbers.
 
     Attributes:
         kernel: M, shape (L, L), symmetric.
-        row_means: of its rows, shape (L,).
-        inverse_norm: 1/‖HMH‖_F, a constant to the gradient; 0 if M is constant.
-        squared_norm: ‖scale·HMH‖²_F, 1 or 0; a scalar.
+        row_means: means of M's rows, shape (L,).
+        inverse_norm: 1/‖HMH‖_F, without gradient; 0 if M is constant.
+        squared_norm: ‖inverse_norm·HMH‖²_F, 1 or 0; a scalar.
 
     >>> m = rbf_kernel(torch.tensor([[1.0], [2.0], [4.0]]))
     >>> bool(CentredKernel.from_kernel(m).centred_rows(0, 3).sum(1).abs().max() < 1e-6)
@@ -131,7 +134,7 @@ class CentredKernel:
 
     @classmethod
     def from_kernel(cls, kernel: Tensor, block: int = _BLOCK) -> "CentredKernel":
-        """Of a kernel matrix, shape (L, L), `block` rows at a time."""
+        """Computes the row means and norms of a kernel matrix of shape (L, L), `block` rows at a time."""
         unit_scale, starts = torch.ones((), dtype=kernel.dtype, device=kernel.device), range(0, len(kernel), block)
         unscaled = cls(kernel, kernel.mean(1), unit_scale, unit_scale)
         with torch.no_grad():
@@ -146,31 +149,32 @@ class CentredKernel:
         return cls(kernel, unscaled.row_means, scale, squares)
 
     def centred_rows(self, start: int, stop: int) -> Tensor:
-        """Some rows of scale·HMH, shape (stop − start, L); fewer where M ends."""
+        """Returns rows `start` to `stop` of inverse_norm·HMH, shape (stop − start, L); fewer where M ends."""
         means = self.row_means[start:stop] - self.row_means.mean()
         return (self.kernel[start:stop] - self.row_means).sub_(means[:, None]).mul_(self.inverse_norm)
 
 
 def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
-    """CKA with linear kernels of two representations, ‖B̃ᵀÃ‖²_F/(‖ÃᵀÃ‖_F·‖B̃ᵀB̃‖_F) (eq. 4), the columns of Ã = HA and B̃ = HB
-    having mean 0; a scalar from 0 to 1.
+    """Computes CKA with linear kernels of two representations, ‖B̃ᵀÃ‖²_F/(‖ÃᵀÃ‖_F·‖B̃ᵀB̃‖_F) (eq. 4): a scalar from 0
+    to 1.
 
-    Computed in feature space, in O(L·d_a·d_b), without any matrix of shape (L, L). Only of fewer examples than features
-    (L < d_a·d_b/(d_a + d_b); for a norm, L < d) is the kernel itself taken, which then is the smaller matrix.
+    Ã = HA and B̃ = HB have columns of mean 0. The computation is in feature space, in O(L·d_a·d_b), without any matrix of
+    shape (L, L). Only with fewer examples than features (L < d_a·d_b/(d_a + d_b); for a norm, L < d) does it use the kernel
+    itself, which then is the smaller matrix.
 
     Args:
         a, b: representations of the same L ≥ 2 examples, shapes (L, d_a) and (L, d_b); b may be centred already.
 
     Raises:
-        UserError: they are not of the same examples, or of fewer than 2.
+        UserError: the numbers of examples differ, or are below 2.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> linear_cka(a, torch.ones(3, 5)).item(), round(linear_cka(a, a[:, :1]).item(), 4)
     (0.0, 0.7906)
     """
     check_same_examples(a, b.normalised_features if isinstance(b, CentredFeatures) else b)
-    # CKA does not depend on scale: with norm 1 no product over- or underflows. The norm is a constant to the gradient, whose
-    # part through it is 0.
+    # CKA does not depend on scale: with norm 1 no product over- or underflows. The norm is detached, since the gradient
+    # through it is 0.
     features_a, centred_b = (
         _normalise(_centre_columns(a), a),
         b if isinstance(b, CentredFeatures) else CentredFeatures.from_representation(b),
@@ -184,17 +188,19 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
 
 
 def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block: int = _BLOCK) -> Tensor:
-    """CKA of a representation's RBF kernel with a given kernel matrix, a block of rows at a time, in the backward pass too:
-    what `cka(rbf_kernel(a), target)` is, in the memory of `block` × L numbers next to the target. A scalar from 0 to 1.
+    """Computes CKA of a representation's RBF kernel and a given kernel matrix in blocks of rows: a scalar from 0 to 1.
+
+    The value is that of `cka(rbf_kernel(a), target)`, but both passes take only `block` × L numbers of memory besides
+    the target.
 
     Args:
         a: representation, shape (L, d), L ≥ 2.
         target: kernel matrix of the same examples, shape (L, L), symmetric; it may be centred already.
-        sigma: as in `rbf_kernel`.
-        block: rows at a time.
+        sigma: width, as in `rbf_kernel`.
+        block: number of rows in memory at one time.
 
     Raises:
-        UserError: they are not of the same examples, or of fewer than 2.
+        UserError: the numbers of examples differ, or are below 2.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> round(rbf_cka(a, rbf_kernel(a)).item(), 6)
@@ -205,7 +211,7 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
     centred = _centre_columns(a)
     if not bool(norm_above_rounding(centred, a)):
         return (a * 0).sum()
-    # Of few examples the squared distances are kept for the backward pass, of many they are found again.
+    # For few examples the squared distances are kept for the backward pass; for many they are recomputed.
     compute_bandwidth = (
         partial(checkpoint, _squared_bandwidth, use_reentrant=False, preserve_rng_state=False)
         if len(a) > block
@@ -224,10 +230,10 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
 
 
 class _RbfSums(torch.autograd.Function):
-    """⟨K, s·HMH⟩ and ‖HKH‖²_F, float64, of the RBF kernel K of centred representations and a kernel M.
+    """Computes ⟨K, s·HMH⟩ and ‖HKH‖²_F in float64, for the RBF kernel K of centred representations and a kernel M.
 
-    By hand, since autograd would keep every block of K, and checkpoints leave small tensors between the blocks, around
-    which the heap grows to the size of all blocks together.
+    The backward pass is written by hand: autograd would keep every block of K, and checkpoints would leave small tensors
+    between the blocks, which fragment the heap until it is as large as all blocks together.
     """
 
     @staticmethod
@@ -239,7 +245,7 @@ class _RbfSums(torch.autograd.Function):
         of_rows = centred.new_empty(number, dtype=torch.float64)
         for start in range(0, number, block):
             rows = slice(start, start + block)
-            # K − 1 has the same centred kernel as K, and of a wide kernel the digits in which it differs from 1.
+            # K − 1 has the same centred kernel as K, and keeps digits where a wide kernel is near 1.
             k = torch.expm1(-_squared_distances(centred[rows], centred) / (2 * s_squared))
             inner += (k * target_kernel.centred_rows(start, start + block)).sum(dtype=torch.float64)
             squares += k.square().sum(dtype=torch.float64)
@@ -266,7 +272,7 @@ class _RbfSums(torch.autograd.Function):
             double = (k - columns).sub_((row_means[rows] - centre).to(centred.dtype)[:, None])  # HKH
             if to_kernel is not None:  # ⟨K, HMH⟩ = ⟨HKH, M⟩
                 to_kernel[rows] = double * (grad_inner * scale)
-            # The gradient to K, times its own to −‖a_p − a_q‖²/(2s²), which is K again.
+            # The gradient with respect to K, times the derivative of K by −‖a_p − a_q‖²/(2s²), which is K again.
             slope = (
                 target_kernel.centred_rows(start, start + block)
                 .mul_(grad_inner)
@@ -275,7 +281,7 @@ class _RbfSums(torch.autograd.Function):
             )
             to_s += (slope * distances).sum(dtype=torch.float64)
             slope.masked_fill_(distances == 0, 0).div_(-2 * s_squared)
-            # As K and M are symmetric, a row's part as a column is the same once more.
+            # K and M are symmetric, so that an example's column contributes the same as its row.
             torch.mul(slope.sum(1, keepdim=True), centred[rows], out=to_centred[rows])
             to_centred[rows].addmm_(slope, centred, alpha=-1).mul_(4)
         return to_centred, (to_s / (2 * s_squared.square())).to(s_squared.dtype), to_kernel, None, None, None
@@ -286,7 +292,8 @@ def _constant_kernel(kernel: Tensor, means: Tensor, scale: Tensor) -> CentredKer
 
 
 def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Iterator[tuple[slice, Tensor]]:
-    """`rbf_kernel(a, sigma)` by blocks of rows: their places, and the rows, shape (`block`, L), the last maybe fewer.
+    """Yields `rbf_kernel(a, sigma)` in blocks of rows: (places, rows), rows of shape (`block`, L); the last block may
+    be smaller.
 
     >>> [(places.start, rows.shape) for places, rows in rbf_kernel_blocks(torch.eye(3), block=2)]
     [(0, torch.Size([2, 3])), (2, torch.Size([1, 3]))]
@@ -299,7 +306,7 @@ def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Ite
 
 
 def cosine_from_norms(inner: Tensor, squared_norm_a: Tensor, squared_norm_b: Tensor) -> Tensor:
-    """inner/√(one·other); 0, with gradient 0, where a norm is 0."""
+    """Returns inner/√(squared_norm_a·squared_norm_b); 0, with gradient 0, where a norm is 0."""
     norm = squared_norm_a * squared_norm_b
     defined = norm > 0
     value = inner / torch.where(defined, norm, torch.ones_like(norm)).sqrt()
@@ -311,44 +318,44 @@ def _matrix_cosine(k: Tensor, m: Tensor) -> Tensor:
 
 
 def _squared_kernel_norm(a: Tensor) -> Tensor:
-    """‖AAᵀ‖²_F = ‖AᵀA‖²_F, from the smaller of the two."""
+    """Returns ‖AAᵀ‖²_F = ‖AᵀA‖²_F, computed from the smaller of the two matrices."""
     return (a @ a.T if len(a) < a.shape[1] else a.T @ a).square().sum()
 
 
 def _centre_columns(a: Tensor) -> Tensor:
-    """HA."""
+    """Returns HA, the matrix with columns of mean 0."""
     return a - a.mean(0, keepdim=True)
 
 
 def _double_centre(k: Tensor) -> Tensor:
-    """HKH of a symmetric matrix."""
+    """Returns HKH of a symmetric matrix K."""
     means = k.mean(1)
     return k - means[:, None] - means[None, :] + means.mean()
 
 
 def norm_above_rounding(centred: Tensor, raw: Tensor) -> Tensor:
-    """‖Ã‖_F, or 0 if that is no more than what rounding leaves of a constant."""
+    """Returns ‖Ã‖_F, or 0 if rounding errors of a constant representation would give as much."""
     return _zero_if_rounding(torch.linalg.vector_norm(centred.detach()), raw)
 
 
 def _zero_if_rounding(norm: Tensor, raw: Tensor) -> Tensor:
-    """The norm of a centred matrix, or 0 if rounding alone would leave that much of `raw`."""
+    """Returns the norm of a centred matrix, or 0 if rounding errors of a constant `raw` would give as much."""
     size = torch.linalg.vector_norm(raw.detach())
     return torch.where(norm > 16 * torch.finfo(raw.dtype).eps * size, norm, torch.zeros_like(norm))
 
 
 def _inverse_or_zero(norm: Tensor) -> Tensor:
-    """1/norm; 0 of 0."""
+    """Returns 1/norm, and 0 where the norm is 0."""
     return torch.where(norm > 0, 1 / norm.clamp(min=torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
 
 
 def _normalise(centred: Tensor, raw: Tensor) -> Tensor:
-    """The centred matrix with norm 1; 0 if it is constant."""
+    """Returns the centred matrix scaled to norm 1, or 0 if it is constant."""
     return centred * _inverse_or_zero(norm_above_rounding(centred, raw))
 
 
 def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """‖a_p − b_q‖² for all pairs of rows; a and b have their common mean at 0, which spares digits."""
+    """Returns ‖a_p − b_q‖² for all pairs of rows. The common mean of `a` and `b` must be 0, which saves digits."""
     sizes = a.square().sum(1)[:, None] + b.square().sum(1)[None, :]
     distances = sizes - 2 * a @ b.T
     equal = distances <= 16 * torch.finfo(a.dtype).eps * sizes  # no more than rounding
@@ -360,7 +367,9 @@ def _rbf_kernel_rows(rows: Tensor, all_rows: Tensor, s_squared: Tensor) -> Tenso
 
 
 def _squared_bandwidth(centred: Tensor, sigma: float) -> Tensor:
-    """s², s = sigma times the median distance. It is part of the function, so that CKA does not depend on scale."""
+    """Returns s², where s is `sigma` times the median distance. Gradients flow through it, so that CKA does not depend
+    on scale.
+    """
     if not sigma > 0:
         raise UserError(f"sigma, the fraction of the median distance, must be above 0, got {sigma}")
     number = len(centred)
@@ -377,7 +386,7 @@ def _squared_bandwidth(centred: Tensor, sigma: float) -> Tensor:
 
 
 def check_same_examples(a: Tensor, b: Tensor) -> None:
-    """Raises a `UserError` unless both have a row for each of the same L ≥ 2 examples."""
+    """Raises a `UserError` unless `a` and `b` are matrices with a row for each of the same L ≥ 2 examples."""
     if a.dim() != 2 or b.dim() != 2 or len(a) != len(b):
         raise UserError(
             f"CKA compares representations of the same examples, one row each, got shapes {tuple(a.shape)} and "

@@ -1,4 +1,4 @@
-"""The term η·d of a client's loss as FedHeNN's algorithms 1 and 2 print it: computed once a local epoch."""
+"""Computes the term η·d of a client's loss once per local epoch, as FedHeNN's algorithms 1 and 2 print it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ from polyfed.core.vectorized.stacked_module import sum_per_client
 @final
 @dataclass(frozen=True)
 class EpochGradientTerm:
-    """Holds the gradient g of a term, taken at the first step of each local epoch, for all steps of that epoch.
+    """Computes the gradient g of a term at the first step of each local epoch and uses it for all steps of that epoch.
 
-    It is called at every step, with the network and with the client's tensors: those of `term`, how many steps there were,
-    and g by parameter, which it changes; or with a stack of networks and as many of each tensor. It returns ⟨g, θ⟩, whose
+    It is called at every step with the network and the client's tensors: those of `term`, the number of steps taken, and g
+    for each parameter, which it updates; or with a stack of networks and stacks of these tensors. It returns ⟨g, θ⟩, whose
     gradient is g.
 
-    Attributes: `term`, which is computed; `steps_per_epoch`, of an epoch; `parameter_names`, of the trained parameters.
+    Attributes:
+        term: the term whose gradient is taken.
+        steps_per_epoch: number of steps in a local epoch.
+        parameter_names: names of the trained parameters.
     """
 
     term: AlignmentTerm
@@ -30,7 +33,7 @@ class EpochGradientTerm:
     parameter_names: tuple[str, ...]
 
     def __call__(self, network: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
-        """Shape () of one network, (k,) of a stack, whose networks have made equally many steps."""
+        """Returns ⟨g, θ⟩: shape () for one network, (k,) for a stack whose networks have made equally many steps."""
         rows, steps_taken, *gradients = tensors
         by_name = dict(network.named_parameters())
         parameters = [by_name[name] for name in self.parameter_names]
@@ -48,7 +51,7 @@ class EpochGradientTerm:
 
     @classmethod
     def build_for_client(cls, term: AlignmentTerm, network: nn.Module, steps: int, seed: int) -> PerClientTerm:
-        """Makes the term of the client with this network, whose epochs have so many steps."""
+        """Builds the term of the client with this network, whose local epochs have `steps` steps."""
         trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
         gradients = [torch.zeros_like(p, requires_grad=False) for p in trained.values()]
         tensors = [*term.build_for_client(seed).tensors, torch.zeros((), dtype=torch.int64), *gradients]

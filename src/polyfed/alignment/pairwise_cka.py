@@ -1,4 +1,4 @@
-"""How alike several networks see the same examples: CKA between any two of them."""
+"""Compares the representations that several networks have of the same examples: CKA between any two of them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 _ROWS = 256
-"""Examples that are compared, evenly spaced, if there are more."""
+"""Most examples that are compared; if there are more, evenly spaced ones are taken."""
 
 
 def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
-    """Linear CKA between any two representations of the same examples: shape (N, N), float64, 1 on the diagonal (0 for a
-    constant representation).
+    """Computes linear CKA between any two representations of the same examples: shape (N, N), float64.
+
+    The diagonal is 1 (0 for a constant representation).
 
     Args:
-        representations: representations, shapes (L, d_j); of more than 256 examples, 256 evenly spaced ones are compared.
+        representations: shapes (L, d_j); if there are more than 256 examples, 256 evenly spaced ones are compared.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> pairwise_cka([a, 2 * a]).round(decimals=6)
@@ -26,7 +27,9 @@ def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
 
 
 def _unit_kernels(representations: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The centred kernel of each representation as a vector of norm 1, of zeros for a constant one."""
+    """Yields the centred kernel of each representation as a vector of norm 1, or of zeros if the representation is
+    constant.
+    """
     number = len(representations[0])
     places = torch.linspace(0, number - 1, _ROWS).long() if number > _ROWS else torch.arange(number)
     for part in representations:
@@ -42,7 +45,7 @@ def _unit_kernels(representations: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def mean_pairwise_cka(representations: Sequence[Tensor]) -> float | None:
-    """The mean CKA over the pairs of different networks; None of fewer than two.
+    """Computes the mean CKA over the pairs of different networks; None if there are fewer than two networks.
 
     >>> mean_pairwise_cka([torch.eye(3), 2 * torch.eye(3)])
     1.0

@@ -1,10 +1,10 @@
-"""Orthogonal Procrustes distance of two representations of the same examples (Ding, Denain and Steinhardt, NeurIPS 2021;
-FedHeNN, section 3.4, names it as the other distance).
+"""Computes the orthogonal Procrustes distance of two representations of the same examples (Ding, Denain and
+Steinhardt, NeurIPS 2021), which FedHeNN's section 3.4 names as the alternative to CKA.
 
-d(A, B) = ‖Â‖² + ‖B̂‖² − 2‖B̂ᵀÂ‖_* = min over orthogonal Q of ‖Â − B̂Q‖², Â and B̂ being centred and of norm 1, ‖·‖_* the sum
-of the singular values. FedHeNN's authors take it for networks of one width only. But it depends on kernels alone: ‖B̂ᵀÂ‖_*
-is tr (√K M √K)^½ of K = ÂÂᵀ and M = B̂B̂ᵀ (d is the squared Bures distance of K and M), and B̂ may be any matrix with
-B̂B̂ᵀ = M. So widths may differ, and the mean kernel K̄ = FFᵀ of eq. 6 has such a distance, that of F.
+d(A, B) = ‖Â‖² + ‖B̂‖² − 2‖B̂ᵀÂ‖_* = min over orthogonal Q of ‖Â − B̂Q‖², where Â and B̂ are centred and have norm 1, and ‖·‖_*
+is the sum of the singular values. FedHeNN's authors use it for networks of one width only. But it depends on kernels alone:
+‖B̂ᵀÂ‖_* is tr (√K M √K)^½ of K = ÂÂᵀ and M = B̂B̂ᵀ (d is the squared Bures distance of K and M), and B̂ may be any matrix with
+B̂B̂ᵀ = M. So widths may differ, and the distance to the mean kernel K̄ = FFᵀ of eq. 6 is that to F.
 """
 
 from typing import Any
@@ -17,17 +17,20 @@ from polyfed.alignment.cka import CentredFeatures, check_same_examples, cosine_f
 
 
 def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
-    """The orthogonal Procrustes distance of two representations, a scalar from 0 (equal up to a rotation, reflection, shift
-    and scale of the features) to 2 (nothing in common). Differentiable in both arguments.
+    """Computes the orthogonal Procrustes distance of two representations: a scalar from 0 (equal) to 2 (nothing in
+    common).
 
-    Computed in feature space, from the singular values of a matrix of shape (min(L, d_b), min(L, d_a)). A constant
-    representation has the distance 2, with gradient 0.
+    Representations are equal up to a rotation, reflection, shift and scale of the features. The distance is
+    differentiable in both arguments.
+
+    The computation is in feature space, from the singular values of a matrix of shape (min(L, d_b), min(L, d_a)). A constant
+    representation has distance 2, with gradient 0.
 
     Args:
         a, b: representations of the same L ≥ 2 examples, shapes (L, d_a) and (L, d_b); b may be centred already.
 
     Raises:
-        UserError: they are not of the same examples, or of fewer than 2.
+        UserError: the numbers of examples differ, or are below 2.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> round(abs(procrustes_distance(a, 3 * a.flip(1)).item()), 5), procrustes_distance(torch.ones(3, 5), a).item()
@@ -43,11 +46,11 @@ def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
 
 
 class _NuclearNorm(torch.autograd.Function):
-    """‖BᵀA‖_* of (L, d_a) and (L, d_b).
+    """Computes ‖BᵀA‖_*, the sum of singular values, of matrices (L, d_a) and (L, d_b).
 
-    By hand, for two reasons. Where a singular value is 0 the norm has many subgradients, of which an SVD takes any, and
-    would pull a dead feature anywhere; here it is the one of least norm, UVᵀ over the other singular values. And of fewer
-    examples than features the singular values are those of a smaller matrix.
+    The backward pass is written by hand for two reasons. Where a singular value is 0 the norm has many subgradients; an SVD
+    would take an arbitrary one and pull a dead feature anywhere, while this takes the one of least norm, UVᵀ over the other
+    singular values. And with fewer examples than features, the singular values are those of a smaller matrix.
     """
 
     @staticmethod
@@ -56,9 +59,7 @@ class _NuclearNorm(torch.autograd.Function):
         right, of_b = _compress_columns(b)
         # In float64: near the optimum the norm is 1 up to squares of what is left.
         product = (right.T @ left).double()
-        if not bool(
-            product.isfinite().all()
-        ):  # where an SVD raises, a training that diverged is to be told by its loss
+        if not bool(product.isfinite().all()):  # an SVD would raise; a NaN loss shows that training diverged
             ctx.save_for_backward(torch.full_like(a, float("nan")), torch.full_like(b, float("nan")))
             return a.new_full((), float("nan"))
         u, values, v = torch.linalg.svd(product, full_matrices=False)
@@ -78,7 +79,10 @@ class _NuclearNorm(torch.autograd.Function):
 
 
 def _compress_columns(a: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A = CQᵀ with orthonormal columns of Q, shape (d, L): C, shape (L, L), and Q; of no more features than examples, A."""
+    """Factors A = CQᵀ with orthonormal columns of Q, shape (d, L); returns C, shape (L, L), and Q.
+
+    Returns (A, None) if A has no more features than examples.
+    """
     if a.shape[1] <= len(a):
         return a, None
     q, r = torch.linalg.qr(a.T)

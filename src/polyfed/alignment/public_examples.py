@@ -1,5 +1,6 @@
-"""RAD, the representation alignment dataset of a round: a fresh draw from a public pool, or from noise, the same for all
-clients (FedHeNN, section 3.3)."""
+"""Draws the RAD, the representation alignment dataset of a round: rows of a public pool or noise, the same for all
+clients (FedHeNN, section 3.3).
+"""
 
 import torch
 from torch import Tensor
@@ -11,13 +12,13 @@ from polyfed.core.seeds import derive_seed, torch_generator
 
 
 def draw_public_rows(seed: int, round_number: int, pool_size: int, size: int) -> Tensor:
-    """The rows of the pool that are the RAD of a round: int32, shape (size,), drawn without replacement.
+    """Draws the rows of the pool that are the RAD of a round, without replacement: int32, shape (size,).
 
     Args:
-        seed: of the run.
-        round_number: counted from 1.
-        pool_size: examples in the pool, at least `size`.
-        size: L.
+        seed: seed of the run.
+        round_number: number of the round, counted from 1.
+        pool_size: number of examples in the pool, at least `size`.
+        size: L, the number of rows to draw.
 
     >>> draw_public_rows(0, 1, pool_size=10, size=10).sort().values.tolist() == list(range(10))
     True
@@ -27,18 +28,19 @@ def draw_public_rows(seed: int, round_number: int, pool_size: int, size: int) ->
 
 
 def noise_like(examples: Examples, number: int, seed: int) -> Examples:
-    """Noise in the form of a client's inputs: the same for all clients whose inputs have the same form.
+    """Generates noise in the shapes and types of a client's inputs; it is the same for all clients whose inputs have
+    these.
 
     Args:
-        examples: of the client; what it does to its inputs is done to the noise.
-        number: how many.
-        seed: of the noise.
+        examples: the client's examples; their transform is applied to the noise, too.
+        number: number of noise examples.
+        seed: seed of the noise.
 
     Returns:
-        Images, kept as bytes, are of uniform bytes; numbers are standard normal, each part by itself. Labels are 0.
+        Examples with uniform bytes for images stored as bytes, standard normal numbers for floats, and labels 0.
 
     Raises:
-        UserError: inputs are whole numbers, such as the tokens of a text, of which there is no noise.
+        UserError: inputs are integers, such as the tokens of a text, for which noise makes no sense.
 
     >>> noise_like(Examples(torch.zeros(2, 3), torch.zeros(2)), 5, seed=0).x.shape
     torch.Size([5, 3])
@@ -51,7 +53,7 @@ def noise_like(examples: Examples, number: int, seed: int) -> Examples:
         if dtype.is_floating_point:
             return torch.randn((number, *shape), generator=generator).to(device, dtype)
         raise UserError(
-            f"rad='noise' makes images or numbers, but these inputs are {dtype} (text?); use rad='public' with public "
+            f"rad='noise' generates images or floats, but these inputs are {dtype} (text?); use rad='public' with public "
             "examples (public=..., or --data.public_fraction)"
         )
 

@@ -1,4 +1,6 @@
-"""Representations of many examples: without gradients in batches, and with them in the memory of one batch."""
+"""Computes representations of many examples: in batches without gradients, or with gradients in the memory of one
+batch.
+"""
 
 from functools import partial
 
@@ -20,18 +22,19 @@ _BATCH = 256
 def compute_representations(
     model: nn.Module, examples: Examples, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
-    """A = Φ(X; W): what the last linear layer of `model` gets for each example, float32 on the CPU, shape (n, width).
+    """Computes A = Φ(X; W), the input of the last linear layer of `model` for each example: float32 on the CPU, shape
+    (n, width).
 
     The model runs in evaluation mode, without dropout.
 
     Args:
         model: any network.
-        examples: their inputs; labels are not used.
+        examples: the examples; their labels are not used.
         module: name of the module whose input is the representation; None finds the last nn.Linear.
         batch_statistics: BatchNorm normalises by the statistics of each batch of 256 examples instead of its running ones.
 
     Raises:
-        UserError: there is no such module, or no nn.Linear.
+        UserError: the model has no such module, or no nn.Linear.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> compute_representations(net, Examples(torch.ones(5, 4), torch.zeros(5))).shape
@@ -40,7 +43,7 @@ def compute_representations(
     name = representation_module_name(model, examples) if module is None else module
     batches = []
     with torch.no_grad():
-        # In a fixed shuffled order: of examples that are sorted by class, the statistics of a batch would hide the class.
+        # In a fixed shuffled order: with examples sorted by class, batch statistics would remove the class.
         order = torch.randperm(len(examples), generator=torch_generator(0))
         for rows in split_into_batches(order.to(examples.device), _BATCH, at_least_two=True):
             x = to_preferred_memory_format(model, examples.batch(rows)[0])
@@ -51,13 +54,15 @@ def compute_representations(
 
 
 def differentiable_representations(model: nn.Module, examples: Examples, rows: Tensor, module: str) -> Tensor:
-    """Representations of some rows, with gradients to the parameters, shape (number, width), where the model is; of a stack
-    of k networks, each of its own rows, shape (k, number): (k, number, width).
+    """Computes representations of some rows, with gradients to the parameters, on the model's device.
 
-    BatchNorm normalises by the batch, as in the training that goes on at the same time: with running statistics, which are
-    constants to the gradient, the term would align a function that training does not see, and accuracy collapses.
+    Returns shape (number, width); for a stack of k networks, each with its own rows (k, number), shape (k, number,
+    width).
 
-    More than one batch is run again in the backward pass, batch by batch, so that activations of one batch only are in
+    BatchNorm normalises by the batch, as in training: with running statistics, which have no gradient, the term would
+    align a function that training does not see, and accuracy would collapse.
+
+    If there is more than one batch, each runs again in the backward pass, so that only the activations of one batch are in
     memory: all 5,000 rows of the paper's RAD would need gigabytes.
     """
     places = split_into_batches(
@@ -80,16 +85,16 @@ def differentiable_representations(model: nn.Module, examples: Examples, rows: T
 
 
 def representation_batch_size(number: int) -> int:
-    """How many of so many rows `differentiable_representations` takes through a network at once, up to one."""
+    """Returns how many of `number` rows `differentiable_representations` runs through a network at once."""
     return min(number, _BATCH if number <= _BATCH else _BATCH // 2)
 
 
 def _stacked_representations(networks: Stacked, examples: Examples, rows: Tensor, module: str) -> Tensor:
     if examples.transform is None or isinstance(examples.transform, Normalise):
         x = examples.batch(rows.flatten())[0]
-    else:  # it may look at all examples that it gets
+    else:  # the transform may depend on all examples of its batch
         x = torch.cat([examples.batch(mine)[0] for mine in rows])
-    real, networks.valid_rows = networks.valid_rows, None  # of the minibatch; here all clients have the same number
+    real, networks.valid_rows = networks.valid_rows, None  # the minibatch's mask; here clients have equally many rows
     try:
         features = compute_batch_representation(
             networks, x, module=f"module.{module}" if module else "module", batch_statistics=True
@@ -102,12 +107,12 @@ def _stacked_representations(networks: Stacked, examples: Examples, rows: Tensor
 
 
 def representation_module_name(model: nn.Module, examples: Examples) -> str:
-    """Name of the module whose input is the representation, found on one example."""
+    """Finds the name of the module whose input is the representation, by running one example."""
     first_example = examples.batch(torch.zeros(1, dtype=torch.int64, device=examples.device))[0]
     return find_representation_module(model, to_preferred_memory_format(model, first_example))
 
 
 def check_has_representation(client: Client, module: str | None) -> None:
-    """Raises a `UserError` if a client's network has no representation: the input of this module, or of its last Linear."""
+    """Raises a `UserError` if a client's network has no representation: no input of `module`, or no last nn.Linear."""
     assert client.model is not None
     compute_representations(cached_module(client.model, client.train.device).module, client.train.head(), module=module)

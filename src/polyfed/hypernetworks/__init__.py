@@ -1,1 +1,1 @@
-"""Hypernetworks: networks whose outputs are, or weigh, other networks' parameters."""
+"""Defines hypernetworks: networks that generate or weigh the parameters of other networks."""

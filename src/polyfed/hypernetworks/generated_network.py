@@ -1,4 +1,4 @@
-"""A network whose weights a graph hypernetwork generates at each forward pass: training it trains the hypernetwork."""
+"""Builds networks whose weights a graph hypernetwork generates at each forward pass: training them trains the GHN."""
 
 from typing import Any, final
 
@@ -15,21 +15,23 @@ from polyfed.hypernetworks.ghn import GHN, GHNConfig, GraphTensors, cached_ghn, 
 
 @final
 class GeneratedNetwork(nn.Module):
-    """f_c(·; θ_c(𝒜_c; W_G, W_H)) of FLHA-GHN's eq. 5, with what is not generated trained next to the hypernetwork.
+    """Computes f_c(·; θ_c(𝒜_c; W_G, W_H)) of FLHA-GHN's eq. 5: a client's network with weights from the hypernetwork.
 
-    Parameters that are trained: the hypernetwork's, and those of `model` that require a gradient; its user takes that from
-    the generated ones. BatchNorm's statistics are the buffers of `model`, as ever. Inputs and outputs are those of `model`.
+    Trained parameters are the hypernetwork's and those of `model` that require a gradient; the caller sets requires_grad to
+    False for generated parameters. BatchNorm's statistics are buffers of `model`. Inputs and outputs are those of `model`.
     """
 
-    client_network = "model"  # whose names `lr_by_name` means
+    client_network = "model"  # the submodule whose parameter names `lr_by_name` uses
 
     def __init__(self, ghn: GHN, model: nn.Module, graph: GraphTensors) -> None:
         super().__init__()
         self.ghn, self.model, self.graph = ghn, model, graph
 
     def generate_weights(self) -> dict[str, Tensor]:
-        """θ_c: name -> generated parameter, in the shape, type and memory layout of the one whose place it takes: its layout
-        decides in which one convolutions work."""
+        """Generates θ_c: name -> parameter, in the shape, dtype and memory format of the parameter that it replaces.
+
+        The memory format determines the one in which convolutions compute.
+        """
         parameters = dict(self.model.named_parameters())
         with torch.autocast(self.graph.features.device.type, enabled=False):  # weights stay float32, also in bf16
             return {
@@ -37,7 +39,7 @@ class GeneratedNetwork(nn.Module):
             }
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Outputs of the client's network with θ_c in the place of its own weights."""
+        """Returns the output of the client's network with θ_c in the place of its own weights."""
         return call_with_tensors(self.model, self.generate_weights(), inputs, named)
 
 
@@ -54,11 +56,13 @@ def build_generated_network(
     ghn_weights: StateDict,
     device: torch.device | None = None,
 ) -> tuple[GeneratedNetwork, CachedModule]:
-    """The network of an architecture under a hypernetwork with the weights `ghn_weights`, and the scratch module that is its
-    `model`: as with `scratch`, whoever takes them fills the latter and does not keep them.
+    """Builds a client's network under a hypernetwork with weights `ghn_weights`; returns it and its cached `model`.
+
+    The module cache owns both: callers load the weights of `model` before use and do not keep either (see
+    `cached_module`).
 
     Raises:
-        ValueError: the weights are not those of a hypernetwork of this form.
+        ValueError: the weights do not fit a hypernetwork with this configuration.
     """
     device = device or torch.device("cpu")
     network, cached_model = _cached(factory, _GraphKey(graph), config, device)
@@ -67,7 +71,7 @@ def build_generated_network(
         network.ghn.load_state_dict(dict(ghn_weights))
     except RuntimeError as error:
         raise ValueError(
-            "the hypernetwork that came down is not of the form of this client's settings (gnn, passing, depth, latent, "
+            "the hypernetwork that the server sent does not fit this client's settings (gnn, passing, depth, latent, "
             f"hidden, head, rank): {str(error).splitlines()[-1].strip()}"
         ) from error
     return network, cached_model
@@ -75,7 +79,9 @@ def build_generated_network(
 
 @final
 class _GraphKey:
-    """A graph as part of a cache's key: by identity, since comparing graphs would take longer than it saves."""
+    """Wraps a graph as part of a cache key, compared by identity, since comparing graphs would take longer than the
+    cache saves.
+    """
 
     def __init__(self, graph: ArchitectureGraph) -> None:
         self.graph = graph

@@ -1,8 +1,9 @@
-"""The graph hypernetwork (FLHA-GHN, section 4.2): a graph neural network and one MLP per layer type, which together turn
-the graph of an architecture into weights for it.
+"""Defines the graph hypernetwork (FLHA-GHN, section 4.2), which generates weights from the graph of an architecture.
 
-Dimensions: V nodes, E edges, k node types (the catalogue and three marks), d latent entries of a node, H hidden entries
-of a head, n sets of weights of one layer type, P numbers of a weight.
+It consists of a graph neural network and one MLP (head) per layer type.
+
+Dimensions: V nodes, E edges, k node types (the catalogue and three marks), d latent entries of a node, H hidden units of a
+head, n sets of weights of one layer type, P entries of a weight tensor.
 """
 
 import math
@@ -35,31 +36,31 @@ Head = Literal["mlp", "factored"]
 Passing = Literal["synchronous", "asynchronous"]
 Init = Literal["kaiming", "paper", "last_layer"]
 MAX_DENSE_BYTES = 50 * 2**20
-"""Bytes of a hypernetwork above which its heads are factored, unless the method says which they are."""
-_CHAINS = 16  # random graphs on which the heads' activations are measured at initialisation
+"""Size of a hypernetwork in bytes above which its heads are factored, unless the method's settings choose the heads."""
+_CHAINS = 16  # number of random graphs on which the heads' activations are measured at initialisation
 
 
 @final
 @dataclass(frozen=True)
 class GHNConfig:
-    """What two graph hypernetworks must have in common so that one can take the other's weights.
+    """Describes a graph hypernetwork; two hypernetworks with equal configurations can exchange weights.
 
     Args:
         catalogue: the layer types.
-        depth: T, layers of the graph neural network; with 0 the heads see the node's type alone.
+        depth: T, number of layers of the graph neural network; with 0 the heads see only the node's type.
         latent: d.
         hidden: H.
         head: "mlp" (paper) or "factored" (polyfed's choice), see `Factored`.
-        rank: of the factored heads.
-        normalise: whether the GNN keeps the variance of its input and heads bring their hidden activations z to mean square
-            1 (polyfed's choice). As PyG and torch initialise, differences between nodes shrink in each layer to 3 %
-            of ‖h‖, and z is
-            about 0.05: nearly all of a step then goes into the last layers' biases, the same for all nodes of a type.
+        rank: rank of the factored heads.
+        normalise: makes the GNN keep the variance of its input, and heads scale their hidden activations z to mean square 1
+            (polyfed's choice). With the initialisation of PyG and torch, each layer shrinks differences between nodes to
+            3 % of ‖h‖, and z is about 0.05: then nearly all of a step goes into the last layers' biases, which are the same
+            for all nodes of a type.
         gnn: layers of the graph neural network: "graphconv" (paper, eq. 2), or the two others that appendix D tried,
             "gated" (`GatedGraphConv`) and "sage" (`GraphConv` with means).
-        passing: "synchronous" (paper): in a layer all nodes are updated at once. "asynchronous" (tried in section 4.3): in
-            a layer nodes are updated in the order of the data flow, and then against it, each from what the others have by
-            then, with the same parameters in both directions (Zhang et al. 2019).
+        passing: "synchronous" (paper): a layer updates all nodes at once. "asynchronous" (tried in section 4.3): a layer
+            updates nodes in the order of the data flow, and then in the reverse order, each from the current states of the
+            others, with the same parameters in both directions (Zhang et al. 2019).
     """
 
     catalogue: LayerCatalogue
@@ -76,11 +77,14 @@ class GHNConfig:
 @final
 @dataclass(frozen=True, eq=False)
 class GraphTensors:
-    """A graph as the hypernetwork reads it.
+    """Holds a graph as tensors, the input of the hypernetwork.
 
-    Attributes: `features` X, one-hot, (V, k); `edges`, int64 (2, E), from and to; `weight_sets`, by layer type, the
-    nodes that use weights of this type (m,), to which of the n sets each belongs (m,), and of each set role ->
-    parameter's name; `levels`, the levels of asynchronous passing, empty for synchronous.
+    Attributes:
+        features: one-hot node features X, (V, k).
+        edges: int64 (2, E), from and to.
+        weight_sets: layer type -> (the nodes that use weights of this type (m,), which of the n sets each node uses (m,),
+            and for each set role -> parameter's name).
+        levels: levels of asynchronous passing; empty for synchronous passing.
     """
 
     features: Tensor
@@ -92,7 +96,7 @@ class GraphTensors:
 def graph_to_tensors(
     graph: ArchitectureGraph, catalogue: LayerCatalogue, device: torch.device, passing: Passing = "synchronous"
 ) -> GraphTensors:
-    """The tensors of a graph whose layer types are all in the catalogue (see `ArchitectureGraph.restricted`)."""
+    """Converts a graph to tensors; all its layer types must be in the catalogue (see `ArchitectureGraph.restrict_to`)."""
     columns = {kind: column for column, kind in enumerate(catalogue.node_types)}
     types = torch.tensor([columns[node.type] for node in graph.nodes], device=device)
     edges = torch.tensor(graph.edges, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous()
@@ -108,12 +112,12 @@ def graph_to_tensors(
 
 @final
 class GHN(nn.Module):
-    """GNN G(·; W_G) and heads {H_l(·; W_H^l)}.
+    """Generates weights from a graph, with a GNN G(·; W_G) and heads {H_l(·; W_H^l)}.
 
     Layer t of the GNN is eq. 2, a `GraphConv` with ReLU: h_v ← σ(A h_v + B Σ_{u→v} h_u + b). Weights are eq. 3,
-    θ^v = H_l(h_v^T); those that several nodes share are made of the mean of their h_v^T, so that no order of the nodes
-    matters. Where a layer needs h_v of d entries before it (a GRU, or passing in an order), a linear map makes them of X
-    (polyfed's choice; Li et al. append zeros, which takes fewer types than entries).
+    θ^v = H_l(h_v^T). Weights that several nodes share are generated from the mean of their h_v^T, so that the order of the
+    nodes does not matter. Where the first layer needs h_v with d entries (a GRU, or asynchronous passing), a linear map
+    computes them from X (polyfed's choice; Li et al. append zeros, which allows at most d types).
 
     `forward` takes `GraphTensors` and returns name -> generated parameter, in its shape.
     """
@@ -121,7 +125,7 @@ class GHN(nn.Module):
     def __init__(self, config: GHNConfig) -> None:
         super().__init__()
         columns = len(config.catalogue.node_types)
-        self.form, gated = config, config.gnn == "gated"
+        self.config, gated = config, config.gnn == "gated"
         embedded = config.depth > 0 and (gated or config.passing == "asynchronous")
         self.gnn = nn.ModuleList(
             GatedGraphConv(config.latent)
@@ -139,12 +143,15 @@ class GHN(nn.Module):
         })  # fmt: skip
 
     def encode_nodes(self, features: Tensor, edges: Tensor, levels: tuple[Level, ...] = ()) -> Tensor:
-        """h^T of every node, (V, d), from X (V, k) and edges (2, E); asynchronous passing needs the levels of the graph."""
+        """Computes h^T of every node, (V, d), from X (V, k) and edges (2, E).
+
+        Asynchronous passing needs the graph's levels.
+        """
         h = self.embed(features) if hasattr(self, "embed") else features
         sources, targets = edges
-        mean = self.form.gnn == "sage"
+        mean = self.config.gnn == "sage"
         for layer in self.gnn:
-            if self.form.passing == "synchronous":
+            if self.config.passing == "synchronous":
                 h = self._update_nodes(layer, h, aggregate_neighbours(h, sources, targets, len(h), mean))
                 continue
             for nodes, level_sources, level_targets in levels:
@@ -153,19 +160,21 @@ class GHN(nn.Module):
         return h
 
     def _update_nodes(self, layer: Any, node_states: Tensor, messages: Tensor) -> Tensor:
-        if self.form.gnn == "gated":
+        if self.config.gnn == "gated":
             gated: Tensor = layer.update_nodes(node_states, messages, self.cell)
             return gated
         new: Tensor = layer.update_nodes(node_states, messages).relu()  # eq. 2
         return new
 
     def forward(self, graph: GraphTensors) -> dict[str, Tensor]:
-        """All weights of the graph; the nodes of one type go through their head as one batch."""
+        """Generates all weights of the graph; each head processes the nodes of its type as one batch."""
         return dict(self.iterate_weights(graph))
 
     def iterate_weights(self, graph: GraphTensors) -> Iterator[tuple[str, Tensor]]:
-        """The names and weights of `forward` one after the other: who turns each into another form at once never has both
-        forms of more than one head's."""
+        """Yields the names and weights of `forward` head by head.
+
+        A caller that converts each weight at once keeps both versions in memory for one head only.
+        """
         h = self.encode_nodes(graph.features, graph.edges, graph.levels)
         for kind, (nodes, rows, parameters) in graph.weight_sets.items():
             states = h[nodes]
@@ -178,14 +187,14 @@ class GHN(nn.Module):
 def _name_weights(
     tensors_by_role: Mapping[ParameterRole, Sequence[Tensor]], parameters: Sequence[Mapping[str, str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of n sets by the names of their parameters, from those by role."""
+    """Yields (parameter's name, weight) for n sets, from the weights by role."""
     for role, all_sets in tensors_by_role.items():
         yield from zip((names[role] for names in parameters), all_sets, strict=True)
 
 
 @lru_cache(maxsize=8)
 def hypernetwork_bytes(config: GHNConfig) -> int:
-    """Bytes of the tensors (W_G, W_H) of this form, which are the message in either direction; nothing is allocated.
+    """Returns the size in bytes of the tensors (W_G, W_H), the message in either direction; nothing is allocated.
 
     >>> hypernetwork_bytes(GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)), depth=0, hidden=4))
     4300
@@ -195,7 +204,7 @@ def hypernetwork_bytes(config: GHNConfig) -> int:
 
 
 def factor_if_large(config: GHNConfig) -> GHNConfig:
-    """The form, with factored heads where it would be more than `MAX_DENSE_BYTES` bytes with the paper's."""
+    """Returns the configuration with factored heads if the paper's heads would need more than `MAX_DENSE_BYTES`."""
     dense = replace(config, head="mlp")
     return (
         replace(config, head="factored")
@@ -205,7 +214,7 @@ def factor_if_large(config: GHNConfig) -> GHNConfig:
 
 
 def describe_factored_heads(config: GHNConfig) -> str:
-    """How much the factored heads of a form send, in a few words."""
+    """Describes in a few words how many MB the factored heads of a configuration send."""
     factored, dense = (hypernetwork_bytes(replace(config, head=head)) / 2**20 for head in ("factored", "mlp"))
     return f"factored: {factored:.0f} MB each way a round, where the paper's heads (mlp) would send {dense:.0f} MB"
 
@@ -220,22 +229,22 @@ def _describe_size(config: GHNConfig) -> str:
 
 
 def init_ghn_params(config: GHNConfig, init: Init, seed: int) -> dict[str, Tensor]:
-    """The initial tensors (W_G, W_H), by name.
+    """Initialises the tensors (W_G, W_H), by name.
 
-    With `normalise` the GNN and the hidden layers have Kaiming's variance, shared between A and B, and zero biases; else
-    they start as PyG and torch initialise them. At the start every scale s is 1, generated biases are 0, generated norm
-    scales are 1, and the weights W have, by `init`,
+    With `normalise` the GNN and the hidden layers have Kaiming's variance, shared between A and B, and zero biases;
+    otherwise they start as PyG and torch initialise them. At the start every scale s is 1, generated biases are 0, generated
+    norm scales are 1, and `init` determines the variance of the generated weights W:
 
-    - "kaiming": variance 2/fan_in (He et al. 2015), since the last layer's is 2/(fan_in·H·E[z²]). E[z²] is measured per type
-      on random graphs of the catalogue's types, for the server knows no client's graph;
-    - "paper": variance 2/fan_out, He et al.'s other form, by section 4.2's sentence: all matrices of W_H are Xavier-normal
-      with zero bias, the last times √(2·c_in/H), so that H·E[z²]·2/(P+H)·2·c_in/H = 2/fan_out · P/(P+H) where E[z²] = ½:
-      that of a (leaky) ReLU of pre-activations of variance 1. For these Xavier's hidden layer needs ‖h_v^T‖² = (d+H)/2. So
-      the GNN's last layer, of which the sentence says nothing, is multiplied by what is lacking, measured as for "kaiming".
-      With `normalise` E[z²] is 1 instead, and the last layer's variance half of it. A scale s of zero bias would be random,
-      with a mean of 0: its bias of 1 is polyfed's choice;
-    - "last_layer": that factor on the last layer alone, and hidden layers as the others, so that E[z²] is far below ½ and W
-      small without `normalise`.
+    - "kaiming": variance 2/fan_in (He et al. 2015), since the last layer's variance is 2/(fan_in·H·E[z²]). E[z²] is measured
+      per type on random graphs of the catalogue's types, since the server does not know the clients' graphs;
+    - "paper": variance 2/fan_out, He et al.'s other form, as section 4.2 says: all matrices of W_H are Xavier-normal with
+      zero bias, the last one times √(2·c_in/H), so that H·E[z²]·2/(P+H)·2·c_in/H = 2/fan_out · P/(P+H) if E[z²] = ½, the
+      value for a (leaky) ReLU of pre-activations of variance 1. To have that variance, Xavier's hidden layer needs
+      ‖h_v^T‖² = (d+H)/2. The paper does not say how the GNN is initialised; so its last layer is multiplied by the missing
+      factor, measured as for "kaiming". With `normalise`, E[z²] is 1 instead, and the last layer's variance is halved. A
+      scale s with zero bias would be random with mean 0: its bias of 1 is polyfed's choice;
+    - "last_layer": the factor √(2·c_in/H) on the last layer alone, and hidden layers as for "kaiming"; without `normalise`,
+      E[z²] is then far below ½ and W is small.
 
     >>> from polyfed.graphs import LayerType
     >>> tensors = init_ghn_params(GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),))), "kaiming", seed=0)
@@ -255,7 +264,7 @@ def init_ghn_params(config: GHNConfig, init: Init, seed: int) -> dict[str, Tenso
                 assert isinstance(head, TypeHead)
                 if init == "kaiming":
                     variance = 2 / (kind.fan_in * energies[kind])
-                else:  # of Xavier-normal · √(2·c_in/H) on the (P, H) matrix, which supposes E[z²] = ½
+                else:  # variance of Xavier-normal · √(2·c_in/H) for the (P, H) matrix, which assumes E[z²] = ½
                     variance = (
                         2 / (config.hidden + math.prod(kind.parameter_shapes["weight"])) * 2 * kind.c_in / config.hidden
                     )
@@ -265,8 +274,11 @@ def init_ghn_params(config: GHNConfig, init: Init, seed: int) -> dict[str, Tenso
 
 
 def _reset_trunk(ghn: GHN) -> None:
-    """Activations keep their variance from layer to layer: after one other node, A h and B Σ h have half of it each. A GRU's
-    matrices stay as they are drawn."""
+    """Initialises the GNN and the hidden layers so that activations keep their variance from layer to layer.
+
+    A h and B Σ h each have half of it if a node has one predecessor. The matrices of a GRU keep torch's
+    initialisation.
+    """
     for name, parameter in ghn.named_parameters():
         if name.endswith("bias") or name.startswith("cell.bias"):
             nn.init.zeros_(parameter)
@@ -280,7 +292,7 @@ def _reset_trunk(ghn: GHN) -> None:
 
 
 def _reset_head(head: TypeHead, kind: LayerType, variance: float) -> None:
-    """Initial weights of a head's last layers; `variance` is that of the entries by which z is multiplied."""
+    """Initialises a head's last layers; `variance` is the variance of the entries by which z is multiplied."""
     nn.init.zeros_(head.scale.weight)
     nn.init.ones_(head.scale.bias)
     nn.init.zeros_(head.out.bias)
@@ -290,7 +302,7 @@ def _reset_head(head: TypeHead, kind: LayerType, variance: float) -> None:
         nn.init.constant_(layer.bias, 1.0 if role == "scale" else 0.0)  # type: ignore[arg-type]
     if isinstance(head.out, Factored):
         # The product of the three has the variance of a dense layer. Rows and columns are small and the core large, so that
-        # a step through the core, which all entries of W share, moves W about as much as one of the base.
+        # a step of the core, which all entries of W share, moves W about as much as a step of the bias.
         rank, hidden = head.out.rows.shape[1], head.out.core.shape[2]
         nn.init.normal_(head.out.rows, std=(rank * hidden) ** -0.25)
         nn.init.normal_(head.out.columns, std=(rank * hidden) ** -0.25)
@@ -304,9 +316,12 @@ def _reset_head(head: TypeHead, kind: LayerType, variance: float) -> None:
 
 @torch.no_grad()
 def _reset_hidden(ghn: GHN, config: GHNConfig, seed: int) -> None:
-    """Hidden layers of the heads as section 4.2 has them, Xavier-normal with zero bias; and the GNN's last layer of the
-    size at which z has the mean square ½ before it is normalised. What single draws lack, and all of it where the GNN's
-    last layer does not scale h_v^T (a GRU, passing in an order, no GNN), hidden layers get."""
+    """Initialises the heads' hidden layers (Xavier-normal, zero bias: section 4.2), and scales the GNN's last layer.
+
+    The scale gives z mean square ½ before it is normalised. Hidden layers are scaled by the rest: by the deviation of
+    single draws, and by all of the factor where the GNN's last layer does not scale h_v^T (a GRU, asynchronous
+    passing, no GNN).
+    """
     heads = {kind: head for kind in config.catalogue.types if isinstance(head := ghn.heads[kind.key], TypeHead)}
     for head in heads.values():
         nn.init.xavier_normal_(head.hidden.weight)
@@ -326,9 +341,11 @@ def _reset_hidden(ghn: GHN, config: GHNConfig, seed: int) -> None:
 
 @torch.no_grad()
 def _hidden_energies(ghn: GHN, config: GHNConfig, seed: int, normalised: bool = True) -> dict[LayerType, float]:
-    """H·E[z²] of each type: the mean of ‖z‖² over random circles, each of which has every node type once. With normalised z
-    it is H up to rounding; `normalised=False` takes z before that. Asynchronous passing has a beginning and an end, and so
-    chains instead of circles."""
+    """Measures H·E[z²] of each type: the mean of ‖z‖² over random circles of nodes, each with every node type once.
+
+    Normalised z gives H up to rounding; `normalised=False` takes z before normalisation. Asynchronous passing needs a
+    beginning and an end, so that chains take the place of circles.
+    """
     features = len(config.catalogue.node_types)
     totals = dict.fromkeys(config.catalogue.types, 0.0)
     generator = torch_generator(derive_seed(seed, "graph hypernetwork", "chains"))
@@ -346,13 +363,13 @@ def _hidden_energies(ghn: GHN, config: GHNConfig, seed: int, normalised: bool = 
             row = h[column : column + 1]
             z = head.hidden_activations(row) if normalised else F.leaky_relu(head.hidden(row))
             totals[kind] += float(z.square().sum()) / _CHAINS
-    # With few latent entries the GNN's ReLUs may leave a type's nodes h = 0 on all these graphs: then any size does.
+    # With few latent entries the GNN's ReLUs may set h = 0 for all nodes of a type on all these graphs: then any value
+    # works.
     return {kind: total or float(config.hidden) for kind, total in totals.items()}
 
 
 def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
-    """The catalogue that a hypernetwork was made for, read from the names of its tensors: with the weights a client gets the
-    public catalogue.
+    """Reads the layer catalogue from the names of a hypernetwork's tensors: clients need not receive it separately.
 
     >>> form = GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)))
     >>> catalogue_from_weights(init_ghn_params(form, "kaiming", seed=0)) == form.catalogue
@@ -364,5 +381,5 @@ def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
 
 @lru_cache(maxsize=4)
 def cached_ghn(config: GHNConfig, device: torch.device) -> GHN:
-    """One hypernetwork of this form a process, to be filled before each use."""
+    """Returns the process's one hypernetwork of this configuration; callers load weights into it before each use."""
     return _build_ghn(config).to(device)

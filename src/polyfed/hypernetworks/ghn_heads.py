@@ -1,10 +1,10 @@
-"""The heads of FLHA-GHN's hypernetwork: one MLP per layer type turns what the graph network knows of a node into weights
-(FLHA-GHN, section 4.2).
+"""Defines the heads of FLHA-GHN's hypernetwork: one MLP per layer type generates weights from the state of a node
+(section 4.2).
 
-Nothing the size of the weights is kept for the backward pass, and nothing of that size is made twice: both last layers
+To save memory, no tensor the size of the weights is kept for the backward pass or computed twice: both kinds of last layer
 compute s·W from s·z, since s·(A z + b) = A (s z) + s b.
 
-Dimensions: H hidden entries of a head, n sets of weights of one layer type, P numbers of a weight.
+Dimensions: H hidden units of a head, n sets of weights of one layer type, P entries of a weight tensor.
 """
 
 import math
@@ -24,18 +24,21 @@ _TINY = 1e-12  # added to mean squares before a division
 
 @final
 class TypeHead(nn.Module):
-    """H_l: a hidden layer with LeakyReLU, then the weight W, its scale s (Littwin & Wolf 2019), the bias, and scales and
-    shifts of the norm that is part of the layer, each linear in the hidden activations z. The layer uses s·W.
+    """Generates the parameters of one layer type, H_l: a hidden layer with LeakyReLU, then linear layers in its
+    activations z.
+
+    The linear layers give the weight W, its scale s (Littwin & Wolf 2019), the bias, and the scale and shift of the
+    norm that is part of the layer. The layer uses s·W.
 
     Args:
         kind: the layer type.
-        inputs: d, entries of what is known of a node.
+        inputs: d, entries of a node's state.
         hidden: H.
-        rank: of a `Factored` last layer, where that has fewer numbers; None: the paper's.
-        normalise: divide z by its root mean square, so that the initial variance is Kaiming's for every node of every
+        rank: rank of a `Factored` last layer, which is used where it has fewer parameters; None uses the paper's.
+        normalise: divides z by its root mean square, so that the initial variance is Kaiming's for every node of every
             graph.
 
-    Shapes: (n, d) to {"weight": n of the weight's, "bias": n of (c_out,)}, and "scale" and "shift" as "bias".
+    Shapes: (n, d) to {"weight": n tensors of the weight's shape, "bias": n of (c_out,)}; "scale" and "shift" as "bias".
 
     >>> head = TypeHead(LayerType("linear", 3, 2), inputs=5, hidden=4)
     >>> {role: [tuple(one.shape) for one in made] for role, made in head(torch.ones(2, 5)).items()}
@@ -63,8 +66,10 @@ class TypeHead(nn.Module):
             self.norm_shift = nn.Linear(hidden, kind.c_out)
 
     def forward(self, h: Tensor) -> dict[ParameterRole, Sequence[Tensor]]:
-        """One tensor for each parameter of the type and each row of h. (Taken apart here: the gradient of n single rows
-        would be n tensors of the size of all.)"""
+        """Returns for each role of the type one tensor per row of `h`.
+
+        They are split here, since the gradient of n separate rows would be n tensors of the size of all rows.
+        """
         z = self.hidden_activations(h)
         s = self.scale(z)
         weights = self.out(z, s) if isinstance(self.out, Factored) else self._dense_weights(self.out, z, s)
@@ -75,7 +80,7 @@ class TypeHead(nn.Module):
 
     @property
     def vector_layer_names(self) -> dict[ParameterRole, str]:
-        """The parameters besides the weight, role -> name of the layer of the head that makes it."""
+        """Returns role -> name of the head's layer that generates it, for the parameters other than the weight."""
         return {role: name for role, name in _VECTORS.items() if hasattr(self, name)}
 
     def _dense_weights(self, out: nn.Linear, z: Tensor, s: Tensor) -> Sequence[Tensor]:
@@ -83,20 +88,22 @@ class TypeHead(nn.Module):
         return weights.view(len(z), *self.shape).unbind(0)
 
     def hidden_activations(self, h: Tensor) -> Tensor:
-        """z, (n, H)."""
+        """Computes the hidden activations z, (n, H)."""
         z = F.leaky_relu(self.hidden(h))
         return z * torch.rsqrt(z.square().mean(1, keepdim=True) + _TINY) if self.normalise else z
 
 
 @final
 class Factored(nn.Module):
-    """The last layer of a head with fewer numbers (polyfed's choice): what depends on the node is a product of low rank over
-    output and input channels, W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + √H·bias[o, i, κ], κ running over
-    the kernel's places. The bias, which the published head has too, keeps W at full rank; with normalised z, √H makes it
-    learn as fast as that head's H numbers for each weight do together.
+    """Generates weights by a last layer with fewer parameters (polyfed's choice): a low-rank product over output and
+    input channels.
 
-    Numbers: P + R·(c_out + c_in/groups + H·|κ|), instead of 17·P. Shapes: z (n, H) and s (n, 1) to n of the weight's, in
-    memory with the input channels last, as convolutions want them, and as the product with the columns is.
+    W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + √H·bias[o, i, κ], where κ runs over the kernel's
+    positions. The bias, which the paper's head has too, keeps W at full rank; with normalised z, the factor √H makes
+    it learn as fast as the H parameters for each weight in the paper's head do together.
+
+    Parameters: P + R·(c_out + c_in/groups + H·|κ|), instead of 17·P. Shapes: z (n, H) and s (n, 1) to n tensors of the
+    weight's shape, with the input channels last in memory, which is the order of the product and suits convolutions.
     """
 
     def __init__(self, kind: LayerType, hidden: int, rank: int) -> None:
@@ -109,23 +116,21 @@ class Factored(nn.Module):
         self.bias = nn.Parameter(torch.empty(c_out * c_in * math.prod(kernel)))
 
     def forward(self, z: Tensor, s: Tensor) -> Sequence[Tensor]:
-        """s·W for each row of z."""
+        """Returns s·W for each row of z."""
         mixed = torch.einsum("rkj,nj->nkr", self.core, s * z)
         row_factors = self.rows[:, None] * mixed[:, None]  # (n, c_out, |κ|, R): small, since the rank is
         weights = _FactoredWeights.apply(row_factors, self.columns, math.sqrt(z.shape[1]) * s, self.bias)  # type: ignore[no-untyped-call]
         c_out, c_in, *kernel = self.shape
-        if (
-            math.prod(kernel) == 1
-        ):  # strides as of any contiguous tensor: convolutions take the others for channels-last
+        if math.prod(kernel) == 1:  # contiguous strides: convolutions would take the others for channels-last
             return [weight.view(self.shape) for weight in weights]
         return [weight.view(c_out, *kernel, c_in).movedim(-1, 1) for weight in weights]
 
 
 class _FactoredWeights(torch.autograd.Function):
-    """left_n · columnsᵀ + s_n·bias, one tensor (c_out, |κ|, c_in) for each n.
+    """Computes left_n · columnsᵀ + s_n·bias, one tensor (c_out, |κ|, c_in) for each n.
 
-    By hand, so that the backward pass takes their gradients one by one: autograd would join them, and keep a bias in this
-    order.
+    The backward pass is written by hand, so that it takes the gradients one by one: autograd would concatenate them,
+    and keep a copy of the bias in this order.
     """
 
     @staticmethod
@@ -156,7 +161,7 @@ class _FactoredWeights(torch.autograd.Function):
 
 
 def _bias_view(bias: Tensor, row_factors: Tensor, columns: Tensor) -> Tensor:
-    """A view of the bias in the order of `row_factors`, (c_out, |κ|, c_in)."""
+    """Returns a view of the bias in the order of `row_factors`, (c_out, |κ|, c_in)."""
     return bias.view(row_factors.shape[1], len(columns), row_factors.shape[2]).transpose(1, 2)
 
 

@@ -1,8 +1,8 @@
-"""Layers of a graph hypernetwork's graph neural network, and the order in which asynchronous passing visits the nodes.
+"""Defines the layers of a graph hypernetwork's graph neural network, and the order of asynchronous message passing.
 
 FLHA-GHN names three layers (appendix D) and two orders (section 4.3), and gives the equation of the first of each. The
-others are those of the works that it cites: gated graph sequence networks (Li et al. 2016), GraphSAGE (Hamilton et al.
-2017), and forward-backward propagation (Zhang et al. 2019, graph hypernetworks for architecture search).
+others come from the works that it cites: gated graph sequence networks (Li et al. 2016), GraphSAGE (Hamilton et al. 2017),
+and forward-backward propagation (Zhang et al. 2019, graph hypernetworks for architecture search).
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from polyfed.core.errors import UserError
 
 Level = tuple[Tensor, Tensor, Tensor]
-"""Nodes that are updated at once (m,), and the edges by which messages reach them: from which node (e,), and to which of the
-m (e,)."""
+"""The nodes that are updated together (m,), and the edges that end in them: source nodes (e,), and targets as
+positions among the m nodes (e,)."""
 
 
 @final
 class GraphConv(nn.Module):
-    """Eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019). A is `lin_root`, B and b are `lin_rel`.
+    """Computes eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019), where A is `lin_root`, B and b
+    are `lin_rel`.
 
     With `mean` it is GraphSAGE's layer with the mean aggregator (Hamilton et al. 2017, algorithm 1, lines 4 and 5):
     W·[h_v, mean_{u→v} h_u] + b, where W = [A, B] and a node without predecessors has a mean of 0. The paper's line 7, which
@@ -38,24 +39,25 @@ class GraphConv(nn.Module):
         self.mean = mean
         self.lin_rel = nn.Linear(inputs, outputs)
         self.lin_root = nn.Linear(inputs, outputs, bias=False)
-        # PyG's layer of this name draws its weights twice; with the same draws a seed keeps its hypernetwork.
+        # PyG's layer of this name draws its weights twice; the same draws give the same hypernetwork for a seed.
         self.lin_rel.reset_parameters()
         self.lin_root.reset_parameters()
 
     def forward(self, h: Tensor, edges: Tensor) -> Tensor:
-        """The new entries of every node."""
+        """Returns the new states of all nodes, (V, d_out)."""
         return self.update_nodes(h, aggregate_neighbours(h, edges[0], edges[1], len(h), self.mean))
 
     def update_nodes(self, node_states: Tensor, messages: Tensor) -> Tensor:
-        """The new entries of nodes, from their own and what reached them, both (m, d_in)."""
+        """Computes the new states of nodes from their old states and the aggregated messages, both (m, d_in)."""
         out: Tensor = self.lin_rel(messages) + self.lin_root(node_states)
         return out
 
 
 @final
 class GatedGraphConv(nn.Module):
-    """GRU(Θ Σ_{u→v} h_u, h_v) (Li et al. 2016, in PyG's form): Θ is this layer's `lin_rel`, the GRU is one for all layers.
-    Messages go along the data flow, as in eq. 2; Li et al. send them against it too.
+    """Computes GRU(Θ Σ_{u→v} h_u, h_v) (Li et al. 2016, in PyG's form), where Θ is this layer's `lin_rel`.
+
+    All layers share one GRU. Messages follow the data flow, as in eq. 2; Li et al. send them in both directions.
 
     Shapes: h (V, d) and edges (2, E) to (V, d).
 
@@ -69,17 +71,17 @@ class GatedGraphConv(nn.Module):
         self.lin_rel = nn.Linear(width, width, bias=False)
 
     def forward(self, h: Tensor, edges: Tensor, cell: nn.GRUCell) -> Tensor:
-        """The new entries of every node."""
+        """Returns the new states of all nodes, (V, d)."""
         return self.update_nodes(h, aggregate_neighbours(h, edges[0], edges[1], len(h)), cell)
 
     def update_nodes(self, node_states: Tensor, messages: Tensor, cell: nn.GRUCell) -> Tensor:
-        """The new entries of nodes, from their own and what reached them, both (m, d)."""
+        """Computes the new states of nodes from their old states and the aggregated messages, both (m, d)."""
         out: Tensor = cell(self.lin_rel(messages), node_states)
         return out
 
 
 def aggregate_neighbours(h: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, mean: bool = False) -> Tensor:
-    """The sum or the mean of what reaches each of so many nodes, (nodes, d): 0 where nothing does.
+    """Computes the sum or mean of the messages that reach each node, (num_nodes, d); 0 for nodes without messages.
 
     >>> h = torch.tensor([[1.0], [3.0]])
     >>> aggregate_neighbours(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
@@ -92,11 +94,14 @@ def aggregate_neighbours(h: Tensor, sources: Tensor, targets: Tensor, num_nodes:
 def forward_backward_levels(
     edges: Sequence[tuple[int, int]], num_nodes: int, device: torch.device
 ) -> tuple[Level, ...]:
-    """The levels of one round of asynchronous passing: forward, a node after all that it gets messages from, then backward,
-    against the edges, a node after all that it gave messages to. Nodes of a level do not wait for each other.
+    """Computes the levels of one round of asynchronous passing: first in the order of the data flow, then in the
+    reverse order.
+
+    Forward, a node comes after all its predecessors; backward, after all its successors. Nodes of one level are
+    updated together.
 
     Raises:
-        UserError: the edges go round in a circle.
+        UserError: the edges form a cycle.
 
     >>> [level[0].tolist() for level in forward_backward_levels([(0, 1), (0, 2), (1, 3), (2, 3)], 4, torch.device("cpu"))]
     [[0], [1, 2], [3], [3], [1, 2], [0]]
@@ -123,5 +128,5 @@ def _topological_levels(edges: Sequence[tuple[int, int]], nodes: int, device: to
             waits[later] -= 1
         ready = sorted({later for later in freed if not waits[later]})
     if num_visited < nodes:
-        raise UserError("asynchronous passing needs a graph without circles; take passing='synchronous'")
+        raise UserError("asynchronous passing needs a graph without cycles; use passing='synchronous'")
     return levels

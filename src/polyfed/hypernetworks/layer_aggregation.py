@@ -1,8 +1,10 @@
-"""The layer-aggregation hypernetworks of pFedLA (Ma et al., CVPR 2022, section 3.2 and Fig. 3), one per client.
+"""Implements the layer-aggregation hypernetworks of pFedLA (Ma et al., CVPR 2022, section 3.2 and Fig. 3), one per
+client.
 
-Each maps its embedding v_i to α_i, one weight per layer and client. Each client's is held by itself, so that a round makes
-new ones for its own clients only; theirs are evaluated in a few operations. Dimensions: N clients, B of them in a round, L
-layers, E entries of an embedding, H hidden units.
+Each maps its embedding v_i to α_i, one weight per layer and client. They are stored one by one, so that a round
+replaces only those of its cohort, and evaluated in batches.
+
+Dimensions: N clients, B of them in a round, L layers, E entries of an embedding, H hidden units.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,17 +24,19 @@ Hypernetwork = Mapping[str, Tensor]
 _DEPTH = 3
 _EPSILON = 1e-8
 _TINY = 1e-300
-_STACKED = 2**18  # numbers of hypernetworks that are stacked at one time: 1 MB
-_CHUNK = 2**21  # numbers of all clients' models that are stacked at one time: 8 MB
-_PIECE = 2**22  # numbers of new models that are allocated together: 16 MB, which glibc keeps for the next round
-_NEAR = 2**17  # numbers of them that are multiplied at one time: 512 kB, which a core's own cache holds
-_LINE = 16  # numbers of a line of the cache
+_STACKED = 2**18  # floats of hypernetworks that are stacked at one time: 1 MB
+_CHUNK = 2**21  # floats of all clients' models that are stacked at one time: 8 MB
+_PIECE = 2**22  # floats of new models that are allocated together: 16 MB, which glibc keeps for the next round
+_NEAR = 2**17  # floats that are multiplied at one time: 512 kB, which fits into a core's own cache
+_LINE = 16  # floats in a cache line
 
 
 @final
 @dataclass(frozen=True)
 class HypernetworkSizes:
-    """Of one client's hypernetwork: N clients, L layers of the model, E entries of an embedding, H hidden units."""
+    """Holds the sizes of one client's hypernetwork: N clients, L layers of the model, E entries of an embedding, H
+    hidden units.
+    """
 
     clients: int
     layers: int
@@ -41,18 +45,20 @@ class HypernetworkSizes:
 
     @property
     def num_parameters(self) -> int:
-        """Entries of all its tensors together."""
+        """Returns the number of entries of all its tensors together."""
         trunk = self.hidden * (self.embedding + 1) + (_DEPTH - 1) * self.hidden * (self.hidden + 1)
         return self.embedding + trunk + self.layers * self.clients * (self.hidden + 1)
 
 
 def init_aggregation_hypernetwork(client: str, sizes: HypernetworkSizes, seed: int) -> dict[str, Tensor]:
-    """Embedding and parameters {v_i, ψ_i} of one client: a trunk of three linear layers with ReLU, and for each layer of
-    the model a linear head to N weights. They depend on the client's name and the seed only, so that those of a client
-    that has not taken part can be drawn when they are needed: all of them take N² numbers.
+    """Initialises the embedding and parameters {v_i, ψ_i} of one client's hypernetwork.
 
-    Heads start at weights from U(0, 1) and biases of 0: what the ReLU lets through of the trunk is not negative, so neither
-    is any z, and all weights start near 1/N. The rest starts as torch's `nn.Embedding`, N(0, 1), and `nn.Linear`,
+    The network is a trunk of three linear layers with ReLU, and for each layer of the model a linear head with N outputs.
+    The draw depends on the client's name and the seed only, so that a client that has not taken part needs no stored
+    network: all of them together have N² numbers.
+
+    Heads start with weights from U(0, 1) and biases of 0: the trunk's outputs after the ReLU are not negative, so no z is
+    negative, and all weights start near 1/N. The rest starts as torch's `nn.Embedding`, N(0, 1), and `nn.Linear`,
     U(−1/√inputs, 1/√inputs).
 
     Returns:
@@ -74,21 +80,21 @@ def init_aggregation_hypernetwork(client: str, sizes: HypernetworkSizes, seed: i
 
 
 def stack_hypernetworks(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
-    """The hypernetworks of B clients as batched tensors, dimension 0 being B."""
+    """Stacks the hypernetworks of B clients into batched tensors, with B as dimension 0."""
     return {name: torch.stack([network[name] for network in networks]) for name in networks[0]}
 
 
 def hypernetwork_batch_slices(number: int, sizes: HypernetworkSizes) -> list[slice]:
-    """Places of so many hypernetworks, those together that are stacked at one time: few next to all."""
+    """Returns slices that divide `number` hypernetworks into batches small enough to be stacked at one time."""
     size = max(1, _STACKED // sizes.num_parameters)
     return [slice(first, first + size) for first in range(0, number, size)]
 
 
 def aggregation_logits(networks: Hypernetwork) -> Tensor:
-    """z_i, the heads' outputs before they are normalised, (B, L, N), for networks that are `stack_hypernetworks`.
+    """Computes z_i, the heads' outputs before normalisation, (B, L, N), for networks from `stack_hypernetworks`.
 
-    What a network gives does not depend on the others, not even in the last bit: the server computes weights again to find
-    out which layers it had retained.
+    The outputs of a network do not depend on the others in the batch, not even in the last bit: the server recomputes the
+    weights to find out which layers it had retained.
     """
     hidden = networks["embedding"]
     for k in range(_DEPTH):
@@ -98,20 +104,23 @@ def aggregation_logits(networks: Hypernetwork) -> Tensor:
 
 
 def _linear(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
-    """B linear layers, weights (B, out, in), at inputs (B, in): rows times matrices, since torch takes another way for one
-    matrix times a column than for several."""
+    """Applies B linear layers, weights (B, out, in), to inputs (B, in), as products of row vectors and matrices.
+
+    torch multiplies one matrix with one column in another way than with several; the bits would depend on the batch.
+    """
     return torch.bmm(inputs[:, None, :], weight.transpose(1, 2))[:, 0] + bias
 
 
 def layer_aggregation_weights(
     networks: Hypernetwork, client_rows: Sequence[int], normalise: WeightNormalisation
 ) -> Tensor:
-    """α_i = HN_i(v_i; ψ_i) (eq. 4), (B, L, N), rows that sum to 1: ReLU(z)/(ΣReLU(z) + ε), or softmax(z).
+    """Computes α_i = HN_i(v_i; ψ_i) (eq. 4), (B, L, N), with rows that sum to 1: ReLU(z)/(ΣReLU(z) + ε), or
+    softmax(z).
 
-    A row whose z are all ≤ 0 has no weights to give; the client then keeps its own layer: α_i^{l,i} = 1.
+    Where all z of a row are ≤ 0, ReLU leaves no weights, and the client keeps its own layer: α_i^{l,i} = 1.
 
     Args:
-        networks: those of B clients, `stack_hypernetworks`.
+        networks: hypernetworks of B clients, from `stack_hypernetworks`.
         client_rows: the positions of these clients among the N.
         normalise: "relu" or "softmax".
 
@@ -131,22 +140,24 @@ def layer_aggregation_weights(
 
 
 def rows_without_positive(z: Tensor) -> Tensor:
-    """Which rows of scores (B, L, N) have no positive entry, (B, L)."""
+    """Returns which rows of scores (B, L, N) have no positive entry, (B, L)."""
     return (z <= 0).all(2)
 
 
 def step_hypernetworks(
     networks: Sequence[Hypernetwork], rows: Sequence[int], products: Tensor, rate: float, normalise: WeightNormalisation
 ) -> list[dict[str, Tensor]]:
-    """v_i ← v_i + rate · (∇_v θ̄_i)ᵀ Δθ_i, and ψ_i likewise (eq. 10 and 11), for B clients of a round at once.
+    """Updates the hypernetworks of B clients: v_i ← v_i + rate · (∇_v θ̄_i)ᵀ Δθ_i, and ψ_i likewise (eq. 10 and 11).
 
-    The sign makes it a descent: Δθ_i is about −η∇L_i, so that the step goes down L_i(θ̄_i(v_i, ψ_i)), as it does down
-    ½‖θ̄_i − θ_i‖². Since θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, all that is needed of Δθ_i are N products a layer.
+    The sign makes it a descent: Δθ_i is about −η∇L_i, so that the step decreases L_i(θ̄_i(v_i, ψ_i)), and also
+    ½‖θ̄_i − θ_i‖². Since θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, the step needs Δθ_i only through N inner products per layer.
 
     Args:
-        networks: those of the B clients.
-        rows: their positions among the N.
-        products: ⟨θ_j^l, Δθ_i^l⟩, (B, L, N).
+        networks: hypernetworks of the B clients.
+        rows: positions of these clients among the N.
+        products: ⟨θ_j^l, Δθ_i^l⟩, (B, L, N), from `layer_inner_products`.
+        rate: the hypernetworks' learning rate.
+        normalise: "relu" or "softmax".
     """
     with torch.enable_grad():
         leaves = {name: tensor.requires_grad_() for name, tensor in stack_hypernetworks(networks).items()}
@@ -163,7 +174,9 @@ def step_hypernetworks(
 
 
 def _allocate_contiguous(like: Hypernetwork) -> dict[str, Tensor]:
-    """Tensors of these shapes, without values, in one piece of memory: what pieces of one size leave, others fill."""
+    """Allocates uninitialised tensors of these shapes in one block of memory; freed blocks of equal size can be
+    reused.
+    """
     sizes = [tensor.numel() for tensor in like.values()]
     parts = torch.split(torch.empty(sum(sizes), dtype=next(iter(like.values())).dtype), sizes)
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}
@@ -172,12 +185,14 @@ def _allocate_contiguous(like: Hypernetwork) -> dict[str, Tensor]:
 def group_into_layers(
     parameters: Sequence[str], owners: Mapping[str, Sequence[str]], granularity: str
 ) -> dict[str, list[str]]:
-    """The layers that get a weight each: name -> the tensors in it, in the order of the model.
+    """Groups tensors into the layers that get one weight each: layer's name -> names of its tensors, in the order of
+    the model.
 
     Args:
         parameters: names of the tensors that are aggregated.
-        owners: module -> names of the tensors it owns (`models.split.layer_owners`).
-        granularity: "module" (the owner of a tensor), "block" (the top-level module it is in), "tensor", or "model".
+        owners: module -> names of the tensors it owns (`models.structure.tensor_names_by_module`).
+        granularity: a layer is a "module" (the owner of a tensor), a "block" (the top-level module around it), a "tensor",
+            or the whole "model".
 
     >>> group_into_layers(["a.0.weight", "a.0.bias", "b.weight"],
     ...                   {"a.0": ["a.0.weight", "a.0.bias"], "b": ["b.weight"]}, "block")
@@ -199,15 +214,15 @@ def group_into_layers(
 def mix_models(
     models: Sequence[StateDict], alpha: Tensor, layers: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Tensor]]:
-    """θ̄_i^l = Σ_j α_i^{l,j} θ_j^l (eq. 6) for B clients at once.
+    """Computes the personalised models θ̄_i^l = Σ_j α_i^{l,j} θ_j^l (eq. 6) of B clients.
 
     Args:
         models: θ_1 ... θ_N.
-        alpha: (B, L, N).
+        alpha: the weights α, (B, L, N).
         layers: the L layers, each with the names of its tensors.
 
     Returns:
-        B trees; each tensor is a view of one that holds those of several clients.
+        B models; each tensor is a view of one that holds the tensors of several clients.
     """
     few = {name: max(1, _PIECE // max(1, tensor.numel())) for name, tensor in models[0].items()}
     pieces = {
@@ -239,11 +254,11 @@ def layer_inner_products(
     replies: Sequence[StateDict],
     layers: Mapping[str, Sequence[str]],
 ) -> Tensor:
-    """⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i, (B, L, N), float64.
+    """Computes ⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i, (B, L, N), float64.
 
     Args:
         models: θ_1 ... θ_N at the start of the round.
-        served: the weights with which θ̄_i was made, (B, L, N).
+        served: the weights α with which θ̄_i was computed, (B, L, N).
         replies: θ_i of the B clients after local training.
         layers: as for `mix_models`.
     """
@@ -270,18 +285,19 @@ def similarity_weights(
     measure: SimilarityMeasure,
     sharpness: float,
 ) -> Tensor:
-    """Weights from how alike clients' layers are, without a hypernetwork (the toy example of Fig. 1): α_i^{l,j} =
-    softmax_j(sharpness · s_ij^l), (B, L, N), float32. With one layer that is the whole model they are model-wise.
+    """Computes weights from the similarity of clients' layers, without a hypernetwork (the toy example of Fig. 1).
 
-    s is the cosine of θ_i^l and θ_j^l, or minus their squared distance over its mean over all pairs of different clients,
-    so that it does not depend on the size of a layer. Where all clients have the same layer, its weights are 1/N.
+    α_i^{l,j} = softmax_j(sharpness · s_ij^l), (B, L, N), float32. If one layer is the whole model, weights are model-wise.
+
+    s is the cosine of θ_i^l and θ_j^l, or minus their squared distance divided by its mean over all pairs of different
+    clients, so that it does not depend on the size of a layer. A layer that is the same for all clients has weights 1/N.
 
     Args:
         models: θ_1 ... θ_N.
         layers: as for `mix_models`.
         rows: the positions of the B clients among the N.
         measure: "cosine" or "distance".
-        sharpness: 0 or more; 0 weighs all clients alike.
+        sharpness: factor of the similarity, 0 or more; 0 gives all clients equal weights.
 
     >>> models = [{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 3.0])}]
     >>> similarity_weights(models, {"w": ["w"]}, [0], "cosine", sharpness=1000.0).tolist()
@@ -294,7 +310,7 @@ def similarity_weights(
 
     def product(part: _TensorPart) -> tuple[int, Tensor]:
         theta = part.stack_models(thetas).double()
-        if measure == "distance":  # of models that hardly differ, products would be all rounding
+        if measure == "distance":  # products of nearly equal models would be rounding errors only
             theta = theta - theta.mean(0)
         return part.layer, theta @ theta.T
 
@@ -313,13 +329,13 @@ def similarity_weights(
 
 
 _TensorParts = Mapping[str, Sequence[Sequence[Tensor]]]
-"""By name the parts of a tensor, each of all models."""
+"""Name of a tensor -> its parts -> the views of a part, one per model."""
 
 
 @final
 @dataclass(frozen=True)
 class _TensorPart:
-    """A part of a tensor: the position of its layer, its name, which part it is, and where that lies."""
+    """Describes a part of a tensor: the position of its layer, the tensor's name, the part's number, and its slice."""
 
     layer: int
     name: str
@@ -327,32 +343,39 @@ class _TensorPart:
     where: slice
 
     def stack_models(self, cut: _TensorParts) -> Tensor:
-        """The values of all models, (number of models, size of the part)."""
+        """Stacks this part of all models, (number of models, size of the part)."""
         return torch.stack(list(cut[self.name][self.number]))
 
 
 def _columns_per_block(numbers: int, rows: int) -> int:
-    """How many columns a matrix of so many rows has if it is to hold about `num_parameters`: whole lines of the cache, since
-    products of rows that begin within one take half as long again."""
+    """Returns how many columns give a matrix of `rows` rows about `numbers` entries, in multiples of a cache line.
+
+    Products of rows that begin within a cache line take half as long again.
+    """
     return max(1, numbers // rows // _LINE) * _LINE
 
 
 def _cache_sized_blocks(theta: Tensor) -> list[slice]:
-    """Columns of a part, few enough to be multiplied where they are near: in less than half of the time."""
+    """Divides the columns of a part into blocks that fit into a core's cache, where products take less than half of
+    the time.
+    """
     width = _columns_per_block(_NEAR, len(theta))
     return [slice(start, start + width) for start in range(0, theta.shape[1], width)]
 
 
 def _split_tensors(models: Sequence[StateDict], layers: Mapping[str, Sequence[str]], number: int) -> _TensorParts:
-    """The parts of `_list_tensor_parts` as views, of N = `number` models in all; one call a tensor, since calls are
-    what takes time."""
+    """Splits the tensors of `models` into the parts of `_list_tensor_parts`, as views; `number` is N, the number of
+    all models.
+
+    It makes one call per tensor, since the number of calls determines the time.
+    """
     width = _columns_per_block(_CHUNK, number)
     names = [name for names in layers.values() for name in names]
     return {n: list(zip(*(torch.split(model[n].reshape(-1), width) for model in models), strict=True)) for n in names}
 
 
 def _list_tensor_parts(models: Sequence[StateDict], layers: Mapping[str, Sequence[str]]) -> list[_TensorPart]:
-    """All tensors in parts of which all models' are small enough to stay in a core's cache: no more is ever stacked."""
+    """Lists all tensors in parts so small that a part of all models stays in a core's cache; no more is ever stacked."""
     width = _columns_per_block(_CHUNK, len(models))
     return [
         _TensorPart(layer, name, number, slice(start, start + width))

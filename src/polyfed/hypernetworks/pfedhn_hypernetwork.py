@@ -1,13 +1,13 @@
-"""pFedHN's hypernetwork (Shamsian et al., ICML 2021; layers of the authors' code) as functions of its tensors.
+"""Implements pFedHN's hypernetwork (Shamsian et al., ICML 2021; layers of the authors' code) as functions of its
+tensors.
 
-A trunk of linear layers with ReLU between them turns the embedding v_i of client i into features h_i, and one linear head
-per tensor turns these into that tensor of the client's network. Each architecture has heads of its own on the one trunk.
+A trunk of linear layers with ReLU between them maps the embedding v_i of client i to features h_i, and one linear head per
+tensor maps these to that tensor of the client's network. Each architecture has its own heads on the common trunk.
 
-Gradients are written out: the part of a client's gradient that belongs to a linear layer is an outer product s xᵀ, whose
-norm ‖s‖·‖x‖ needs no product, and the sum over clients is one matrix product. So each client's gradient is clipped by
-itself, although no gradient of a single client is ever made.
+Gradients are computed by hand: a client's gradient for a linear layer is an outer product s xᵀ, whose norm is ‖s‖·‖x‖, and
+the sum over clients is one matrix product. So each client's gradient is clipped separately, without ever being computed.
 
-Dimensions: N clients, B of them in a call, E entries of an embedding, H features, P numbers of a tensor.
+Dimensions: N clients, B of them in a call, E entries of an embedding, H features, P entries of a tensor.
 """
 
 import math
@@ -30,17 +30,18 @@ def init_weight_hypernetwork(
     architectures: Mapping[str, StateDict],
     offsets: Mapping[str, StateDict],
 ) -> dict[str, Tensor]:
-    """The initial tensors: as torch initialises `nn.Linear`, and embeddings from N(0, 1), as it does `nn.Embedding`.
+    """Initialises the hypernetwork's tensors as torch initialises `nn.Linear`, and the embeddings from N(0, 1), as
+    `nn.Embedding`.
 
     Args:
-        seed: of the draw.
+        seed: seed of the draw.
         num_clients, embedding_dim, hidden, depth: N, E, H, and the number of layers H→H after the first.
-        architectures: by key, the tensors to be generated, by name; their shapes and types count, not their values.
-        offsets: by key, initial biases of heads: what they generate starts near these instead of near 0.
+        architectures: key of an architecture -> the tensors to generate, by name; only their shapes and dtypes are used.
+        offsets: key of an architecture -> initial biases of its heads: generated tensors start near these instead of near 0.
 
     Returns:
         "embeddings" (N, E); "trunk.K.weight" (H, E or H), "trunk.K.bias" (H); "heads.KEY.NAME.weight" (*shape, H),
-        "heads.KEY.NAME.bias" (*shape), in the type of the tensor that they generate.
+        "heads.KEY.NAME.bias" (*shape), in the dtype of the tensor that they generate.
 
     >>> network = init_weight_hypernetwork(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
     >>> {name: tuple(tensor.shape) for name, tensor in network.items() if "weight" in name}
@@ -73,13 +74,15 @@ def init_weight_hypernetwork(
 
 
 def generated_tensor_names(network: StateDict, architecture: str) -> list[str]:
-    """Names of the tensors that are generated for an architecture."""
+    """Returns the names of the tensors that are generated for an architecture."""
     start, end = f"heads.{architecture}.", ".bias"
     return [name[len(start) : -len(end)] for name in network if name.startswith(start) and name.endswith(end)]
 
 
 def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
-    """What each layer of the trunk gets, v_i first, and last the features h_i, (B, H); `rows` are the clients' among N."""
+    """Returns the input of each layer of the trunk, v_i first, and last the features h_i, (B, H); `rows` selects B of
+    the N clients.
+    """
     layer_inputs, k = [network["embeddings"][rows]], 0
     while True:
         z = layer_inputs[-1] @ network[f"trunk.{k}.weight"].T + network[f"trunk.{k}.bias"]
@@ -90,7 +93,7 @@ def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
 
 
 def generate_client_weights(network: StateDict, architecture: str, rows: Tensor) -> dict[str, Tensor]:
-    """θ̄_i = h(v_i; φ) of B clients of one architecture: name -> (B, *shape).
+    """Generates θ̄_i = h(v_i; φ) for B clients of one architecture: name -> (B, *shape).
 
     >>> network = init_weight_hypernetwork(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
     >>> generate_client_weights(network, "mlp", torch.tensor([4, 1]))["w"].shape
@@ -107,18 +110,21 @@ def generate_client_weights(network: StateDict, architecture: str, rows: Tensor)
 def backpropagate_deltas(
     network: StateDict, architecture: str, rows: Tensor, deltas: StateDict, clip: float | None = None
 ) -> dict[str, Tensor]:
-    """Σ_i c_i·g_i with g_i = J_iᵀ δ_i, J_i the Jacobian of θ̄_i in all tensors of the network (v_i included), and
-    c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)), as `clip_grad_norm_` has it.
+    """Computes Σ_i c_i·g_i with g_i = J_iᵀ δ_i, where J_i is the Jacobian of θ̄_i in all tensors of the network (v_i
+    included).
+
+    The factor c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)) clips as `clip_grad_norm_` does.
 
     Args:
-        network: as `init_weight_hypernetwork` makes it.
-        architecture: of these clients.
-        rows: the clients' places among N, int64 (B,), each once.
-        deltas: name -> δ_i, (B, *shape), for every tensor that is generated.
+        network: the tensors, as from `init_weight_hypernetwork`.
+        architecture: key of these clients' architecture.
+        rows: positions of the clients among the N, int64 (B,), each once.
+        deltas: name -> δ_i, (B, *shape), for every generated tensor.
         clip: largest norm of a client's gradient; None does not clip.
 
     Returns:
-        The gradient of every tensor that these clients reach; "embeddings" whole, with zeros for other clients.
+        The gradient of every tensor on which these clients' weights depend; that of "embeddings" has zeros for other
+        clients.
     """
     *layer_inputs, features = trunk_activations(network, rows)
     energy = 1 + features.square().sum(1)  # ‖(x, 1)‖² of the input of all heads
@@ -155,16 +161,16 @@ def backpropagate_deltas(
 def sgd_step(
     network: StateDict, velocity: StateDict, gradients: StateDict, *, lr: float, momentum: float, weight_decay: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One step of SGD in torch's form: u ← momentum·u + g + weight_decay·φ, φ ← φ − lr·u.
+    """Makes one step of SGD in torch's form: u ← momentum·u + g + weight_decay·φ, φ ← φ − lr·u.
 
     Args:
-        network: φ; a tensor without a gradient has one of zeros, so that momentum and decay act on it.
-        velocity: u, or nothing before the first step.
+        network: φ; a tensor without a gradient counts as one with gradient 0, so that momentum and decay act on it.
+        velocity: u; empty before the first step.
         gradients: g.
-        lr, momentum, weight_decay: of this step.
+        lr, momentum, weight_decay: hyper-parameters of this step.
 
     Returns:
-        φ and u after the step; no u where momentum is 0.
+        φ and u after the step; u is empty if momentum is 0.
 
     >>> network, velocity = sgd_step({"w": torch.ones(1)}, {}, {"w": torch.ones(1)}, lr=0.5, momentum=0.9, weight_decay=0)
     >>> network["w"], velocity["w"]
