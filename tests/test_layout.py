@@ -243,6 +243,7 @@ OVERLONG = {
     "src/polyfed/cli/commands/results/report_command.py": 403,
     "src/polyfed/comparison/tuning/hyperparameter_search.py": 460,
     "src/polyfed/core/evaluation/metrics.py": 414,
+    "src/polyfed/core/nn/module_cache.py": 404,
     "src/polyfed/core/training/cohort.py": 400,
     "src/polyfed/data/tabular/table_reader.py": 401,
     "src/polyfed/deploy/server/server.py": 412,
