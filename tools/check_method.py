@@ -3,8 +3,8 @@
     python tools/check_method.py fedgen [more arguments for pytest]
 
 The lists are brought up to date first. Then follow the method's own tests (`tests/algorithms/test_NAME.py`), and of each
-test that loops over all methods what is of this one: the contract, page, defaults, checkpoints, hostile replies, traffic, frozen
-parameters, structured inputs, small networks, the leaderboard's recipe and the number of lines.
+test that loops over all methods what is of this one: the contract, page, defaults, checkpoints, hostile replies, traffic,
+frozen parameters, structured inputs, small networks, the leaderboard's recipe and the number of lines.
 """
 
 import subprocess

@@ -29,6 +29,7 @@ class Base:
         evaluated: which network is evaluated.
         imports: further lines that the code needs.
         code: members that the base leaves to the method, indented by four spaces.
+        card: further lines of the card, indented by eight spaces.
         equation: the two halves, for the page.
     """
 
@@ -38,6 +39,7 @@ class Base:
     equation: str
     imports: str = ""
     code: str = ""
+    card: str = ""
 
 
 BASES: Mapping[str, Base] = {
@@ -53,6 +55,35 @@ BASES: Mapping[str, Base] = {
         "the average",
         "client i:   θ_i ← θ after local training on L_i\nserver:     θ ← Σ_i (n_i/n) θ_i",
     ),
+    "LocalPartMethod": Base(
+        "base.local_parts",
+        "biases stay at the client, all other tensors are averaged, and clients train both together",
+        "the average with the client's own part",
+        "client i:   (θ_i, u_i) ← (θ, u_i) after local training on L_i\nserver:     θ ← Σ_i (n_i/n) θ_i",
+        imports="from torch import Tensor, nn",
+        code='''    def _find_local_tensors(self, module: nn.Module, example: Tensor | None) -> list[str]:
+        """WHICH TENSORS STAY AT THE CLIENT: so far its biases."""
+        return [name for name, _ in module.named_parameters() if name.endswith("bias")]
+''',
+    ),
+    "BodyAndHeadMethod": Base(
+        "partial_sharing.body_and_head",
+        "the last layer stays at the client, the body is averaged, and clients train both together",
+        "the body with the client's head",
+        "client i:   (φ_i, h_i) ← (φ, h_i) after local training on L_i\nserver:     φ ← Σ_i (n_i/n) φ_i",
+        imports="from torch import Tensor, nn\nfrom polyfed.models.structure import find_head_modules",
+        code='''    def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
+        """WHICH MODULES ARE THE HEAD: so far the last layer with parameters."""
+        return find_head_modules(module, example)
+''',
+    ),
+    "AveragedHeadMethod": Base(
+        "base.shared_heads",
+        "bodies of any architecture stay at their clients, and the server averages the heads",
+        "the average head on the client's body",
+        "client i:   (φ_i, h_i) ← (φ_i, h) after local training on L_i\nserver:     h ← Σ_i (n_i/n) h_i",
+        card='        published=frozenset({"head"}),\n',
+    ),
 }
 """The bases that a method can begin with; `docs/add_a_method.md` says what each leaves to the method."""
 
@@ -62,13 +93,16 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 {imports}
 from polyfed.algorithms.{module} import {base}
-{own_imports}from polyfed.core.method_card import MethodCard
-
+from polyfed.core.method_card import MethodCard
+{own_imports}
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class {title}({base}):
-    """WHAT IS DIFFERENT HERE. So far {about}. Evaluated model: {evaluated}.
+    """WHAT IS DIFFERENT HERE.
+
+    So far {about}.
+    Evaluated model: {evaluated}.
 
     Args:
         weighted: by the number of training examples (polyfed's choice); False counts every client the same.
@@ -81,7 +115,7 @@ class {title}({base}):
         summary="SAY WHAT IT DOES IN AT MOST 60 CHARACTERS",
         paper="{paper}",
         evaluated="{evaluated}",
-    )
+{card}    )
 
     weighted: bool = True
 {code}'''
@@ -192,7 +226,7 @@ def build_files(name: str, family: str, base_name: str, title: str, paper: str) 
     base = BASES[base_name]
     words = {
         "name": name, "title": title, "base": base_name, "paper": paper, "module": base.module, "about": base.about,
-        "evaluated": base.evaluated, "equation": base.equation,
+        "evaluated": base.evaluated, "equation": base.equation, "card": base.card,
         "imports": "".join(f"{line}\n" for line in base.imports.splitlines() if not line.startswith("from polyfed")),
         "own_imports": "".join(f"{line}\n" for line in base.imports.splitlines() if line.startswith("from polyfed")),
         "code": f"\n{base.code}" if base.code else "",

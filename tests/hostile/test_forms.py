@@ -12,6 +12,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, Local
+from polyfed.algorithms.base.shared_heads import SharedHeadMethod
 from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.rounds.state_validation import StateValidator
@@ -142,13 +143,14 @@ FORGED = {
 
 # What comes with the rounds is of no form that is known before: of these, only numbers that are none are found.
 FREE = {"fedfomo": {"preferences"}, "fedhenn": {"representations"}, "fedavg_kd": {"teacher", "model"}}
-FREE |= {"lg_fedavg": {"head"}, "fedproto": {"prototypes"}, "fedgh": {"head"}, "fedtgp": {"generator", "prototypes"}}
+FREE |= {"fedproto": {"prototypes"}, "fedtgp": {"generator", "prototypes"}}
 FREE |= {"fd": {"classes"}, "fml": {"model"}, "fedkd": {"model", "update", "common"}}
 FREE |= {"fedmd": {"outputs", "public"}, "fedpac": {"prototypes"}}
 
 
 def free(name, way):
-    return bool(FREE.get(name, set()) & {str(part) for part in way})
+    of_base = {"head"} if issubclass(REGISTRY[name], SharedHeadMethod) else set()
+    return bool(FREE.get(name, of_base) & {str(part) for part in way})
 
 
 @pytest.mark.thorough

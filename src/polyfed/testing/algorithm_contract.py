@@ -318,8 +318,8 @@ class AlgorithmContract(ABC):
                     for group, tensor in private:
                         assert not _equals_sent(tensor, sent), (
                             f"a tensor of shape {tuple(tensor.shape)} of the client state's group {group!r} is in the "
-                            f"reply; leave it out, or if the method sends it by its nature, name {group!r} in `published` of "
-                            "the method's card, or of the test class for a method without a card"
+                            f"reply; leave it out, or if the method sends it by its nature, name {group!r} in `published` "
+                            "of the method's card, or of the test class for a method without a card"
                         )
 
     def test_replies_reveal_only_what_is_declared(self, algorithm: Algorithm[Any, Any]) -> None:

@@ -14,9 +14,15 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 
-ONE_MEANING = sorted(set(REGISTRY) - {"local", "fedproto", "fedtgp", "fedgh", "fd", "lg_fedavg", "pfedhn", "flha_ghn"})
-ONE_MEANING = [name for name in ONE_MEANING if "images" not in REGISTRY[name].requires]
-ANY_MEANING = ["fedproto", "fedtgp", "fedgh", "fd", "lg_fedavg", "pfedhn", "flha_ghn", "local"]
+ANY_MEANING = [
+    name
+    for name, method in REGISTRY.items()
+    if name in {"local", "fd", "pfedhn", "flha_ghn"} or "one_representation" in method.requires
+]
+"""Methods whose networks need not read the same inputs; those that share last layers of one width are among them."""
+ONE_MEANING = sorted(
+    name for name, method in REGISTRY.items() if name not in ANY_MEANING and "images" not in method.requires
+)
 DRAW = np.random.default_rng(0)
 ROWS = {"age": DRAW.normal(60, 9, 30).tolist(), "crp": DRAW.random(30).tolist(), "ill": ["no", "yes"] * 15}
 

@@ -5,15 +5,16 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
+from polyfed.algorithms.base.local_parts import LocalPartMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.nn.buffers import (
-    extract_update,
+    BufferPolicy,
     load_client_model,
     prepare_for_eval,
     recompute_norm_statistics,
@@ -29,13 +30,19 @@ from polyfed.models.structure import split_body_and_head
 
 
 @dataclass(frozen=True, kw_only=True)
-class BodyAndHeadMethod(Averaging, ValidatesNetworks, ABC):
+class BodyAndHeadMethod(LocalPartMethod, ABC):
     """A body φ that is averaged, and heads h_i. Evaluated model: φ with the client's own head; a client that never took part
     has the head of the initial draw. A head that the server sends ("head") takes the place of the client's own.
 
     The head is found by running the network on an example, which the server does not have: in round 1 it sends the whole
     initial draw, the replies hold bodies, and from then on bodies go down too.
+
+    Args:
+        buffers: of the body; those of the head never travel ("local", polyfed's choice).
     """
+
+    local_group: ClassVar[str] = "head"
+    buffers: BufferPolicy = "local"
 
     @abstractmethod
     def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
@@ -82,26 +89,24 @@ class BodyAndHeadMethod(Averaging, ValidatesNetworks, ABC):
 
     # -- client ---------------------------------------------------------------------------------------------------
 
-    def validate_network(self, client: Client) -> None:
-        """As the client's first state does."""
-        self.client_init(client, 0)
+    def _find_local_tensors(self, module: nn.Module, example: Tensor | None) -> tuple[str, ...]:
+        assert example is not None  # the server sends the whole draw
+        return split_body_and_head(module, self._find_head_modules(module, example))[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """h_i of the common draw."""
-        assert client.model is not None
-        initial_weights, net = initial_state(client.model, seed), cached_module(client.model, client.train.device)
-        fill_module(net.module, initial_weights)
-        _, head = split_body_and_head(net.module, self._find_head_modules(net.module, client.train.first_input))
-        return {
-            "head": shared_tensors(
-                {n: initial_weights[n] for n in head if n in initial_weights}, net.buffers, self.buffers
-            ),
-            "trained": False,
-        }
+        return {**super().client_init(client, seed), "trained": False}
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """φ_i and h_i, trained together."""
+        reply, state_after = super().local_update(message, client_state, client, seed)
+        return reply, {**state_after, "trained": True}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """φ with h_i."""
-        net = self._load_body_and_head(message, client_state, client)
+        net = self._load_with_local_part(message, client_state, client)
         if (
             self.buffers == "average"
             and not client_state["trained"]
@@ -114,19 +119,10 @@ class BodyAndHeadMethod(Averaging, ValidatesNetworks, ABC):
             return net.module
         return prepare_for_eval(net, client, client_state, self.buffers)
 
-    def _load_body_and_head(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
+    def _load_with_local_part(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
         return load_client_model(
             client, {**_body_tensors(message), **_head_tensors(message, client_state)}, client_state, self.buffers
         )
-
-    def _split_trained(
-        self, net: CachedModule, client_state: ClientState
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, StateDict]]:
-        """After training: what of the body travels, the head, and the private state of the buffer policy."""
-        state, buffer_state = extract_update(net, self)
-        body = {name: tensor for name, tensor in state.items() if name not in client_state["head"]}
-        trained = trainable_state(net.module)  # the head's counters, which stay, count on
-        return body, {name: trained[name] for name in client_state["head"]}, buffer_state
 
 
 def train_head_then_body(

@@ -98,8 +98,6 @@ class FedPAC(BodyAndHeadMethod):
         self._at_least(0, "lam")
         self._at_least(1, "head_epochs")
         self._positive("head_lr")
-        if not (self.weighted or self.collaborate):  # neither weights nor h, which is p·μ, go up
-            object.__setattr__(self, "discloses", self.discloses - {"class_counts"})
 
     @property
     def aggregates_by_sum(self) -> bool:
@@ -172,7 +170,11 @@ class FedPAC(BodyAndHeadMethod):
         features = compute_representations(
             reset_for_eval(self.personal_model(message, client_state, client, seed)), client.train
         )
-        net, lr, y = self._load_body_and_head(message, client_state, client), message.scalars["lr"], client.train.labels
+        net, lr, y = (
+            self._load_with_local_part(message, client_state, client),
+            message.scalars["lr"],
+            client.train.labels,
+        )
         name, classes = representation_module_name(net.module, client.train), count_outputs(net.module, client)
         head_options, first_head_lr = replace(self, local_epochs=self.head_epochs, local_steps=None), self.head_lr
         head_seed, head_lr = derive_seed(seed, "head"), lr if first_head_lr is None else lr * first_head_lr / self.lr

@@ -109,7 +109,7 @@ class FedRep(BodyAndHeadMethod):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """h_i by `local_epochs` on φ, then φ_i by `body_epochs` on h_i (algorithm 1)."""
-        net = self._load_body_and_head(message, client_state, client)
+        net = self._load_with_local_part(message, client_state, client)
         fit_net = partial(fit, net.module, client, lr=message.scalars["lr"])
         # The body's seed is the round's own, which makes FedRep without a head FedAvg.
         body_options = replace(self, local_epochs=self.body_epochs, local_steps=None)

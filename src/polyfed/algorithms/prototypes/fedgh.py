@@ -15,17 +15,17 @@ from polyfed.algorithms.base.class_means import (
     train_on_class_means,
     weighted_class_sums,
 )
-from polyfed.algorithms.base.initial_heads import InitialHead, initial_weights_with_head
+from polyfed.algorithms.base.initial_heads import InitialHead
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
+from polyfed.algorithms.base.shared_heads import SharedHeadMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
-from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.algorithm import Algorithm, Client, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval, trainable_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDictSpec, state_dict_spec
-from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit, reply_scalars
 
 ServerState = dict[str, Any]  # "head": φ, empty before the first replies; "seed" of the run; "round"
@@ -34,7 +34,7 @@ ClientState = dict[str, Any]  # "model": W_i with the head that the client train
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedGH(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientState]):
+class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorithm[ServerState, ClientState]):
     """Each client trains a network of its own, of any architecture, whose head is replaced by the server's φ before each
     round, and sends the mean representation of its examples of each class. The server trains φ on these means, with their
     classes as labels. If φ never replaced a head, it would be Local, bit for bit. Evaluated model: W_i as the client trained
@@ -84,20 +84,12 @@ class FedGH(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, Algorithm[S
         self._at_least(1, "server_epochs")
         self._positive("server_lr")
         self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all class means")
-        self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
         """No head yet: its form is that of the first replies."""
-        return {"head": {}, "seed": server.seed, "round": 0}
-
-    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """φ, the same for everyone, once there is one; and the learning rate."""
-        return Message(
-            {"head": server_state["head"]} if server_state["head"] else {},
-            {"lr": self.lr_at(client_info.round, client_info.rounds)},
-        )
+        return {**super().server_init(server), "seed": server.seed, "round": 0}
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Sums and weights of the classes, as many and as wide as φ takes."""
@@ -132,8 +124,8 @@ class FedGH(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, Algorithm[S
         """W_i: the common draw of the client's architecture, with the first φ as its head, whose place it must be able to
         take."""
         client_state = {
-            "model": initial_weights_with_head(self.first_head, client, 1, lambda _: derive_seed(seed, "head"), seed)
-        }  # the seed of φ
+            "model": self._draw_weights(client, 1, lambda _: derive_seed(seed, "head"), seed)  # the seed of φ
+        }
         find_replaceable_head(super().personal_model(Message(), client_state, client, seed), client, "FedGH")
         return client_state
 

@@ -1,0 +1,162 @@
+"""Provides the bases of methods in which a head travels, and a body of any architecture stays with its client."""
+
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import Averaging, ClientState
+from polyfed.algorithms.base.initial_heads import InitialHead, find_last_layers, initial_weights_with_head
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.nn.buffers import BufferPolicy
+from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
+from polyfed.core.seeds import derive_seed
+from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
+from polyfed.core.training.config import LocalTraining
+from polyfed.core.training.loop import fit, reply_scalars
+from polyfed.models.structure import tensor_names_by_position
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedHeadMethod(LocalTraining, ABC):
+    """Sends one head to all clients, each of which has a body of its own.
+
+    The server keeps the head as "head". It is empty before the first replies, from which the server learns its form; so in
+    round 1 nothing goes down, and all clients draw the same first head from the run's seed.
+
+    Args:
+        first_head: "form" draws the first head by its layers' kinds and shapes, the same for all clients (polyfed's
+            choice); "architecture" takes the head of the architecture's own draw, as in `local`. What a network does not
+            draw, such as pretrained weights, stays.
+        buffers: "local" only (polyfed's choice), since bodies stay with their clients.
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset({"model", "one_representation"})
+    first_head: InitialHead = "form"
+    buffers: BufferPolicy = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.buffers == "local", "buffers", "'local', since bodies stay with their clients")
+
+    def server_init(self, server: ServerContext) -> dict[str, Any]:
+        """Returns no head yet: its form is that of the first replies."""
+        return {"head": {}}
+
+    def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
+        """Sends the head, the same for everyone, once there is one; and the learning rate."""
+        return Message(
+            {"head": server_state["head"]} if server_state["head"] else {},
+            {"lr": self.lr_at(client_info.round, client_info.rounds)},
+        )
+
+    def _draw_weights(
+        self, client: Client, num_layers: int, seed_of_layer: Callable[[int], int], seed: int
+    ) -> dict[str, Tensor]:
+        """Returns the common draw of the client's architecture, with the first head as its last layers."""
+        return initial_weights_with_head(self.first_head, client, num_layers, seed_of_layer, seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
+    """Averages the heads of networks of any architecture; each client trains its body and the head that came down.
+
+    A head's tensors travel under the place of their layer counted from the output (`0.weight` is the last layer's), since
+    names differ between architectures. The client keeps "body" and "head", the head as it trained it. A weight of the head
+    that the body uses too (a tied embedding) is the head's, and so averaged. Evaluated model: the average head on the
+    client's body; next to it the client's network as it had trained it, as `trained_...`.
+
+    Args:
+        head_layers: how many of the last parametric layers are the shared head (1, polyfed's choice).
+    """
+
+    groups: ClassVar[tuple[str, ...]] = ("head",)
+    clients_keep_trained_weights: ClassVar[bool] = True
+    head_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.head_layers >= 1, "head_layers", "at least 1 (0 would be local)")
+
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """Returns the form of the first head."""
+        head = server_state["head"] or reply.tensors.get("head")
+        if not head:
+            raise ValueError(
+                f"the reply holds the groups {sorted(reply.tensors)}; expected 'head', with the trained head"
+            )
+        return {"head": state_dict_spec(head)}
+
+    def reply_spec_is_known(self, server_state: dict[str, Any]) -> bool:
+        """Returns False in round 1."""
+        return bool(server_state["head"])
+
+    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+        """Says that only heads of one form have a mean."""
+        return UserError(
+            f"{type(self).__name__}: the heads of {error.first_client!r} and {error.other_client!r} differ "
+            f"({error.difference}); the last {self.head_layers} layers of all networks must have one form: change the "
+            "networks, or head_layers"
+        )
+
+    # -- client ---------------------------------------------------------------------------------------------------
+
+    def client_init(self, client: Client, seed: int) -> ClientState:
+        """Returns φ_i, the common draw of the client's architecture; and the first head."""
+        state = self._draw_weights(client, self.head_layers, partial(derive_seed, seed, "head"), seed)
+        return self._split_body_and_head(state, self._head_tensor_names(client))
+
+    def local_update(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> tuple[Message, ClientState]:
+        """Trains φ_i and the head h that came down for `local_epochs`; h_i goes up."""
+        model = self.personal_model(message, client_state, client, seed)
+        fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
+        state_after = self._split_body_and_head(trainable_state(model), self._head_tensor_names(client))
+        return Message(
+            {"head": clone_tensors(state_after["head"])}, reply_scalars(client, fit_result.loss)
+        ), state_after
+
+    def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
+        """Returns h ∘ φ_i, with the h that came down; before there is one, with the client's own."""
+        assert client.model is not None
+        head = message.tensors.get("head", client_state["head"])
+        places = self._head_tensor_names(client)
+        if state_dict_spec(head) != state_dict_spec(client_state["head"]):
+            raise UserError(
+                f"{type(self).__name__}: the shared head does not fit the network of client {client.id!r}; the last "
+                f"{self.head_layers} layers of all networks must have one form: change the networks, or head_layers"
+            )
+        head_tensors = {places[place]: tensor for place, tensor in head.items()}
+        return fill_module(cached_module(client.model, client.train.device).module, client_state["body"], head_tensors)
+
+    def other_models(
+        self, message: Message, client_state: ClientState, client: Client, seed: int
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields h_i ∘ φ_i, as the client trained them."""
+        yield "trained", self.personal_model(Message(), client_state, client, seed)
+
+    def _head_tensor_names(self, client: Client) -> dict[str, str]:
+        """Returns the name under which a parameter of the head travels -> its first name in the client's network."""
+        assert client.model is not None
+        net = cached_module(client.model, client.train.device)
+        places = tensor_names_by_position(
+            net.module, find_last_layers(client, self.head_layers), {*net.frozen, *net.buffers}
+        )
+        if not places:
+            raise UserError(
+                f"{type(self).__name__}: in the last {self.head_layers} layers of the network of client {client.id!r} "
+                "nothing is trained (requires_grad), so that there is no head to share; raise head_layers"
+            )
+        return places
+
+    def _split_body_and_head(self, weights: StateDict, places: Mapping[str, str]) -> ClientState:
+        head_names = set(places.values())
+        body = {name: tensor for name, tensor in weights.items() if name not in head_names}
+        return {"body": body, "head": {place: weights[name] for place, name in places.items()}}
