@@ -45,7 +45,6 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
         UserError: the package is not installed.
 
 
-
     >>> check_extra_installed("numpy", "hub", "this example")  # installed
     >>> check_extra_installed("no_such_package", "hub", "this example", "do without it")
     Traceback (most recent call last):
@@ -59,7 +58,6 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Returns half a sentence with the `choices` closest to a misspelt `name`, and all choices.
-
 
 
     >>> did_you_mean("fedprx", ["fedavg", "fedprox"])

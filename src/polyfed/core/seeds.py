@@ -21,7 +21,6 @@ def derive_seed(seed: int, *parts: int | str) -> int:
     The type and the order of the parts count; NumPy's numbers and strings give the seeds that Python's give.
 
 
-
     >>> derive_seed(0, 3, "north", "local") == derive_seed(0, 3, "north", "local")
     True
     >>> derive_seed(0, "a", "bc") == derive_seed(0, "ab", "c")
@@ -50,7 +49,6 @@ def numpy_generator(seed: int) -> np.random.Generator:
 @contextmanager
 def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seeds torch's default generator (dropout, weight initialisation) inside the block, and restores its state afterwards.
-
 
 
     >>> before = torch.random.get_rng_state()
@@ -101,7 +99,6 @@ def _seed(device: torch.device, seed: int) -> None:
 class DropoutRNG:
     """Draws dropout masks for one client of a cohort: the masks that the client would draw alone on the device, from `seed`
     on.
-
 
 
     >>> chance, with_scale = DropoutRNG(3, torch.device("cpu")), torch.nn.Dropout(0.5)

@@ -177,6 +177,8 @@ def test_what_is_asked_for_is_checked(asked, sentence):
         ({"name": "seconds"}, "cannot be called 'seconds'"),
         ({"function": "auc"}, "must be callable, got 'auc'"),
         ({"unit": "s"}, "must be '%' or '', got 's'"),
+        ({"higher_is_better": 1}, "Metric: higher_is_better must be true or false, got 1"),
+        ({"name": 3}, "Metric: name must be text, got 3"),
     ],
 )
 def test_a_metric_is_checked(fields, sentence):

@@ -6,9 +6,9 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.core.evaluation.evaluate import evaluate, predict
-from polyfed.core.examples.as_examples import convert_inputs_like
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.examples.nan_checks import check_examples_finite
+from polyfed.core.examples.prediction_inputs import convert_inputs_like
 from polyfed.core.examples.pytree import (
     call_network,
     input_spec_of,

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.evaluation.metrics import Metric, binary_problems
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.score_functions import binary_problems
 
 NUM_GROUPS = 50
 """Scores without a closed form are computed again without each example, or, of more examples than these, without each of

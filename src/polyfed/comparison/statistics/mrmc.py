@@ -26,7 +26,8 @@ from torch import Tensor
 
 from polyfed.comparison.statistics.jackknife import Values, classes_of_pseudo_values, jackknife_pseudo_values
 from polyfed.comparison.statistics.nadeau_bengio import corrected_variance
-from polyfed.core.evaluation.metrics import Metric, binary_problems
+from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.score_functions import binary_problems
 
 CONFIDENCE_LEVEL = 0.95
 ALPHA = 0.04

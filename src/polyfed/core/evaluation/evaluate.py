@@ -80,7 +80,6 @@ def compute_metrics(
         metrics: in the order of the result; empty for the task's default metric.
         loss: the loss that training minimises: (outputs, targets) -> a number.
 
-
     >>> compute_metrics(torch.eye(2), torch.tensor([0, 0]), "classification",
     ...                 resolve_metrics(["accuracy", "auc"], "classification"))
     {'accuracy': 0.5, 'auc': None, 'loss': 0.813...}
@@ -98,7 +97,6 @@ def evaluate(
 
     Without `metrics` the task's default is computed: accuracy; the mean AUC of the labels that have both values; the
     coefficient of determination R².
-
 
     >>> even = Examples(torch.eye(2), torch.tensor([0, 1]))
     >>> evaluate(nn.Identity(), even, "classification")
@@ -181,7 +179,6 @@ def split_metric_column(column: str, metrics: Sequence[Metric]) -> tuple[str, st
 
     If two metrics match, the longer name counts.
 
-
     >>> from polyfed.core.evaluation.metrics import METRICS
     >>> split_metric_column("val_balanced_accuracy", [METRICS["accuracy"], METRICS["balanced_accuracy"]])
     ('val_', 'balanced_accuracy')
@@ -208,7 +205,6 @@ def summarise_clients(
     These are mean, mean weighted by `weights` (numbers of training examples), standard deviation, minimum, 10th and 90th
     percentile. A client without a value for a metric does not count in it; if the weight of a client with a value is
     missing, there is no weighted mean.
-
 
     >>> summarise_clients({"a": {"accuracy": 0.5}, "b": {"accuracy": 1.0}}, {"a": 1, "b": 3})["accuracy"]["weighted_mean"]
     0.875

@@ -1,4 +1,4 @@
-"""Inputs and labels from what users have: tensors and arrays in any structure, torch and Hugging Face datasets, frames."""
+"""Converts users' data to inputs and labels: tensors, arrays, torch and Hugging Face datasets, pandas frames."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import Inputs, as_inputs, dense_tensor_error, first_leaf
 
 Collate = Callable[[list[Any]], Any]
-ExamplesParts = tuple[Inputs, Tensor, dict[str, Any] | None]  # inputs, labels, columns that no network sees
+ExamplesParts = tuple[Inputs, Tensor, dict[str, Any] | None]  # inputs, labels, and columns that no network gets
 
 _LABELS = ("label", "labels", "fine_label", "y")
 _TABLE = "pf.data.split_table makes clients of a frame with texts, dates or missing values"
 
 
 def read_source(source: Any, name: str, labelled: bool, collate: Collate | None) -> ExamplesParts:
-    """What `as_examples` describes.
+    """Reads inputs, labels and columns from any source that `as_examples` takes.
 
     Raises:
         UserError: it cannot be read.
@@ -65,7 +65,7 @@ def read_source(source: Any, name: str, labelled: bool, collate: Collate | None)
 
 
 def _read_items(source: Any, name: str) -> list[Any]:
-    """The items of a `Dataset` or list, in their order."""
+    """Returns the items of a `Dataset` or list, in their order."""
     items: list[Any] = []
     number = len(source)
     if not number:
@@ -83,13 +83,13 @@ def _read_items(source: Any, name: str) -> list[Any]:
 
 
 def convert_inputs(value: Any, name: str) -> Inputs:
-    """Inputs of many examples: an array of any origin, or tuples and mappings of such.
+    """Converts inputs of many examples to tensors: an array of any library, or tuples and mappings of such.
 
     A tuple or list of arrays of numbers is a structure; of plain numbers and lists of them it is one array, and so is a list
-    of numpy's arrays, its rows.
+    of NumPy arrays, its rows.
 
     Raises:
-        UserError: it is none.
+        UserError: the value is neither.
 
     >>> convert_inputs(([[1, 2]], {"b": [[0.5]]}), "x")
     (tensor([[1, 2]]), {'b': tensor([[0.5000]])})
@@ -128,7 +128,7 @@ def _examples_of_rows(inputs: Sequence[Any], labels: Sequence[Any], name: str) -
 
 
 def _stack_structures(items: Sequence[Any], name: str) -> Any:
-    """One structure of the structures of many examples."""
+    """Stacks the structures of many examples into one structure."""
     first_item = items[0]
     if isinstance(first_item, Mapping):
         if (
@@ -164,7 +164,7 @@ def _describe_item(item: Any) -> str:
 
 
 def _split_off_label(row: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """Inputs and label of a mapping with both."""
+    """Returns the inputs and the label of a mapping with both."""
     label = next((key for key in _LABELS if key in row), None)
     if label is None:
         raise UserError(f"{name}: an example has {sorted(row)}, and no label; call it 'label'")
@@ -219,7 +219,7 @@ def _hub_column(x: Any, kind: Any, column: str, name: str) -> Tensor:
 
 
 def _class_names(kind: Any) -> Any:
-    """The names of the classes of a Hugging Face column of classes."""
+    """Returns the class names of a Hugging Face column of classes; None for another column."""
     return getattr(kind, "names", None) if hasattr(kind, "int2str") else None
 
 
@@ -231,10 +231,10 @@ def _text_values(values: Any, kind: Any) -> list[str]:
 
 
 def to_number_tensor(value: Any, name: str) -> Tensor:
-    """One tensor of numbers, of an array, list, image of PIL, or pandas frame or series of numbers.
+    """Converts an array, list, PIL image, or pandas frame or series of numbers to one tensor.
 
     Raises:
-        UserError: it is none.
+        UserError: it holds something else than numbers.
     """
     if isinstance(value, Tensor):
         if error_text := dense_tensor_error(value):
@@ -258,8 +258,10 @@ def to_number_tensor(value: Any, name: str) -> Tensor:
 
 
 def _plain_array(value: NDArray[Any], name: str) -> NDArray[Any]:
-    """An array that torch reads as it is; a copy where its rows run backwards, it may not be written to, or its bytes are
-    in the order of another machine."""
+    """Returns an array that torch can read.
+
+    It is a copy if the rows run backwards, the array is read-only, or its bytes have another machine's order.
+    """
     if np.ma.is_masked(value):
         raise UserError(f"{name}: the array has masked values; give array.filled(...), or leave these rows out")
     if any(step < 0 for step in value.strides) or not value.flags.writeable:
@@ -297,7 +299,7 @@ def _convert_labels(value: Any, name: str) -> Tensor:
 
 
 def _holds_texts(value: Any) -> bool:
-    """Whether an array, frame, series or nested list holds texts."""
+    """Returns whether an array, frame, series or nested list holds texts."""
     if isinstance(value, str | bytes):
         return True
     if hasattr(value, "iloc"):
@@ -308,7 +310,7 @@ def _holds_texts(value: Any) -> bool:
 
 
 def class_labels_error(labels: Tensor) -> str:
-    """What makes labels no classes, integers of shape (n,), and what to do, as a sentence.
+    """Returns why labels are no classes (integers of shape (n,)), and what to do, as a sentence.
 
     >>> class_labels_error(torch.tensor([[1], [0]]))
     'got torch.int64 of shape (2, 1); give labels.squeeze(1)'
@@ -335,7 +337,7 @@ def class_labels_error(labels: Tensor) -> str:
 
 
 def multilabel_labels_error(labels: Tensor) -> str:
-    """What makes labels none of several of 0 and 1, shape (n, labels), and what to do, as a sentence.
+    """Returns why labels are not 0 or 1 of shape (n, labels), and what to do, as a sentence.
 
     >>> multilabel_labels_error(torch.tensor([1, 0]))
     'got torch.int64 of shape (2,); give labels.unsqueeze(1) for one label an example'

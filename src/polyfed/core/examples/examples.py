@@ -1,4 +1,4 @@
-"""Examples: what a client trains and is tested on, as tensors in memory."""
+"""Holds a client's training and test data as tensors in memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ Batch = tuple[Any, Tensor]  # inputs are `Inputs`, most often a tensor
 
 @dataclass(frozen=True)
 class Normalise:
-    """(x / 255 − mean) / std per channel, for images kept as uint8; floats out.
+    """Normalises uint8 images to floats, (x / 255 − mean) / std per channel.
 
     >>> Normalise((0.5,), (0.5,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
     tensor([[[[-1.,  1.]]]])
@@ -39,7 +39,7 @@ class Normalise:
             raise UserError(f"Normalise needs one positive std per mean, got mean={self.mean}, std={self.std}")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Float32 images of the same shape, (batch, channels, height, width)."""
+        """Returns float32 images of the same shape, (batch, channels, height, width)."""
         shape = (1, -1, *[1] * (x.dim() - 2))
         scale = torch.tensor([1 / (255 * s) for s in self.std], device=x.device).view(shape)
         offset = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)], device=x.device).view(shape)
@@ -49,8 +49,7 @@ class Normalise:
 @final
 @dataclass(frozen=True)
 class PartwiseTransform:
-    """A transform for each of some parts of structured inputs, by their names (see `polyfed.core.examples.pytree`); the others stay
-    as they are.
+    """Transforms some parts of structured inputs, by their names (see `polyfed.core.examples.pytree`), and keeps the others.
 
     >>> halved = PartwiseTransform({"image": Normalise((0.5,), (0.5,))})
     >>> found = halved({"image": torch.tensor([[[[255]]]], dtype=torch.uint8), "age": torch.tensor([[60.0]])})
@@ -64,10 +63,10 @@ class PartwiseTransform:
         object.__setattr__(self, "transforms", {name: self.transforms[name] for name in sorted(self.transforms)})
 
     def __call__(self, x: Any) -> Any:
-        """The inputs with these parts changed.
+        """Returns the inputs with these parts transformed.
 
         Raises:
-            UserError: there is no such part.
+            UserError: the inputs have no such part.
         """
         parts = dict(named_leaves(x))
         if unknown := sorted(self.transforms.keys() - parts.keys()):
@@ -82,25 +81,25 @@ class PartwiseTransform:
 
 @dataclass(frozen=True)
 class Examples:
-    """Rows of a store of inputs and labels.
+    """Holds inputs and labels of examples, as rows of a store.
 
-    The store may be shared: the clients of one simulation hold the same `x` and `y` and differ in `index`, so that 500
-    clients cost no more memory than the data set. A batch is an index operation followed by `transform`.
+    The store may be shared: the clients of a simulation hold the same `x` and `y` and differ in `index`, so that 500 clients
+    need no more memory than the data set. A batch is an index operation followed by `transform`.
 
     Args:
         x: inputs, shape (num_stored, ...); uint8 for images (channels first), int64 for tokens, floats otherwise. Or a
-            tuple, list or dict of such tensors, nested at will: so is a batch, then, as `transform` and `augment` get it,
-            and a network gets its parts as arguments (see `polyfed.core.examples.pytree`). Lists become tuples.
+            tuple, list or dict of such tensors, nested at will: then `transform` and `augment` get batches of this
+            structure, and a network gets the parts as arguments (see `polyfed.core.examples.pytree`). Lists become tuples.
         y: targets; int64 (num_stored,) for classes, float (num_stored, num_labels) for multi-label, float for regression.
         index: int64 rows of the store that these examples are; None for all of them.
-        transform: from a batch of stored inputs to the model's input (normalisation); None leaves them as they are. See
+        transform: from a batch of stored inputs to the model's input (normalisation); None for no change. See
             `PartwiseTransform` for structured inputs.
         augment: random change of a training batch, `augment(batch, generator)`; applied before `transform`, never in
             evaluation.
-        columns: what else is known of the examples, such as {"sex": ["f", "m", ...]}: a value an example of the store,
-            strings or numbers. No network sees them; they are kept beside predictions, for scores of subgroups.
-        group: the column whose equal values never go to different sets when examples are split (the rows of a patient);
-            None for none.
+        columns: further values of the examples, such as {"sex": ["f", "m", ...]}: a string or number per example of the
+            store. No network gets them; they are kept beside predictions, for scores of subgroups.
+        group: the column whose equal values never go to different sets when examples are split (the rows of a patient); None
+            for none.
 
     Raises:
         UserError: x and y differ in length, a row of `index` is outside the store, or a column does not fit.
@@ -154,15 +153,15 @@ class Examples:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs, targets and index lie."""
+        """Returns the device of inputs, targets and index."""
         return first_leaf(self.x).device
 
     @property
     def input_tensor(self) -> Tensor:
-        """The stored inputs, for what takes one tensor only.
+        """Returns the stored inputs as one tensor.
 
         Raises:
-            UserError: they are several.
+            UserError: the inputs are several tensors.
         """
         if isinstance(self.x, Tensor):
             return self.x
@@ -170,16 +169,16 @@ class Examples:
 
     @property
     def raw_inputs(self) -> Inputs:
-        """The stored inputs of these examples, in their order, before `transform`; a copy where there is an index."""
+        """Returns the inputs of these examples, in their order, before `transform`; a copy if there is an index."""
         return self.x if self.index is None else tree_map(lambda part: part[self.index], self.x)
 
     @property
     def labels(self) -> Tensor:
-        """Targets of these examples, in their order."""
+        """Returns the targets of these examples, in their order."""
         return self.y if self.index is None else self.y[self.index]
 
     def column(self, name: str) -> NDArray[Any]:
-        """A column's values of these examples, in their order.
+        """Returns a column's values of these examples, in their order.
 
         Raises:
             UserError: there is no such column.
@@ -192,7 +191,7 @@ class Examples:
         return values if self.index is None else values[self.index.cpu().numpy()]
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
-        """Inputs (transformed) and targets of `rows` (positions in these examples, int64, shape (batch,)).
+        """Returns transformed inputs and targets of `rows` (positions in these examples, int64, shape (batch,)).
 
         With a `generator` the batch is a training batch and is augmented.
         """
@@ -207,7 +206,7 @@ class Examples:
 
     @property
     def first_input(self) -> Any:
-        """Input of the first example, as a batch of one.
+        """Returns the input of the first example, as a batch of one.
 
         >>> Examples(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])).first_input
         tensor([[0., 1.]])
@@ -215,11 +214,11 @@ class Examples:
         return self.batch(self._first(1))[0]
 
     def select(self, rows: Tensor) -> "Examples":
-        """The examples at `rows`, on the same store."""
+        """Returns the examples at `rows`, on the same store."""
         return replace(self, index=rows if self.index is None else self.index[rows])
 
     def head(self, count: int = 1) -> "Examples":
-        """The first examples, at most `count`.
+        """Returns the first examples, at most `count`.
 
         >>> Examples(torch.zeros(3, 2), torch.tensor([2, 1, 0])).head(2).labels
         tensor([2, 1])
@@ -230,20 +229,22 @@ class Examples:
         return torch.arange(min(count, len(self)), device=self.device)
 
     def to(self, device: torch.device) -> "Examples":
-        """The same examples with store and index on `device`."""
+        """Returns the same examples with store and index on `device`."""
         index = None if self.index is None else self.index.to(device)
         return replace(self, x=tree_map(lambda part: part.to(device), self.x), y=self.y.to(device), index=index)
 
 
 def _store_error(x: Inputs, y: Any, index: Any) -> str:
-    """What keeps tensors from being a store and its rows, as a sentence; empty if nothing does."""
+    """Returns why these are no tensors of a store and its rows, as a sentence, or ""."""
     if not isinstance(y, Tensor):
         return f"labels must be a tensor, got {type(y).__name__}; as_examples((x, y)) reads arrays and lists too"
     for name, tensor in (
         *((f"inputs {part!r}" if part else "inputs", part_tensor) for part, part_tensor in named_leaves(x)),
         ("labels", y),
     ):
-        if not tensor.is_meta and (error := dense_tensor_error(tensor)):  # of no values: forms are tried on such
+        if not tensor.is_meta and (
+            error := dense_tensor_error(tensor)
+        ):  # meta tensors stand for the form of inputs alone
             return f"{name} are {error}"
     if index is None:
         return ""
@@ -256,7 +257,7 @@ def _store_error(x: Inputs, y: Any, index: Any) -> str:
 
 
 def _length_error(x: Inputs, y: Tensor) -> str:
-    """What makes inputs and labels those of other examples, as a sentence; empty if nothing does."""
+    """Returns a sentence if inputs and labels do not have one row per example, or ""."""
     first_part = first_leaf(x)
     if first_part.dim() and y.dim() and len(first_part) == len(y):
         return ""
@@ -275,10 +276,10 @@ def _check_column(name: str, values: Any, number: int) -> NDArray[Any]:
 
 
 def split_into_batches(rows: Tensor, batch_size: int, *, at_least_two: bool = False) -> list[Tensor]:
-    """Rows in batches of `batch_size`; the last may be smaller.
+    """Splits rows into batches of `batch_size`; the last may be smaller.
 
-    With `at_least_two` a last batch of one example joins the one before it, because BatchNorm in training cannot take
-    the variance of a single value.
+    With `at_least_two` a last batch of one example joins the one before it, because BatchNorm in training cannot take the
+    variance of a single value.
 
     >>> ([len(b) for b in split_into_batches(torch.arange(5), 2)],
     ...  [len(b) for b in split_into_batches(torch.arange(5), 2, at_least_two=True)])

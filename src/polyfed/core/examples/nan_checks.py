@@ -1,6 +1,6 @@
-"""Numbers that are none: NaN and infinite values in inputs and targets are found before anything is trained on them.
+"""Finds NaN and infinite values in inputs, targets and states before they are used.
 
-Training on one gives weights of NaN, and a prediction from one is whatever class comes first; neither says why.
+Training on one gives weights of NaN, and a prediction from one is whatever class comes first; neither shows the cause.
 """
 
 import math
@@ -16,24 +16,24 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves, tree_map
 from polyfed.core.state_dict import PyTree
 
-_BLOCK = 2**22  # values that are looked at together
+_BLOCK = 2**22  # values per check
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Sets that were found sound, by identity and by how often their store was changed in place: a common test set that 500
-# clients share is read once.
+# Sets that passed the check, by identity and by the version counters of their tensors: a common test set that 500 clients
+# share is read once.
 _FINITE_EXAMPLES: WeakValueDictionary[tuple[int, ...], Examples] = WeakValueDictionary()
 
 
 @torch.no_grad()
 def check_examples_finite(examples: Examples, name: str) -> None:
-    """Looks at inputs and targets of examples, at no other row of their store.
+    """Checks that inputs and targets of examples are finite; other rows of their store do not matter.
 
     Args:
         examples: of any type; only floating-point numbers can be wrong. A stored value that `transform` turns into a number
-            is none of the network's concern, and is not refused.
+            never reaches the network, and is not refused.
         name: whose examples they are, for the error.
 
     Raises:
-        UserError: a value is NaN or infinite; with the row (its position in these examples) and the place in it.
+        UserError: a value is NaN or infinite; the message has the row (its position in these examples) and the place in it.
 
     >>> check_examples_finite(Examples(torch.tensor([[0.0, 1.0], [2.0, torch.nan]]), torch.tensor([0, 1])),
     ...                       "client 'north': test")
@@ -58,8 +58,11 @@ def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_nam
 
     Args:
         blocks: the number of the first row of each block, and its rows.
-        name: what the numbers are.
-        axis_name: what the second axis counts.
+        name: the name of the numbers, for the error.
+        axis_name: the name of the second axis, for the error.
+
+    Raises:
+        UserError: a value is NaN or infinite.
 
     >>> raise_if_nonfinite([(0, torch.zeros(5, 2)), (5, torch.tensor([[0.0, torch.inf]]))], "column 'age'", "position")
     Traceback (most recent call last):
@@ -89,7 +92,9 @@ def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_nam
 
 
 def _transform_of_part(examples: Examples, part: str) -> Callable[[Tensor, Any], Tensor] | None:
-    """What makes of stored rows of a part, and of the places where they lie, what reaches the network."""
+    """Returns a function that maps stored rows of a part, and their positions, to what reaches the network; None for no
+    transform.
+    """
     transform = examples.transform
     if transform is None:
         return None
@@ -98,7 +103,7 @@ def _transform_of_part(examples: Examples, part: str) -> Callable[[Tensor, Any],
         if not part:
             return transform(block)  # type: ignore[no-any-return]
         parts = dict(named_leaves(transform(tree_map(lambda store: store[rows], examples.x))))
-        # A part that the network does not get cannot harm it.
+        # A part that the transform drops does not reach the network.
         return parts.get(part, torch.zeros(0)) if part in parts or len(parts) > 1 else next(iter(parts.values()))
 
     return apply
@@ -107,14 +112,14 @@ def _transform_of_part(examples: Examples, part: str) -> Callable[[Tensor, Any],
 def _nonfinite_blocks(
     store: Tensor, index: Tensor | None, transform: Callable[[Tensor, Any], Tensor] | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """The blocks of rows that have a value which is not finite, as they reach the network."""
+    """Yields the blocks of rows with a value that is not finite, transformed as for the network."""
     number = len(store) if index is None else len(index)
     step = max(1, _BLOCK // max(1, store[:1].numel()))
     for start in range(0, number, step):
         places = slice(start, start + step)
         rows = places if index is None else index[places]
         block = store[rows]
-        # A sum is cheaper than a look at each value, and finite only if all of them are.
+        # A sum is cheaper than a test of each value, and finite only if all of them are.
         if not bool(torch.isfinite(block.sum())):
             yield start, block if transform is None else transform(block, rows)
 
@@ -127,11 +132,11 @@ def _cache_key(examples: Examples) -> tuple[int, ...] | None:
 
 
 def nonfinite_state_error(state: PyTree, path: str = "") -> str:
-    """Half a sentence about the first number of a state that is NaN or infinite; empty if there is none.
+    """Returns half a sentence about the first number of a state that is NaN or infinite, or "".
 
     Args:
         state: of a client or of the server, as a checkpoint holds it.
-        path: what comes before the names.
+        path: a prefix of the names.
 
     >>> nonfinite_state_error({"model": {"bias": torch.tensor([0.0, float("nan")])}})
     "tensor 'model/bias' has NaN or infinite values"

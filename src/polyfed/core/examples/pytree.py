@@ -1,14 +1,14 @@
-"""Inputs of any structure. A batch is a tensor, or a tuple or dict of tensors that have one row an example, nested at will.
+"""Handles inputs of any structure: a tensor, or nested tuples and dicts of tensors that have one row per example.
 
-How a network is called, and what of its answer counts, is decided here and nowhere else:
+All code calls networks, and reads their outputs, by these rules:
 
-- a tensor x: `network(x)`; a tuple: `network(*x)`; a dict: `network(**x)`. Only the outermost level is spread out: a dict in
-  a tuple arrives as a dict.
-- The answer is a tensor of logits, or a mapping with "logits", or an object with `.logits` (as the models of Hugging Face's
-  `transformers` give); what else is in it is not looked at.
+- a tensor x: `network(x)`; a tuple: `network(*x)`; a dict: `network(**x)`. Only the outermost level is unpacked: a dict in a
+  tuple arrives as a dict.
+- The output is a tensor of logits, or a mapping with "logits", or an object with `.logits` (as the models of Hugging Face's
+  `transformers` return); the rest of it is ignored.
 
 The tensors of a structure are its parts. Each has a name: its key or its position, joined by "/" where it is nested. Dicts
-are kept in the order of their keys, so that it does not matter in which order they were written.
+are kept in the order of their keys, so that the order in which they were written does not matter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Inputs = Tensor | tuple["Inputs", ...] | dict[str, "Inputs"]
 
 
 def call_arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments with which a network is called.
+    """Returns the positional and keyword arguments with which a network is called on the batch `x`.
 
     >>> call_arguments({"image": 1, "age": 2}), call_arguments((1, 2))
     (((), {'image': 1, 'age': 2}), ((1, 2), {}))
@@ -35,7 +35,7 @@ def call_arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call_network(network: Callable[..., Any], x: Any) -> Any:
-    """What a network answers to a batch, see above.
+    """Calls a network on a batch of any structure, by the rules above, and returns its output.
 
     >>> call_network(lambda image, age: image + age, {"age": torch.ones(1), "image": torch.zeros(1)})
     tensor([1.])
@@ -47,7 +47,7 @@ def call_network(network: Callable[..., Any], x: Any) -> Any:
 
 
 def logits_or_output(output: Any) -> Any:
-    """The logits of a network's answer where it names them; else all of it.
+    """Returns the logits in a network's output if it names them; else the whole output.
 
     >>> logits_or_output({"logits": 1, "loss": 2}), logits_or_output((1, 2))
     (1, (1, 2))
@@ -56,13 +56,13 @@ def logits_or_output(output: Any) -> Any:
         return output
     if isinstance(output, Mapping):
         return output.get("logits", output)
-    # Not hasattr: symbols, with which networks are traced, have every attribute.
+    # Not hasattr: symbolic proxies, with which torch traces networks, have every attribute.
     named = "logits" in getattr(output, "__dict__", ()) or hasattr(type(output), "logits")
     return output.logits if named else output
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor of logits of a network's answer, see above.
+    """Returns the tensor of logits in a network's output, by the rules above.
 
     Raises:
         UserError: there is none.
@@ -82,7 +82,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def named_leaves(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of each part; the name of a lone tensor is empty.
+    """Yields name and tensor of each part; the name of a single tensor is empty.
 
     >>> [name for name, _ in named_leaves({"image": torch.zeros(1), "rest": (torch.zeros(1), torch.zeros(1))})]
     ['image', 'rest/0', 'rest/1']
@@ -95,7 +95,7 @@ def named_leaves(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
-    """A function of each tensor (and of those at the same place in other structures of this form), in the same structure.
+    """Applies a function to each tensor, and to those at the same place in other structures, and returns the same structure.
 
     >>> tree_map(lambda a, b: int(a + b), (torch.ones(1), {"x": torch.ones(1)}), (torch.ones(1), {"x": torch.zeros(1)}))
     (2, {'x': 1})
@@ -108,12 +108,12 @@ def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
 
 
 def first_leaf(x: Any) -> Tensor:
-    """The first part, for what all have in common: rows and device."""
+    """Returns the first part, for properties that all share: number of rows and device."""
     return x if isinstance(x, Tensor) else next(named_leaves(x))[1]
 
 
 def concatenate_batches(batches: Sequence[Any]) -> Any:
-    """Batches of one form, one after another.
+    """Concatenates batches of one structure along the axis of examples.
 
     >>> concatenate_batches([(torch.ones(1),), (torch.zeros(2),)])
     (tensor([1., 0., 0.]),)
@@ -122,7 +122,7 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
 
 
 def dense_tensor_error(tensor: Tensor) -> str:
-    """What keeps a tensor from being read row by row, and what to do, as half a sentence; empty if nothing does.
+    """Returns why a tensor cannot be read row by row, and what to do, as half a sentence; "" if it can.
 
     >>> dense_tensor_error(torch.zeros(2).to_sparse())
     'a sparse tensor (torch.sparse_coo); give tensor.to_dense()'
@@ -139,10 +139,11 @@ def dense_tensor_error(tensor: Tensor) -> str:
 
 
 def as_inputs(x: Any, name: str = "inputs") -> Inputs:
-    """Tensors in tuples, lists and mappings as tuples and dicts, with keys in order.
+    """Converts tensors in tuples, lists and mappings to tuples and dicts, with keys in order.
 
     Raises:
-        UserError: something else, no tensor at all, a key that is no text or has a "/", or parts of different length.
+        UserError: something else than tensors, no tensor at all, a key that is no text or has a "/", or parts that differ in
+            length.
 
     >>> as_inputs([torch.zeros(2), {"b": torch.zeros(2), "a": torch.zeros(2)}])
     (tensor([0., 0.]), {'a': tensor([0., 0.]), 'b': tensor([0., 0.])})
@@ -182,10 +183,10 @@ def _plain_structure(x: Any, name: str) -> Inputs:
 @final
 @dataclass(frozen=True)
 class InputSpec:
-    """Structure, shapes (without the batch) and types of inputs, as a value.
+    """Describes structure, shapes (without the batch) and types of inputs, as a value that can be compared.
 
-    Attributes: `shape` and `dtype` of a tensor; `parts`, names and forms of what is in a tuple (`container` is "tuple") or a
-    dict ("dict").
+    Attributes: `shape` and `dtype` of a tensor; `parts`, the names and specs of the members of a tuple (`container` is
+    "tuple") or of a dict ("dict").
 
     >>> form = input_spec_of({"age": torch.zeros(5, 1), "image": torch.zeros(5, 1, 8, 8)})
     >>> str(form)
@@ -205,7 +206,7 @@ class InputSpec:
         return ", ".join(f"{name}: ({form})" if form.container else f"{name}: {form}" for name, form in self.parts)
 
     def build_inputs(self, make_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Inputs:
-        """Inputs of this form; `make_tensor` makes each part of its shape and type.
+        """Builds inputs of this structure; `make_tensor` makes each part from its shape and type.
 
         >>> input_spec_of((torch.zeros(3, 2),)).build_inputs(lambda shape, dtype: torch.ones(1, *shape, dtype=dtype))
         (tensor([[1., 1.]]),)
@@ -218,7 +219,7 @@ class InputSpec:
 
 
 def input_spec_of(x: Any) -> InputSpec:
-    """The form of a batch. Dicts are of one form whatever the order of their keys."""
+    """Returns the `InputSpec` of a batch; the order of a dict's keys does not matter."""
     if isinstance(x, Tensor):
         return InputSpec(tuple(x.shape[1:]), x.dtype)
     if isinstance(x, dict):
@@ -227,7 +228,7 @@ def input_spec_of(x: Any) -> InputSpec:
 
 
 def flatten_inputs(x: Any, name: str = "x") -> dict[str, Tensor]:
-    """The parts as named tensors, which can be sent and saved; `unflatten_inputs` is the inverse.
+    """Returns the parts as named tensors, which can be sent and saved; `unflatten_inputs` is the inverse.
 
     >>> list(flatten_inputs(torch.zeros(1))), list(flatten_inputs({"a": torch.zeros(1), "b": (torch.zeros(1),)}))
     (['x'], ['x/a', 'x/b/0'])
@@ -236,10 +237,10 @@ def flatten_inputs(x: Any, name: str = "x") -> dict[str, Tensor]:
 
 
 def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, name: str = "x") -> Any:
-    """Inputs of the structure of `input_spec` from the tensors of `flatten_inputs`, whatever their shapes.
+    """Rebuilds inputs with the structure of `input_spec` from the tensors of `flatten_inputs`, whatever their shapes.
 
     Raises:
-        UserError: other parts than the form has.
+        UserError: the parts are not those of `input_spec`.
 
     >>> unflatten_inputs({"x/0": torch.zeros(1), "x/1": torch.ones(1)}, input_spec_of((torch.zeros(1), torch.zeros(1))))
     (tensor([0.]), tensor([1.]))

@@ -199,7 +199,6 @@ def sync_folder(folder: Path) -> None:
 def add_resume_hint(next_step: str) -> Iterator[None]:
     """Adds to a "no space left" error what to do: make room, then `next_step`.
 
-
     >>> with add_resume_hint("`polyfed resume runs/a`"):
     ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
     Traceback (most recent call last):
@@ -240,7 +239,6 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
 
     Raises:
         UserError: it is empty or no path.
-
 
     >>> expand_user_path("~/runs") == Path.home() / "runs", expand_user_path("runs/a").as_posix()
     (True, 'runs/a')

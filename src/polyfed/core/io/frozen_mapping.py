@@ -13,7 +13,6 @@ class FrozenMapping(Mapping[str, Any]):
     Raises:
         UserError: a name is not text, or a value cannot be hashed.
 
-
     >>> {FrozenMapping({"hidden": [64, 32]}): 1}[FrozenMapping({"hidden": (64, 32)})]
     1
     """

@@ -12,7 +12,6 @@ def numpy_to_python(value: Any) -> Any:
 
     Lists, tuples and dicts are converted recursively; anything else is returned unchanged.
 
-
     >>> import numpy as np
     >>> numpy_to_python({"lr": np.array([0.5, 1.0]), "k": (np.int64(3), np.bool_(True)), "name": "north"})
     {'lr': [0.5, 1.0], 'k': (3, True), 'name': 'north'}

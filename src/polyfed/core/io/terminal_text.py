@@ -32,7 +32,6 @@ def sanitise_for_terminal(text: object) -> str:
 
     Escape sequences, other control characters and direction marks become "�"; line breaks and tabs become a space.
 
-
     >>> (sanitise_for_terminal("north\x1b[2J\u202e"), sanitise_for_terminal("a\nb"),
     ...  sanitise_for_terminal("Zürich 北京 [/b]"))
     ('north�[2J�', 'a b', 'Zürich 北京 [/b]')
@@ -51,7 +50,6 @@ def _printable(letter: str) -> str:
 
 def escape_spreadsheet_formula(text: str) -> str:
     """Returns the text as a cell of a CSV file that no spreadsheet takes for a formula: an apostrophe precedes a formula.
-
 
     >>> (escape_spreadsheet_formula("=1+1"), escape_spreadsheet_formula("@SUM(A1)"),
     ...  escape_spreadsheet_formula("-a"), escape_spreadsheet_formula("-1.5"), escape_spreadsheet_formula("ill"))

@@ -30,7 +30,6 @@ def trust_code(*names: str) -> None:
     Args:
         names: `module:factory`, paths of Python files, or addresses of Ray clusters.
 
-
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
     ...     is_trusted("torch.nn:Identity"), is_trusted("torch.nn:Linear")
@@ -77,7 +76,6 @@ def check_trusted(name: str, action: str) -> None:
     Raises:
         UserError: it is not trusted; the message says how to trust it.
 
-
     >>> check_trusted("my_nets:make", "import 'my_nets:make' as a network")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a configuration asks to import 'my_nets:make' as a network, which executes code on this
@@ -103,7 +101,6 @@ def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
     Raises:
         UserError: the text is not `module:factory`, it is not trusted, the module is not found or cannot be imported, or it
             has no such callable.
-
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
@@ -154,7 +151,6 @@ def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
 def import_path_of(obj: Any) -> str | None:
     """Returns the `module:name` by which this process imported an object, as a configuration stores it; None if it did not.
 
-
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
     ...     import_path_of(import_object("torch.nn:Identity")), import_path_of(len)
@@ -176,7 +172,6 @@ def import_dataclass(path: str, base_class: type[T], label: str) -> type[T]:
 
     Raises:
         UserError: as `import_object`, or it is no dataclass that derives from `base_class`.
-
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
@@ -201,7 +196,6 @@ def load_function(file: Path, name: str, purpose: str) -> Callable[[], Any]:
 
     Raises:
         UserError: there is no such file, it is not trusted, or it has no such function.
-
 
     >>> load_function(Path("/nowhere.py"), "client", "a site")
     Traceback (most recent call last):

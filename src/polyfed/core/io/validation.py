@@ -9,7 +9,8 @@ import json
 import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from polyfed.core.errors import UserError, did_you_mean
@@ -38,7 +39,6 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError: it is no JSON, nested too deeply, or has NaN or Infinity, which JSON does not have.
 
-
     >>> parse_json('{"loss": 0.5}'), parse_json("[]")
     ({'loss': 0.5}, [])
     """
@@ -56,7 +56,6 @@ def parse_yaml(text: str | bytes) -> Any:
 
     Raises:
         ValueError: it is no YAML, nested too deeply, or too large; with line and column where they are known.
-
 
     >>> parse_yaml("lr: 0.5")
     {'lr': 0.5}
@@ -122,7 +121,6 @@ def size_limit_error(value: Any) -> str:
 
     A YAML file of few bytes may stand for a mapping that contains itself, or for billions of values.
 
-
     >>> size_limit_error([1, [2]]), size_limit_error([[]] * 3_000_000)
     ('', 'it holds more than 2000000 values')
     """
@@ -150,7 +148,6 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str:
         annotation: the type.
         path: the value's name in the message.
 
-
     >>> validation_error({"lr": "fast"}, dict[str, float])
     "lr must be a number, got 'fast'"
     >>> validation_error([1, 2], list[int]), validation_error(float("nan"), float, "lr"), validation_error(None, int | None)
@@ -159,7 +156,7 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         matches = any(value == choice and type(value) is type(choice) for choice in inner)
-        return "" if matches else _wrong_type_error(path, " or ".join(map(str, inner)), value)
+        return "" if matches else _wrong_type_error(path, describe_annotation(annotation), value)
     if origin in (Union, types.UnionType):
         errors = [validation_error(value, choice, path) for choice in inner]
         return (
@@ -174,6 +171,8 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str:
     if annotation in _WORDS:
         return "" if _is_of_type(value, annotation) else _wrong_type_error(path, _WORDS[annotation], value)
     base = origin or annotation
+    if base is Callable:
+        return "" if callable(value) else _wrong_type_error(path, "callable", value)
     if base in (dict, Mapping):
         return _mapping_error(value, inner, path)
     if base in (list, tuple, Sequence):
@@ -184,7 +183,6 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str:
 def describe_annotation(annotation: Any) -> str:
     """Describes a type in words.
 
-
     >>> describe_annotation(int | None), describe_annotation(list[int])
     ('a whole number or null', 'a list')
     """
@@ -192,12 +190,15 @@ def describe_annotation(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(describe_annotation, inner)))
     if origin is Literal:
-        return " or ".join(map(str, inner))
+        words = [word if any(map(str.isalnum, word)) else repr(word) for word in map(str, inner)]
+        return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
     if (origin or annotation) in (list, tuple, Sequence):
         return "a list"
     return _WORDS.get(
         annotation,
-        "a mapping" if (origin or annotation) in (dict, Mapping) or is_typeddict(annotation) else "of another type",
+        "a mapping"
+        if (origin or annotation) in (dict, Mapping) or is_typeddict(annotation)
+        else "a value of another type",
     )
 
 
@@ -273,7 +274,6 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
     Raises:
         UserError: a field is unknown, missing, of another type, or refused by the dataclass.
 
-
     >>> from polyfed.data import Split
     >>> build_dataclass(Split, {"clients": 3}, "data").clients
     3
@@ -291,12 +291,42 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
         n for n, f in fields.items() if n not in values and f.default is absent and f.default_factory is absent
     ]:
         raise UserError(f"{label} lacks {missing[0]}")
-    hints = get_type_hints(cls)
+    types = field_types(cls)
     if wrong := next(
-        filter(None, (validation_error(value, hints[n], f"{label}.{n}") for n, value in values.items())), ""
+        filter(None, (validation_error(value, types[n], f"{label}.{n}") for n, value in values.items())), ""
     ):
         raise UserError(wrong)
     return as_user_error(lambda: cls(**values), label)
+
+
+@lru_cache
+def field_types(cls: type[Any]) -> Mapping[str, Any]:
+    """Returns the declared types of a dataclass's fields, by their names."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def check_field_types(instance: Any) -> None:
+    """Checks that the fields of a dataclass have their declared types, for its `__post_init__`.
+
+    A field of a type that `validation_error` does not know takes any value.
+
+    Raises:
+        UserError: a field has another type, or is none of the words of a `Literal`.
+
+    >>> from polyfed.data import Split
+    >>> check_field_types(Split(clients=3))
+    """
+    label = type(instance).__name__
+    cls: Hashable = type(instance)
+    for name, annotation in field_types(cls).items():
+        value, choices = getattr(instance, name), get_args(annotation)
+        if wrong := validation_error(value, annotation, name):
+            if get_origin(annotation) is Literal and all(
+                isinstance(word, str) and word.isidentifier() for word in choices
+            ):
+                wrong = f"unknown {name} {value!r}; {did_you_mean(str(value), choices)}"
+            raise UserError(f"{label}: {wrong}")
 
 
 def as_user_error(action: Callable[[], T], label: str) -> T:

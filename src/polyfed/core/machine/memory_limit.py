@@ -44,7 +44,6 @@ def check_fits_in_memory(name: str, size: int) -> None:
     Raises:
         UserError: this machine has less memory.
 
-
     >>> check_fits_in_memory("a table", 4 * 10**15)
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a table would take more than 4 PB of memory, and this machine has ...
@@ -67,7 +66,6 @@ def build_within_memory(name: str, build: Callable[[], T]) -> T:
 
     Raises:
         UserError: the tensors do not fit, or are more than `MAX_NETWORK_TENSORS`.
-
 
     >>> build_within_memory("a network", lambda: torch.nn.Linear(10**6, 10**9))
     Traceback (most recent call last):
@@ -116,7 +114,6 @@ class _TensorSizeCounter(TorchFunctionMode):
 
 def _format_bytes(size: int) -> str:
     """Formats a number of bytes.
-
 
     >>> _format_bytes(8 * 10**9), _format_bytes(4 * 10**15), _format_bytes(10**30)
     ('8 GB', '4 PB', '10^30 bytes')

@@ -31,7 +31,6 @@ def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) ->
 
     The threads end with the iterator, so that a process that is forked later inherits none.
 
-
     >>> list(map_in_threads(lambda n: n * n, [1, 2, 3]))
     [1, 4, 9]
     """

@@ -39,7 +39,6 @@ def stable_path(kind: type[nn.Module]) -> str:
     A class of polyfed that is not in the table has the path "polyfed"; any other class has the path of its module.
 
 
-
     >>> stable_path(nn.Linear)
     'torch.nn.modules.linear'
     """

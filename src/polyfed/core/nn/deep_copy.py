@@ -16,7 +16,6 @@ def deep_copy(module: Net) -> Net:
     torch refuses to copy them with their autograd history.
 
 
-
     >>> net = nn.Linear(1, 1)
     >>> net.last = net.weight * 2
     >>> deep_copy(net).last.requires_grad

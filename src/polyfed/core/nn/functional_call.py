@@ -21,7 +21,6 @@ def call_with_tensors(
         args, kwargs: the arguments of `forward`.
 
 
-
     >>> import torch
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> twice, weight = nn.Sequential(layer, layer), layer.weight

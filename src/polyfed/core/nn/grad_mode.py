@@ -15,7 +15,6 @@ def grad_enabled() -> Iterator[None]:
     inside the block: the mode would reach the caller.
 
 
-
     >>> with torch.inference_mode(), grad_enabled():
     ...     weight = torch.zeros(2, requires_grad=True)
     ...     weight.sum().backward()

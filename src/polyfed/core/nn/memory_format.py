@@ -28,7 +28,6 @@ def to_preferred_memory_format(module: nn.Module, x: Any) -> Any:
         x: inputs of any structure; only parts of shape (batch, channels, height, width) are rearranged.
 
 
-
     >>> strict = nn.Conv2d(3, 4, 3)
     >>> to_preferred_memory_format(strict, torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
     True

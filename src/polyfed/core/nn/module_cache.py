@@ -191,7 +191,6 @@ def cached_module(factory: Architecture, device: torch.device | None = None) -> 
         UserError: the factory fails, or does not return an `nn.Module` whose parameters are initialised.
 
 
-
     >>> cached_module(lambda: nn.Linear(2, 3)).architecture == cached_module(lambda: nn.Linear(2, 3)).architecture
     True
     """
@@ -230,7 +229,6 @@ def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
     """Returns the parameters that were frozen when the module was built, under all their names.
 
 
-
     >>> list(frozen_parameters(nn.Linear(2, 3).requires_grad_(False)))
     ['weight', 'bias']
     """
@@ -239,7 +237,6 @@ def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Returns a short hash of the tensors' names, types, shapes and values; "" for no tensors.
-
 
 
     >>> hash_tensors({}), hash_tensors({"w": torch.zeros(2)}) == hash_tensors({"w": torch.zeros(2)})
@@ -254,7 +251,6 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 def differ_only_in_frozen(first: str, second: str) -> bool:
     """Returns whether two architecture hashes (`CachedModule.architecture`) differ only in the values of frozen parameters.
-
 
 
     >>> differ_only_in_frozen("4e0c-11", "4e0c-22"), differ_only_in_frozen("4e0c-11", "77aa-11")
@@ -288,7 +284,6 @@ _ARCHITECTURE_HASHES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 def architecture_hash(module: nn.Module) -> str:
     """Returns the hash of a module's architecture, as in `CachedModule.architecture`; computed once per module.
-
 
 
     >>> architecture_hash(nn.Linear(2, 3)) == cached_module(lambda: nn.Linear(2, 3)).architecture
@@ -356,7 +351,6 @@ def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
     `seed`.
 
     They are drawn once per architecture, so that a client that trains alone and one that federates begin at the same point.
-
 
 
     >>> a, b = (initial_state(lambda: nn.Linear(2, 3), seed=5) for _ in range(2))

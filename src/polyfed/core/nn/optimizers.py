@@ -52,7 +52,6 @@ class SGD:
     """Steps by stochastic gradient descent, as `torch.optim.SGD`.
 
 
-
     >>> weight = nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = SGD([ParameterGroup([weight], lr=0.5)])
     >>> weight.square().sum().backward()
@@ -91,7 +90,6 @@ class Adam:
 
     `decoupled` makes it AdamW, in which weight decay shrinks weights by 1 − lr·decay before the step (Loshchilov and Hutter
     2019).
-
 
 
     >>> weight = nn.Parameter(torch.tensor([1.0]))
@@ -180,7 +178,6 @@ def check_optimizer(name: str, weight_decay: float, options: Mapping[str, Any]) 
 
     Raises:
         UserError: torch has no such optimiser, or it does not take an option.
-
 
 
     >>> check_optimizer("rmsprop", 0.0, {"alpha": 0.9})

@@ -19,7 +19,6 @@ def first_name_by_name(module: nn.Module) -> dict[str, str]:
     """Maps every name in `state_dict()` to the first name of its tensor, in the order of `state_dict()`.
 
 
-
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     >>> tied[1].weight = tied[0].weight
     >>> first_name_by_name(tied)

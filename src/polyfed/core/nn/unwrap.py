@@ -16,7 +16,6 @@ def unwrap_module(module: nn.Module) -> nn.Module:
     or a representation. So networks run without wrappers, even if the user compiles them.
 
 
-
     >>> list(unwrap_module(nn.Sequential(nn.DataParallel(nn.Linear(1, 1, bias=False)))).state_dict())
     ['0.weight']
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.metrics import probabilities
+from polyfed.core.evaluation.score_functions import probabilities
 from polyfed.report.data.binary_stats import BinaryPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.simulation.storage.predictions import FOLDER, Predictions, read_predictions

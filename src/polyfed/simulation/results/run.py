@@ -12,7 +12,7 @@ from polyfed.core.capabilities import BringsNetwork, wrap_network
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import split_metric_column
-from polyfed.core.examples.as_examples import convert_inputs_like
+from polyfed.core.examples.prediction_inputs import convert_inputs_like
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval

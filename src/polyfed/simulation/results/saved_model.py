@@ -13,7 +13,7 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.core.capabilities import BringsNetwork, wrap_network
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation.metrics import probabilities
+from polyfed.core.evaluation.score_functions import probabilities
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_json

@@ -11,7 +11,7 @@ from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import UnionType
-from typing import Any, Literal, Union, final, get_args, get_origin, get_type_hints
+from typing import Any, Union, final, get_args, get_origin, get_type_hints
 
 import yaml
 from docstring_parser import parse as parse_docstring
@@ -26,6 +26,7 @@ from polyfed.cli.commands.options.site_options import (
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, resolve_without_import
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.trusted_code import import_object, trust_code
+from polyfed.core.io.validation import describe_annotation
 from polyfed.simulation.settings import Settings
 
 DEFAULTS = {"data": "digits", "data.partition": "dirichlet", "model": "mlp", "algorithm": "fedavg"}
@@ -289,18 +290,13 @@ _LISTS: Mapping[Any, str] = {
 def describe_type(kind: Any) -> str:
     """Describes the values of a type in words.
 
+    >>> from typing import Literal
     >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])
     ('a whole number or null', 'sgd or adam', 'a list such as [1, 2]')
     >>> describe_type(tuple[tuple[int, ...], ...])
     'a list such as [[0, 1], [2, 3]]'
     """
-    plain: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-                             type(None): "null"}  # fmt: skip
-    if kind in plain:
-        return plain[kind]
     origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return " or ".join(filter(None, (", ".join(map(str, inner[:-1])), str(inner[-1]))))
     if origin in (Union, UnionType):
         inner = tuple(part for part in inner if part is not int or float not in inner)
         return " or ".join(describe_type(part) for part in inner)
@@ -308,7 +304,7 @@ def describe_type(kind: Any) -> str:
         return "a mapping such as {name: mlp, hidden: [32]}"
     if origin in (list, tuple):
         return "a list such as " + _LISTS.get(inner[0], "[{rotation: 90}]")
-    return "a value of another type"
+    return describe_annotation(kind)
 
 
 def _normalize_options(arguments: Sequence[str]) -> list[str]:

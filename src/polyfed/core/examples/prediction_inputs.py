@@ -1,0 +1,73 @@
+"""Converts the inputs of a prediction to the form of a client's examples."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import UserError
+from polyfed.core.examples.converters import convert_inputs, to_number_tensor
+from polyfed.core.examples.examples import Examples, PartwiseTransform
+from polyfed.core.examples.pytree import Inputs, first_leaf, named_leaves, tree_map
+
+
+def convert_inputs_like(reference: Examples, x: Any, name: str) -> Examples:
+    """Converts inputs without labels to `Examples` with the structure, type and transform of other examples.
+
+    Args:
+        reference: the examples whose form the inputs must have.
+        x: a tensor or array, shape (n, ...), or a tuple or dict of them, as the client's are; images of uint8 may lack the
+            axis of their one channel. For a client with a table, raw rows: a pandas frame, a mapping of columns, or a list
+            of {name: value}.
+        name: the inputs' name in errors.
+
+    Raises:
+        UserError: no inputs, another structure, shape or type, or values that are not finite.
+
+    >>> convert_inputs_like(Examples(torch.zeros(4, 2), torch.zeros(4)), [[1, 2], [3, 4], [5, 6]], "x").x
+    tensor([[1., 2.],
+            [3., 4.],
+            [5., 6.]])
+    """
+    inputs: Inputs
+    if isinstance(reference.x, Tensor):
+        inputs = _convert_part_like(reference.x, reference.transform, x, name)
+    else:
+        parts = dict(named_leaves(convert_inputs(x, name)))
+        reference_parts = dict(named_leaves(reference.x))
+        if parts.keys() != reference_parts.keys():
+            raise UserError(
+                f"{name} have the parts {sorted(parts)}, the client's {sorted(reference_parts)}; give the same"
+            )
+        transforms = reference.transform.transforms if isinstance(reference.transform, PartwiseTransform) else {}
+        converted_parts = iter(
+            [
+                _convert_part_like(reference_parts[part], transforms.get(part), parts[part], f"{name}: {part!r}")
+                for part in reference_parts
+            ]
+        )
+        inputs = tree_map(lambda _: next(converted_parts), reference.x)
+    return Examples(inputs, torch.zeros(len(first_leaf(inputs)), dtype=torch.int64), transform=reference.transform)
+
+
+def _convert_part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tensor:
+    encode = None if isinstance(x, Tensor | np.ndarray) else getattr(transform, "encode", None)
+    inputs: Tensor = to_number_tensor(x, name) if encode is None else encode(x)  # raw rows of a table are encoded
+    shape = getattr(transform, "shape", None)  # lazy images are stored encoded, but new images arrive decoded
+    store = store if shape is None else torch.empty((1, *shape), dtype=torch.uint8)
+    if store.dtype == torch.uint8 and inputs.dim() == 3 and store.dim() == 4 and store.shape[1] == 1:
+        inputs = inputs.unsqueeze(1)
+    if inputs.dim() == 0 or not len(inputs) or inputs.shape[1:] != store.shape[1:]:
+        raise UserError(
+            f"{name} have shape {tuple(inputs.shape)}; they must be {('n', *store.shape[1:])}, as the client's are, with at "
+            "least one example"
+        )
+    images = torch.uint8 in (inputs.dtype, store.dtype) and inputs.dtype != store.dtype and store.dim() > 2
+    if images or (inputs.is_floating_point() and not store.is_floating_point()) or inputs.is_complex():
+        raise UserError(f"{name} are {inputs.dtype}, the client's are {store.dtype}; give that type")
+    if encode is None and not bool(torch.isfinite(inputs).all()):
+        raise UserError(f"{name} have values that are NaN or infinite; leave these examples out, or fill them in")
+    if (warn := getattr(transform, "warn_of_changed_constants", None)) is not None:
+        warn(inputs, name)
+    return inputs.to("cpu", store.dtype)

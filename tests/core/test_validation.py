@@ -1,0 +1,50 @@
+"""One check of declared types, for what files hold and for the fields of dataclasses."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.validation import check_field_types, describe_annotation, field_types, validation_error
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: int | None = None
+    lr: float = 0.1
+    schedule: Literal["constant", "cosine"] = "constant"
+    unit: Literal["%", ""] = ""
+    metric: Callable[[Any], float] | str = "auc"
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+
+
+def test_right_fields_pass():
+    Options(rounds=3, lr=1, schedule="cosine", unit="%", metric=len)
+    assert list(field_types(Options)) == ["rounds", "lr", "schedule", "unit", "metric"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rounds": 1.5}, "Options: rounds must be a whole number, got 1.5"),
+        ({"rounds": True}, "Options: rounds must be a whole number, got True"),
+        ({"lr": "fast"}, "Options: lr must be a number, got 'fast'"),
+        ({"schedule": "cosin"}, "Options: unknown schedule 'cosin'; did you mean cosine"),
+        ({"unit": "s"}, "Options: unit must be '%' or '', got 's'"),
+        ({"metric": 3}, "Options: metric must be callable, got 3"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_it_must_be(fields, sentence):
+    with pytest.raises(UserError) as error:
+        Options(**fields)
+    assert str(error.value).startswith(sentence)
+
+
+def test_callables_and_choices_are_described():
+    assert validation_error(len, Callable[[str], int]) == ""
+    assert validation_error("len", Callable[[str], int], "f") == "f must be callable, got 'len'"
+    assert describe_annotation(Literal["a", "b", "c"]) == "a, b or c"
