@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -300,7 +300,7 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
 
 
 @lru_cache
-def field_types(cls: type[Any]) -> Mapping[str, Any]:
+def field_types(cls: Any) -> Mapping[str, Any]:
     """Returns the declared types of a dataclass's fields, by their names."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -318,7 +318,7 @@ def check_field_types(instance: Any) -> None:
     >>> check_field_types(Split(clients=3))
     """
     label = type(instance).__name__
-    cls: Hashable = type(instance)
+    cls: Any = type(instance)
     for name, annotation in field_types(cls).items():
         value, choices = getattr(instance, name), get_args(annotation)
         if wrong := validation_error(value, annotation, name):
