@@ -249,7 +249,6 @@ OVERLONG = {
     "src/polyfed/report/data/run_groups.py": 400,
     "src/polyfed/report/page/sections.py": 403,
     "src/polyfed/simulation/engines/ray.py": 413,
-    "src/polyfed/simulation/federate.py": 434,
     "tests/comparison/references/test_reference_models.py": 401,
     "tests/deploy/protocol/test_piggyback.py": 411,
     "tests/report/page/test_page.py": 402,

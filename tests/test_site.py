@@ -249,7 +249,13 @@ def test_the_method_that_is_added_passes_its_tests(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "printed"), [("index.md", "mean   AUC 0.9"), ("tabular.md", "mean   accuracy 0.9"), ("metrics.md", "")]
+    ("page", "printed"),
+    [
+        ("index.md", "mean   AUC 0.9"),
+        ("tabular.md", "mean   accuracy 0.9"),
+        ("metrics.md", ""),
+        ("callbacks.md", "stopped by StopEarly after round "),
+    ],
 )
 def test_the_code_of_a_page_runs(page, printed, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(python_of(DOCS / page)), encoding="utf-8")

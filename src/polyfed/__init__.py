@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
     from polyfed.report.export.folder import export_model
+    from polyfed.simulation.callbacks.base import Callback
     from polyfed.simulation.federate import federate, resume
     from polyfed.simulation.results.run import Run
 
 __all__ = [
     "Algorithm",
+    "Callback",
     "Client",
     "ClientError",
     "ClientInfo",
@@ -45,6 +47,7 @@ __all__ = [
 # Importing torch takes a second or more, which a help text should not cost. So a name is imported when it is first used.
 _HOMES = {
     "Algorithm": "core.algorithm",
+    "Callback": "simulation.callbacks.base",
     "Client": "core.algorithm",
     "ClientError": "core.errors",
     "ClientInfo": "core.algorithm",

@@ -20,7 +20,7 @@ from polyfed.comparison.tuning.client_rounds import compared_rounds_of_local_run
 from polyfed.comparison.tuning.grid import EXTEND
 from polyfed.comparison.verdicts.answer_basis import count_rarest_class
 from polyfed.core.algorithm import Client
-from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network
+from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metrics import COMPARISON_METRICS, Metric, resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
@@ -29,20 +29,22 @@ from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
 from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
+from polyfed.simulation.callbacks.base import Callback, list_callbacks
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
 from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.preparation import check_method
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
-from polyfed.simulation.settings import EngineName, Settings
+from polyfed.simulation.settings import EXECUTION_FIELDS, EngineName, Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 
 DEFAULT_NUM_SEEDS = 5
 """Of a comparison, unless asked otherwise. A mean gain of 10 points of accuracy over 4 clients with 200 test examples each
 is said in 66 of 100 comparisons with 3 seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
-_NOT_RESULTS = ("seed", "keep", "engine", "workers", "ray_address", "gpus_per_worker", "device", "checkpoint_every")
+_NOT_RESULTS = ("seed", "keep", "checkpoint_every", *EXECUTION_FIELDS)
 
 
 def compare(
@@ -76,6 +78,7 @@ def compare(
     compress_down: str | Compressor | None = "none",
     secure: bool = False,
     title: str = "comparison",
+    callbacks: Iterable[Callback] = (),
     progress: bool = True,
     quiet: bool = False,
 ) -> Comparison:
@@ -117,6 +120,8 @@ def compare(
         references: puts scores of simple models and of all data pooled next to the methods
             (`polyfed.comparison.references.reference_models`).
         title: for headings.
+        callbacks: objects of `polyfed.Callback`, called with each round's record in each run that is compared (not in those
+            of the search), also in processes of their own; they may stop a run.
         progress, quiet: `progress=False` and `quiet=True` show no progress.
 
     Raises:
@@ -173,6 +178,7 @@ def compare(
         metrics=metric_list,
         num_resplits=resplit,
         with_references=references,
+        callbacks=list_callbacks(callbacks),
     )
     return run_comparison(plan)
 
@@ -364,13 +370,9 @@ def _method_fields(method: Method) -> dict[str, Any]:
 def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) -> str | None:
     """Why the clients do not suit a method, in the words with which a run would refuse them; None if they do."""
     try:
-        requirements.check_requirements(client_set.clients, method, client_set.public)
+        check_method(client_set.clients, method, client_set.public)
         if settings.secure and not isinstance(method, Local):
             check_secure_support(method, settings.cohort_size(len(client_set.clients)))
-        if isinstance(method, BringsNetwork):
-            requirements.check_networks_run(
-                client_set.clients, factory=method.network_for(requirements.common_data_spec(client_set.clients))
-            )
         clients = {c.id: c for c in sorted(client_set.clients, key=lambda c: c.id)}
         Federation(clients, method, settings, client_set.public).initial_checkpoint()
     except UserError as reason:

@@ -41,7 +41,7 @@ def run_final_methods(
             for label, method in final_methods.items()
             if label not in failed and (label, seed) not in runs
         ]  # fmt: skip
-        finished_runs, failures = run_jobs(plan, jobs) if jobs else ({}, {})
+        finished_runs, failures = run_jobs(plan, jobs, plan.callbacks) if jobs else ({}, {})
         runs |= {(job.label, job.seed): finished_run for job, finished_run in finished_runs.items()}
         to_repeat = set[hyperparameter_search.ChoiceKey]()
         for job, failure in failures.items():

@@ -20,7 +20,8 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.serialization import deserialize_state, serialize_state
-from polyfed.simulation.federate import federate, resume
+from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress, SilentProgress, build_terminal_progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
@@ -77,6 +78,7 @@ class ComparisonPlan:
         metrics: that are computed, as `polyfed.core.evaluation.metrics.resolve_metrics` takes them; the first decides.
         num_resplits: how many times training and test examples were dealt again, one seed each; None for never.
         with_references: whether scores of simple models and of all data pooled are put next to the methods.
+        callbacks: the user's, called in each run that is compared, not in those of a search.
 
     Raises:
         UserError: seeds that are none or repeated, a label that is no folder's name.
@@ -98,6 +100,7 @@ class ComparisonPlan:
     num_resplits: int | None = None
     with_references: bool = False
     search_budget: Budget = field(default_factory=Budget)
+    callbacks: tuple[Callback, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -162,7 +165,7 @@ class FinishedRun:
 
 
 def run_jobs(
-    plan: ComparisonPlan, jobs: Sequence[RunSpec]
+    plan: ComparisonPlan, jobs: Sequence[RunSpec], callbacks: Sequence[Callback] = ()
 ) -> tuple[dict[RunSpec, FinishedRun], dict[RunSpec, Failure]]:
     """Runs, and why the others could not be completed: a method that diverges does not keep the others from being compared.
     Runs that are finished are read, those that were stopped are resumed."""
@@ -186,7 +189,8 @@ def run_jobs(
     def tasks() -> Iterator[tuple[RunSpec, Callable[[], Any]]]:
         for job in missing:
             progress = _progress(plan.quiet) if in_this_process else SilentProgress()
-            yield job, partial(_run_and_report, job, plan.client_set(job.seed), settings, plan.metrics, progress)
+            client_set = plan.client_set(job.seed)
+            yield job, partial(_run_and_report, job, client_set, settings, plan.metrics, progress, callbacks)
 
     for job, result in run_in_processes(tasks(), processes):
         if isinstance(result, Failure):
@@ -213,12 +217,17 @@ def _num_processes(plan: ComparisonPlan, clients: int) -> int:
 
 
 def _run_and_report(
-    job: RunSpec, client_set: ClientSet, settings: Settings, metrics: tuple[Metric, ...], progress: Progress
+    job: RunSpec,
+    client_set: ClientSet,
+    settings: Settings,
+    metrics: tuple[Metric, ...],
+    progress: Progress,
+    callbacks: Sequence[Callback],
 ) -> dict[str, Any]:
     """Its history and, without a folder, its predictions. What goes wrong is reported with the method and the seed."""
     whose = f"method {job.label}, seed {job.seed}"
     try:
-        run = _federate_or_resume(job, client_set, settings, metrics, progress)
+        run = _run_or_resume(job, client_set, settings, metrics, progress, callbacks)
         return {
             "history": list(run.history),
             "packed": _pack_outputs(run) if job.folder is None and job.keep_predictions else None,
@@ -232,29 +241,45 @@ def _run_and_report(
         raise UserError(f"{error} ({whose})") from error
 
 
-def _federate_or_resume(
-    job: RunSpec, client_set: ClientSet, settings: Settings, metrics: tuple[Metric, ...], progress: Progress
+def _run_or_resume(
+    job: RunSpec,
+    client_set: ClientSet,
+    settings: Settings,
+    metrics: tuple[Metric, ...],
+    progress: Progress,
+    callbacks: Sequence[Callback],
 ) -> Run:
-    engine_options = {
-        f: getattr(settings, f) for f in ("engine", "workers", "ray_address", "gpus_per_worker", "device")
-    }
     if job.folder is not None and (job.folder / "config.yaml").exists():
-        return resume(
-            job.folder, clients=client_set.clients, algorithm=job.method, public=client_set.public, progress=progress,
-            metrics=metrics, **engine_options,
-        )  # fmt: skip
-    secure = settings.secure and supports_secure_sum(job.method)  # the others that are here send nothing
-    options = {**dataclasses.asdict(settings), "seed": job.seed, "keep": job.keep, "metrics": metrics, "secure": secure}
-    options |= {"on_error": "skip"} if job.skip_failed_clients else {}
-    return federate(
+        return resume_federation(
+            job.folder,
+            clients=client_set.clients,
+            algorithm=job.method,
+            public=client_set.public,
+            execution=settings.execution,
+            metrics=metrics,
+            callbacks=callbacks,
+            progress=progress,
+            clients_are_checked=True,
+        )
+    settings = dataclasses.replace(
+        settings,
+        seed=job.seed,
+        keep=job.keep,
+        secure=settings.secure and supports_secure_sum(job.method),  # the others that are here send nothing
+        on_error="skip" if job.skip_failed_clients else settings.on_error,
+    )
+    return run_federation(
         client_set.clients,
         job.method,
+        settings,
         public=client_set.public,
+        metrics=metrics,
         out=job.folder,
         config=client_set.config,
         facts=client_set.facts,
+        callbacks=callbacks,
         progress=progress,
-        **options,
+        clients_are_checked=True,
     )
 
 

@@ -1,63 +1,46 @@
-"""The round loop: sample, dispatch, run, aggregate, evaluate, checkpoint.
+"""Federations: the public functions `federate` and `resume`, and the loop over rounds.
 
-`federate` starts a run and `resume` goes on with one; both return a `Run` with the metrics and the personal models.
+A round samples a cohort, dispatches messages, runs the clients and aggregates their replies
+(`polyfed.simulation.rounds.training_round.run_round`). Then callbacks evaluate, log, save checkpoints and stop the run.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from polyfed.algorithms import get, registry_name
+from polyfed.algorithms import get
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, resolved_fields_for_manifest
-from polyfed.core.errors import RunInterrupt, UserError
-from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
-from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.errors import RunInterrupt
 from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.compressors import Compressor
-from polyfed.core.nn.precision import check_precision
-from polyfed.core.training.config import LocalTraining
-from polyfed.data.partitioning.resplit import prepare_public_like_clients
-from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.client_list import list_clients
-from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
+from polyfed.simulation.callbacks.base import Callback, list_callbacks
+from polyfed.simulation.callbacks.checkpoint import SaveCheckpoints
+from polyfed.simulation.callbacks.evaluate import Evaluate
+from polyfed.simulation.callbacks.log import Log
+from polyfed.simulation.callbacks.stop import StopOnRequest
 from polyfed.simulation.engines.base import Engine
-from polyfed.simulation.engines.devices import check_engine_installed, client_device
 from polyfed.simulation.engines.factory import build_engine_for_settings
 from polyfed.simulation.monitoring.progress import Progress, resolve_progress
-from polyfed.simulation.monitoring.update_norms import describe_diverged_losses
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.engine_choice import resolve_auto_engine
-from polyfed.simulation.rounds.federated_preprocessing import with_common_preprocessing
-from polyfed.simulation.rounds.federation import Federation, describe_deciding_metric
-from polyfed.simulation.rounds.resume import load_kept_checkpoint, rewind_to_checkpoint
-from polyfed.simulation.rounds.secure_aggregation import check_secure_support
-from polyfed.simulation.rounds.training_round import (
-    PhaseResults,
-    complete_record,
-    evaluate_clients,
-    is_evaluation_round,
-    run_round,
-    write_personal_models,
-)
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.preparation import build_federation, check_same_clients, create_run_directory
+from polyfed.simulation.rounds.resume import rewind_to_checkpoint
+from polyfed.simulation.rounds.run_state import RunState
+from polyfed.simulation.rounds.training_round import run_round
 from polyfed.simulation.settings import EngineName, Keep, Settings
-from polyfed.simulation.storage import checkpoint as checkpoints
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.configuration import (
-    describe_method_and_settings,
-    restore_metrics,
     restore_settings_and_method,
 )
-from polyfed.simulation.storage.directory import RunDirectory, read_config, to_plain_values
+from polyfed.simulation.storage.directory import RunDirectory, read_config
 from polyfed.simulation.storage.predictions import PredictionStore
 
 
-@single_torch_thread()
 def federate(
     clients: Iterable[Client],
     algorithm: Algorithm[Any, Any] | str,
@@ -83,31 +66,34 @@ def federate(
     secure: bool = False,
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
+    callbacks: Iterable[Callback] = (),
     progress: Progress | bool | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Runs a federation.
+    """Runs a federation, and returns its metrics and personal models.
 
     Args:
-        clients: who takes part, each with its own data and network.
+        clients: the participants, each with its own data and network.
         algorithm: the method, or its name in the registry for its default hyper-parameters.
         rounds, seed, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every,
             checkpoint_every, on_error, min_replies, keep, compress, compress_down, secure: see
             `polyfed.simulation.settings.Settings`.
-        metrics: what is computed at evaluation: names such as "auc", functions `f(outputs, targets) -> float` and
-            `polyfed.Metric` objects; the first decides which round is the best. None is the task's own.
-        public: unlabelled examples that are no client's, for the methods that need them; inputs alone will do.
+        metrics: scores to compute at evaluation: names such as "auc", functions `f(outputs, targets) -> float` and
+            `polyfed.Metric` objects; the first decides which round is the best. None takes the task's own.
+        public: unlabelled examples that belong to no client, for the methods that need them; inputs alone will do.
         out: a new run directory (metrics, checkpoints, models, predictions); None writes nothing.
-        config: what `config.yaml` holds beside the settings and the method, for runs that are described by a file.
-        facts: what `manifest.json` holds beside versions, seed and the fingerprint of the data.
-        progress, quiet: who is told how it goes; None or True shows a bar on a terminal and nothing elsewhere.
-            `progress=False` and `quiet=True` show nothing.
+        config: further content of `config.yaml`, for runs that are described by a file.
+        facts: further content of `manifest.json`.
+        callbacks: objects of `polyfed.Callback`, called with each round's record; they may stop the run.
+        progress, quiet: the progress display: None or True shows a bar on a terminal and nothing elsewhere,
+            `progress=False` and `quiet=True` show nothing; or a `Progress`.
 
     Raises:
-        UserError: something given does not fit; nothing has been computed.
+        UserError: an argument does not fit, and nothing has been computed; or a callback failed, and the rounds before
+            are saved in `out`.
         ClientError: a client failed and `on_error` is "raise"; the rounds before are saved in `out`.
         RoundError: fewer than `min_replies` clients replied.
-        Interrupted: Ctrl-C; the rounds before are saved in `out`.
+        RunInterrupt: Ctrl-C; the rounds before are saved in `out`.
 
     >>> import torch
     >>> from polyfed.algorithms import FedAvg
@@ -126,39 +112,54 @@ def federate(
         on_error=on_error, min_replies=min_replies, keep=keep, secure=secure,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
-    method = get(algorithm)() if isinstance(algorithm, str) else algorithm
-    federation = _validate_and_build(clients, method, settings, public, metrics)
-    first = federation.initial_checkpoint()  # a method may refuse the federation
-    directory = None
-    if out is not None:
-        # What takes long or may be refused comes before the folder is made, and config.yaml last: a run that is stopped
-        # before it can be resumed leaves nothing that would keep it from being started again.
-        content = {
-            **to_plain_values(config or {}, "config"),
-            **describe_method_and_settings(federation.algorithm, federation.settings),
-        }
-        manifest_facts = {
-            **(facts or {}),
-            "seed": federation.settings.seed,
-            "data_fingerprint": _data_fingerprint(federation),
-        }
-        manifest_facts |= {"score": describe_deciding_metric(federation)}
-        manifest_facts |= (
-            {"evaluated": evaluated} if (evaluated := describe_evaluated_network(federation.algorithm)) else {}
-        )
-        manifest_facts |= resolved_fields_for_manifest(federation.algorithm, first.state)
-        directory = RunDirectory.create(out)
-        try:
-            with add_resume_hint("the same command"):
-                directory.write_manifest(manifest_facts)
-                directory.write_config(content)
-        except BaseException:
-            directory.close()
-            raise
-    return run_rounds(federation, first, [], directory, resolve_progress(progress, quiet=quiet))
+    return run_federation(
+        clients,
+        get(algorithm)() if isinstance(algorithm, str) else algorithm,
+        settings,
+        public=public,
+        metrics=metrics,
+        out=out,
+        config=config,
+        facts=facts,
+        callbacks=callbacks,
+        progress=resolve_progress(progress, quiet=quiet),
+    )
 
 
 @single_torch_thread()
+def run_federation(
+    clients: Iterable[Client],
+    algorithm: Algorithm[Any, Any],
+    settings: Settings,
+    *,
+    progress: Progress,
+    public: Any = None,
+    metrics: Any = None,
+    out: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    callbacks: Iterable[Callback] = (),
+    clients_are_checked: bool = False,
+) -> Run:
+    """Runs a federation as `federate` does, from its settings.
+
+    Args:
+        clients, algorithm, public, out, config, facts, callbacks: as for `federate`.
+        settings: of the run.
+        progress: the progress display.
+        metrics: as for `federate`; None takes those that the settings name.
+        clients_are_checked: as for `build_federation`.
+    """
+    callbacks = list_callbacks(callbacks)
+    metrics = settings.metrics or None if metrics is None else metrics
+    federation = build_federation(
+        clients, algorithm, settings, public, metrics, clients_are_checked=clients_are_checked
+    )
+    start = federation.initial_checkpoint()  # a method may refuse the federation
+    directory = None if out is None else create_run_directory(out, federation, start, config or {}, facts or {})
+    return run_rounds(federation, start, [], directory, progress, callbacks=callbacks)
+
+
 def resume(
     out: str | Path,
     *,
@@ -171,109 +172,83 @@ def resume(
     gpus_per_worker: float | None = None,
     device: str | None = None,
     metrics: Any = None,
+    callbacks: Iterable[Callback] = (),
     progress: Progress | bool | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Goes on with a run that was stopped, from its newest whole checkpoint; the result is the one that it would have had.
+    """Continues a run that was stopped, from its newest whole checkpoint. The result equals that of an uninterrupted run.
 
     Args:
         out: the run directory.
         clients, algorithm, public: as they were given to `federate`; needed only if the run was not described by a file
             (then the run's `config.yaml` rebuilds them). `algorithm` is needed only if it is not in the registry.
-        engine, workers, ray_address, gpus_per_worker, device: where to go on; None takes what the run had.
+        engine, workers, ray_address, gpus_per_worker, device: where to continue; None takes the run's own.
         metrics, progress, quiet: as for `federate`; metrics are needed only if one of them is not built in.
+        callbacks: as for `federate`; those of the run before are not restored.
 
     Raises:
         UserError: not a run directory, `clients` or `metrics` are missing or not those of the run, or `algorithm` is not
-            that of the run.
+            that of the run; or a callback failed.
     """
+    places = {
+        "engine": engine, "workers": workers, "ray_address": ray_address, "gpus_per_worker": gpus_per_worker,
+        "device": device,
+    }  # fmt: skip
+    return resume_federation(
+        out,
+        clients=clients,
+        algorithm=algorithm,
+        public=public,
+        execution={name: value for name, value in places.items() if value is not None},
+        metrics=metrics,
+        callbacks=callbacks,
+        progress=resolve_progress(progress, quiet=quiet),
+    )
+
+
+@single_torch_thread()
+def resume_federation(
+    out: str | Path,
+    *,
+    progress: Progress,
+    clients: Iterable[Client] | None = None,
+    algorithm: Algorithm[Any, Any] | None = None,
+    public: Any = None,
+    execution: Mapping[str, Any] | None = None,
+    metrics: Any = None,
+    callbacks: Iterable[Callback] = (),
+    clients_are_checked: bool = False,
+) -> Run:
+    """Continues a run as `resume` does.
+
+    Args:
+        out, clients, algorithm, public, metrics, callbacks: as for `resume`.
+        progress: the progress display.
+        execution: settings of where to continue that replace the run's own, such as those of `Settings.execution`.
+        clients_are_checked: as for `run_federation`.
+    """
+    callbacks = list_callbacks(callbacks)
     out = expand_user_path(out, "the run directory")
     config = read_config(out)
     directory = RunDirectory.open(out)
     try:
         integrity.check_config_unchanged(out, config, directory.read_manifest())
         settings, algorithm = restore_settings_and_method(config, algorithm)
-        settings = dataclasses.replace(
-            settings, engine=engine or settings.engine, workers=settings.workers if workers is None else workers,
-            device=device or settings.device, ray_address=ray_address or settings.ray_address,
-            gpus_per_worker=settings.gpus_per_worker if gpus_per_worker is None else gpus_per_worker,
-        )  # fmt: skip
+        settings = dataclasses.replace(settings, **(execution or {}))
         # imported late: experiments are described in terms of runs
         from polyfed.simulation.experiment import check_ray_cluster_trusted, rebuild_clients
 
-        if ray_address is None:
+        if "ray_address" not in (execution or {}):
             check_ray_cluster_trusted(settings)
         if clients is None:
             clients, public = rebuild_clients(config, out)
-        federation = _validate_and_build(clients, algorithm, settings, public, metrics, out)
-        fingerprint_before = directory.read_manifest().get("data_fingerprint")
-        if fingerprint_before != (fingerprint_now := _data_fingerprint(federation)):
-            integrity.check_manifest_unchanged(directory.path, fingerprint_now)
-            if version_error := former_version_error(
-                str(fingerprint_before), list(federation.clients.values()), federation.public
-            ):
-                raise UserError(f"the run in {out} cannot be resumed: {version_error}")
-            raise UserError(
-                f"the clients are not those of the run in {out}: its data fingerprint is {fingerprint_before}, theirs "
-                f"is {fingerprint_now}; resume with the same ids, data and networks"
-            )
+        federation = build_federation(clients, algorithm, settings, public, metrics, out, clients_are_checked)
+        check_same_clients(directory, federation)
         start, history = rewind_to_checkpoint(directory, federation)
     except BaseException:
         directory.close()
         raise
-    return run_rounds(federation, start, history, directory, resolve_progress(progress, quiet=quiet))
-
-
-def _validate_and_build(
-    clients: Iterable[Client],
-    algorithm: Algorithm[Any, Any],
-    settings: Settings,
-    public: Any,
-    metrics: Any,
-    out: str | Path | None = None,
-) -> Federation:
-    """Everything that can be found wrong before work starts; `out` is the directory of a run that goes on."""
-    if not isinstance(algorithm, Algorithm):
-        raise UserError(
-            f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
-        )
-    public_examples = None if public is None else as_examples(public, "public", labelled=False)
-    client_list = list_clients(clients)
-    requirements.check_clients(client_list)
-    clients = with_common_preprocessing(client_list, settings.seed, settings.secure)
-    public_examples = prepare_public_like_clients(public_examples, clients)
-    task = clients[0].task
-    if out is None:
-        scores = resolve_metrics(metrics, task)
-        settings = dataclasses.replace(
-            settings, metrics=() if metrics is None else tuple(map(metric_path_or_name, scores))
-        )
-    else:
-        scores = restore_metrics(settings, metrics, task, out)
-    if settings.keep in ("best", "loss") and all(client.val is None for client in clients):
-        raise UserError(
-            f"keep={settings.keep!r} needs validation examples, and no client has any: give val=..., or --data.val-fraction"
-        )
-    if isinstance(algorithm, BringsNetwork):  # for data that suit the method
-        requirements.check_requirements(clients, algorithm, public_examples)
-        requirements.check_networks_run(clients, factory=algorithm.network_for(requirements.common_data_spec(clients)))
-    else:  # a network that fails on its data cannot be looked into
-        requirements.check_networks_run(clients)
-        requirements.check_requirements(clients, algorithm, public_examples)
-    cohort_size = settings.cohort_size(len(clients))
-    if settings.secure:
-        check_secure_support(algorithm, cohort_size)
-    check_engine_installed(settings.engine)
-    device = client_device(settings)
-    if isinstance(algorithm, LocalTraining):
-        check_precision(algorithm.precision, device)
-        requirements.check_training_options(clients, algorithm)
-    client_by_id = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
-    return Federation(client_by_id, algorithm, settings, public_examples, metrics=scores)
-
-
-def _data_fingerprint(federation: Federation) -> str:
-    return data_fingerprint(list(federation.clients.values()), federation.public)
+    return run_rounds(federation, start, history, directory, progress, callbacks=callbacks)
 
 
 def run_rounds(
@@ -283,152 +258,61 @@ def run_rounds(
     directory: RunDirectory | None,
     progress: Progress,
     engine: Engine | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Plays the rounds that are left. Whatever ends it early, the last complete round is saved first.
+    """Runs the rounds that are left. Whatever ends the run early, the newest complete state is saved first.
 
     Args:
-        federation: who takes part, by which method.
-        start: where to go on; None is the beginning.
-        earlier_records: the records of the rounds before `start`.
-        directory: where it is written; closed at the end, as the engine is. None writes nothing.
-        progress: who is told how it goes.
-        engine: where clients run; None starts the one that the settings ask for.
+        federation: clients, method and settings.
+        start: the state to continue from; None is the initial state.
+        earlier_records: the records of the rounds before.
+        directory: the run directory, closed at the end; None writes nothing.
+        progress: the progress display.
+        engine: runs the clients, closed at the end; None builds the one that the settings name.
+        callbacks: those of the user.
     """
-    settings, algorithm = federation.settings, federation.algorithm
-    history: list[Mapping[str, Any]] = list(earlier_records)
-    changed_clients: set[str] = set()
     with ExitStack() as stack:
         if directory is not None:
             stack.enter_context(add_resume_hint(f"`polyfed resume {directory.path}`"))
             stack.callback(directory.close)
-        clients, checkpoint = list(federation.clients.values()), start or federation.initial_checkpoint()
-        if engine is None:
-            choice = resolve_auto_engine(federation, checkpoint, directory, progress)
-            engine = build_engine_for_settings(settings, algorithm, clients, federation.metrics, choice)
+        checkpoint = start or federation.initial_checkpoint()
+        engine = engine or _build_engine(federation, checkpoint, directory, progress)
         stack.callback(engine.close)
-        saved_round = checkpoint.round
-        best = None  # the state after the round that is kept, if that is not the last
-        if settings.keep != "last" and directory is not None and checkpoint.round:
-            best = load_kept_checkpoint(directory, federation, history, checkpoint)
-        kept_rounds = _checkpoint_rounds(best)
         predictions = PredictionStore(federation.clients, None if directory is None else directory.path)
-        predictions.resume_after(history)
-        if directory is not None:
-            run_binding = integrity.run_binding(read_config(directory.path), directory.read_manifest())
-            if "files" in directory.read_manifest():  # they are written again
-                directory.add_to_manifest({"files": {}})
+        predictions.resume_after(earlier_records)
         stack.callback(progress.stop)
-        progress.start(registry_name(algorithm), settings.rounds, checkpoint.last_recorded_round)
-        overlaps = (
-            engine.overlaps_evaluation and settings.keep == "last"
-        )  # the best round must be known before the next begins
-
-        def keep_state(state: Checkpoint) -> None:
-            assert directory is not None
-            binding = {**run_binding, "metrics": directory.metrics_sha256}
-            binding |= {} if state.unevaluated_record is None else {"records": str(state.last_recorded_round)}
-            checkpoints.save_checkpoint(
-                directory.checkpoint_folder, state, changed_clients, saved_round,
-                _checkpoint_rounds(best, *kept_rounds), binding,
-            )  # fmt: skip
-
-        def advance(after: Checkpoint) -> None:
-            nonlocal checkpoint
-            changed_clients.update(
-                i
-                for i, client_state in after.client_states.items()
-                if client_state is not checkpoint.client_states.get(i)
-            )
-            checkpoint = after
-
-        def finish(at: Checkpoint, evaluation_results: PhaseResults | None) -> None:
-            """Completes the record of a round, of which `at` is the state after, and writes it."""
-            record, outputs = complete_record(federation, at.unevaluated_record or {}, evaluation_results, history)
-            record["analysis"] = _write_analysis(federation, at, record.pop("replied"), directory)
-            round_to_keep = settings.keep if isinstance(settings.keep, int) else record["best_round"]
-            if too_large := predictions.add(at.round, outputs, round_to_keep):
-                _warn(too_large, directory)
-            if directory is not None:
-                directory.append_record(record)
-            history.append(record)
-            advance(dataclasses.replace(at, unevaluated_record=None))
-            progress.finish_round(record)
-            for sentence in record["warnings"]:
-                progress.say(f"warning: {sentence}")
-            if (lost := describe_diverged_losses(history[-1:])) and not describe_diverged_losses(
-                history[-2:-1]
-            ):  # once, not in each round
-                progress.warn(lost)
-
+        run = RunState(federation, engine, progress, predictions, directory, checkpoint, list(earlier_records))
+        save_checkpoints = SaveCheckpoints(run)
+        run.callbacks = (Evaluate(run), Log(run), save_checkpoints, StopOnRequest(run, callbacks))
         try:
-            if checkpoint.round == 0:
-                _write_analysis(federation, checkpoint, list(federation.client_registry.ids), directory)
-            while checkpoint.last_recorded_round < settings.rounds:
-                if checkpoint.unevaluated_record is not None and not (overlaps and checkpoint.round < settings.rounds):
-                    finish(checkpoint, evaluate_clients(federation, checkpoint, engine, progress))
-                else:
-                    after = run_round(federation, checkpoint, history, engine, progress, finish)
-                    if not is_evaluation_round(settings, after.round):
-                        finish(after, None)
-                    elif overlaps:
-                        advance(after)
-                    else:
-                        finish(after, evaluate_clients(federation, after, engine, progress))
-                kept_round = (
-                    settings.keep if isinstance(settings.keep, int) else history[-1]["best_round"] if history else None
-                )
-                improved = settings.keep != "last" and kept_round == checkpoint.round
-                best = checkpoint if improved else best
-                ended = checkpoint.last_recorded_round == settings.rounds
-                is_due = (
-                    improved
-                    or ended
-                    or (checkpoint.round % settings.checkpoint_every == 0 and checkpoint.round < settings.rounds)
-                )
-                if directory is not None and is_due and checkpoint.round > saved_round:
-                    # That of the round which was the best until now is needed if this checkpoint gets damaged.
-                    keep_state(checkpoint)
-                    saved_round, kept_rounds = checkpoint.round, _checkpoint_rounds(best)
-                    changed_clients.clear()
-            if settings.keep in ("best", "loss") and best is None:
-                criterion = "score" if settings.keep == "best" else "loss"
-                sentence = f"keep={settings.keep!r}: no round has a validation {criterion}, so that the last is kept"
-                warnings.warn(sentence, RuntimeWarning, stacklevel=3)
-            if directory is not None:
-                write_personal_models(federation, best or checkpoint, engine, directory, progress)
-            predictions.write_client_files()
-            if directory is not None:
-                directory.add_to_manifest({"files": integrity.hash_files(directory.path, ("models", "predictions"))})
+            for callback in run.callbacks:
+                callback.on_start(run.history)
+            if checkpoint.unevaluated_record is not None:  # the run was stopped between training and evaluation
+                for callback in run.callbacks:
+                    callback.on_aggregated(checkpoint.round)
+            while run.has_rounds_left:
+                run.current_round = run.checkpoint.round + 1
+                # samples the cohort, dispatches messages, runs the clients, aggregates their replies
+                run.aggregated = run_round(federation, run.checkpoint, run.history, engine, progress, run.finish_round)
+                for callback in run.callbacks:
+                    callback.on_aggregated(run.current_round)
+            for callback in run.callbacks:
+                callback.on_end()
         except BaseException as stop:
-            if directory is not None and checkpoint.round > saved_round:
-                keep_state(checkpoint)
+            save_checkpoints.save()
             if isinstance(stop, KeyboardInterrupt) and directory is not None:
                 raise RunInterrupt(
-                    f"interrupted; {checkpoint.round} of {settings.rounds} rounds are saved: continue with "
+                    f"interrupted; {run.checkpoint.round} of {run.settings.rounds} rounds are saved: continue with "
                     f"`polyfed resume {directory.path}`"
                 ) from stop
             raise
     path = None if directory is None else directory.path
-    return Run(federation, history, checkpoint, path, best=best, prediction_store=predictions)
+    return Run(federation, run.history, run.checkpoint, path, run.best, predictions, run.stopped_by)
 
 
-def _checkpoint_rounds(state: Checkpoint | None, *more_rounds: int) -> tuple[int, ...]:
-    return more_rounds if state is None else (state.round, *more_rounds)
-
-
-def _warn(sentence: str, directory: RunDirectory | None) -> None:
-    """A warning; in `manifest.json` too."""
-    if directory is not None:
-        directory.add_to_manifest({"predictions": sentence})
-    warnings.warn(sentence, RuntimeWarning, stacklevel=5)
-
-
-def _write_analysis(
-    federation: Federation, checkpoint: Checkpoint, client_ids: Sequence[str], directory: RunDirectory | None
-) -> dict[str, float]:
-    """Writes what the method keeps of a round for plots; returns the numbers among it, for the record of the round."""
-    analysis = federation.algorithm.analysis(checkpoint.state, client_ids)
-    arrays = {name: value for name, value in analysis.items() if not isinstance(value, int | float)}
-    if directory is not None and arrays:
-        directory.write_analysis(checkpoint.round, arrays)
-    return {name: value for name, value in analysis.items() if isinstance(value, int | float)}
+def _build_engine(
+    federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
+) -> Engine:
+    choice = resolve_auto_engine(federation, checkpoint, directory, progress)
+    clients = list(federation.clients.values())
+    return build_engine_for_settings(federation.settings, federation.algorithm, clients, federation.metrics, choice)

@@ -2,13 +2,15 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Any, Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.plain_values import convert_numpy_fields
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
 Keep = Literal["last", "best", "loss"] | int
+EXECUTION_FIELDS = ("engine", "workers", "ray_address", "gpus_per_worker", "device")
+"""Settings of where a run computes. No result depends on them, with the engine "cohort" up to rounding."""
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
 
 
@@ -143,6 +145,11 @@ class Settings:
                 f"compress={self.compress!r} and secure=True exclude one another: replies that were rounded or thinned "
                 "each in its own way have no sum; leave one out (compress_down may stay)"
             )
+
+    @property
+    def execution(self) -> dict[str, Any]:
+        """Returns the settings of where a run computes, by name."""
+        return {name: getattr(self, name) for name in EXECUTION_FIELDS}
 
     def cohort_size(self, num_clients: int) -> int:
         """Clients that take part in a round.

@@ -265,7 +265,7 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
 def load_finished_history(
     folder: Path, rounds: int, clients: Sequence[str], seed: int, method: Mapping[str, Any], data_fingerprint: str
 ) -> list[dict[str, Any]] | None:
-    """The history of a run that has nothing left to do: all rounds told and all models written; None otherwise.
+    """The history of a run that has nothing left to do: all rounds recorded, or those up to where a callback stopped it, and all models written; None otherwise.
 
     Args:
         folder: of the run.
@@ -291,7 +291,8 @@ def load_finished_history(
     if changed := list_changes(folder, include_outputs=False):
         raise UserError(f"{changed[0]}. A comparison reads finished runs: make this one again by removing {folder}")
     history = read_metrics(folder / "metrics.jsonl")
-    if [record["round"] for record in history] != list(range(1, rounds + 1)):
+    stopped_round = read_manifest(folder).get("stopped", {}).get("round", rounds)  # where a callback stopped it
+    if [record["round"] for record in history] != list(range(1, int(stopped_round) + 1)):
         return None
     if not all(isinstance(record.get(part), dict) for record in history for part in ("clients", "summary")):
         return None

@@ -23,14 +23,14 @@ from polyfed.report.data.run_records import (
     read_run_record,
 )
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
+from polyfed.simulation.settings import EXECUTION_FIELDS
 from polyfed.simulation.storage.directory import BASELINES, list_changes, read_config, read_manifest
 
 _LOCAL = "local"
 # Where it ran, and how often it was looked at, does not change what was asked.
 _IGNORED_SETTINGS = {
-    "algorithm", "baselines", "seed", "rounds", "clients_per_round", "engine", "workers", "ray_address", "gpus_per_worker",
-    "device", "evaluate_every", "checkpoint_every", "on_error", "min_replies",
-    "compress", "compress_down",
+    "algorithm", "baselines", "seed", "rounds", "clients_per_round", *EXECUTION_FIELDS,
+    "evaluate_every", "checkpoint_every", "on_error", "min_replies", "compress", "compress_down",
 }  # fmt: skip
 
 

@@ -35,7 +35,8 @@ class Run:
     """A federation that has run.
 
     Attributes: `history`, the objects of `metrics.jsonl`; `out`, the run directory or None; `last`, the state after the
-    last round; `best`, unless `keep="last"` the state after the round that is kept.
+    last round; `best`, unless `keep="last"` the state after the round that is kept; `stopped_by`, the class of the callback
+    that stopped the run, or None.
     """
 
     federation: Federation
@@ -44,6 +45,7 @@ class Run:
     out: Path | None = None
     best: Checkpoint | None = None
     prediction_store: PredictionStore | None = None
+    stopped_by: str | None = None
 
     @property
     def kept_checkpoint(self) -> Checkpoint:

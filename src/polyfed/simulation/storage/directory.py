@@ -50,6 +50,7 @@ class Manifest(TypedDict, total=False):
     evaluated: str
     predictions: str
     files: dict[str, str]
+    stopped: dict[str, str | int]
     versions: dict[str, str]
 
 

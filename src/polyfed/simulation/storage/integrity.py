@@ -17,9 +17,10 @@ from typing import Any
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, UNLIMITED_BYTES, open_file, read_file
 from polyfed.core.io.validation import parse_json
+from polyfed.simulation.settings import EXECUTION_FIELDS
 
 COMPLETE_FILE = "complete.json"  # of a checkpoint
-_WHERE = {"engine", "workers", "ray_address", "gpus_per_worker", "device"}  # where a run goes on changes no result
+_WHERE = set(EXECUTION_FIELDS)  # where a run goes on changes no result
 _MOST_BYTES = 2**31  # of models and predictions that are read to see whether they were changed
 Binding = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" -> SHA-256 or fingerprint
 

@@ -19,6 +19,7 @@ from polyfed.cli.commands.papers.paper_tables import PaperTable, find_paper, fin
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, did_you_mean
 from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, write_file_atomically
+from polyfed.simulation.settings import EXECUTION_FIELDS
 from polyfed.simulation.storage.directory import read_config, to_plain_values
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 RESULT_FILE = "reproduce.json"  # the cells, in the folder of --out
 # What may differ between an existing run and the requested one: where data lie and where it is computed.
-_PLACES = ("engine", "workers", "ray_address", "gpus_per_worker", "device")
 _PATHS = ("path", "cache")
 
 
@@ -230,7 +230,7 @@ def _check_same_settings(folder: Path, experiment: "Experiment") -> None:
                 _without_data_paths(key, stored_config.get(key)),
                 _without_data_paths(key, new_config.get(key)),
             )
-            if key not in _PLACES and stored_value != new_value:
+            if key not in EXECUTION_FIELDS and stored_value != new_value:
                 raise UserError(
                     f"{run_folder} is a run with other settings ({key} was {stored_value!r} and is now {new_value!r}); "
                     "choose another --out, or delete the folder"

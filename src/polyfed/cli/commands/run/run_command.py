@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -20,8 +21,7 @@ from polyfed.core.io.atomic_files import create_private_folder
 from polyfed.data import draw_class_counts
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
-from polyfed.simulation import federate
-from polyfed.simulation.checks.requirements import check_networks_run, check_requirements
+from polyfed.simulation.checks.requirements import check_clients, check_networks_run
 from polyfed.simulation.experiment import (
     Experiment,
     Participants,
@@ -29,10 +29,13 @@ from polyfed.simulation.experiment import (
     check_ray_cluster_trusted,
     describe_participants,
     load_participants,
+    rebuild_clients,
 )
+from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress, build_terminal_progress
 from polyfed.simulation.monitoring.trackers import build_tracker, list_loggers_of_run, validate_logger_names
 from polyfed.simulation.results.run import Run
+from polyfed.simulation.rounds.preparation import check_method
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
 from polyfed.simulation.storage.directory import BASELINES, check_not_taken, read_config
 
@@ -100,12 +103,16 @@ def _log_networks_to_mlflow(out: Path, logger: Sequence[str], console: Console |
 
 
 def _check_methods_and_models(experiment: Experiment, experiment_data: Participants) -> None:
-    """Finds before the first round what would be found wrong only after it: a baseline that does not suit the clients, and
-    a network whose outputs are not the classes."""
+    """Checks clients, networks and all methods of an experiment before the first round, once for all of its runs.
+
+    Raises:
+        UserError: the clients do not suit a method, or a network fails or has other outputs than there are classes.
+    """
     resolve_metrics(experiment.settings.metrics, experiment_data.pool.task)
+    check_clients(experiment_data.clients)
     check_networks_run((*experiment_data.clients, *experiment_data.unseen), experiment_data.pool.num_classes)
     for method in (experiment.algorithm, *experiment.baselines.values()):
-        check_requirements(experiment_data.clients, method, experiment_data.public)
+        check_method(experiment_data.clients, method, experiment_data.public)
 
 
 def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -119,13 +126,11 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
         raise UserError(f"{out} is not a run directory: it has no config.yaml")
     config = read_config(out)
     if "data" not in config:
-        federate.resume(out)  # explains that its clients are needed
+        rebuild_clients(config, out)  # explains that its clients are needed
     experiment = build_experiment(config)
-    check_ray_cluster_trusted(experiment.settings)
-    experiment_data = load_participants(experiment)
-    clients, public = experiment_data.clients, experiment_data.public
+    experiment_data = load_checked_participants(experiment)
     logger = validate_logger_names(list_loggers_of_run(out))
-    main = federate.resume(out, clients=clients, public=public, progress=_new_progress(out, quiet, logger))
+    main = _resume_method(experiment_data, out, _new_progress(out, quiet, logger))
     runs = {registry_name(experiment.algorithm): main}
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
@@ -133,7 +138,7 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
         progress = _new_progress(folder, quiet, logger)
         try:
             if (folder / "config.yaml").exists():
-                runs[name] = federate.resume(folder, clients=clients, public=public, progress=progress)
+                runs[name] = _resume_method(experiment_data, folder, progress)
             else:
                 runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
         except (ClientError, RoundError) as error:
@@ -163,17 +168,19 @@ def run_or_resume_method(
             create_private_folder(folder.parent, parents=True) / folder.name,
             progress,
         )
-    settings = experiment.settings
-    return federate.resume(
+    return _resume_method(experiment_data, folder, progress, experiment.settings.execution)
+
+
+def _resume_method(
+    experiment_data: Participants, folder: Path, progress: Progress, execution: Mapping[str, Any] | None = None
+) -> Run:
+    return resume_federation(
         folder,
         clients=experiment_data.clients,
         public=experiment_data.public,
+        execution=execution,
         progress=progress,
-        engine=settings.engine,
-        workers=settings.workers,
-        ray_address=settings.ray_address,
-        gpus_per_worker=settings.gpus_per_worker,
-        device=settings.device,
+        clients_are_checked=True,
     )
 
 
@@ -200,19 +207,19 @@ def _new_progress(out: Path, quiet: bool, logger: Sequence[str]) -> Progress:
 def _run_method(
     experiment: Experiment, method: Algorithm[Any, Any], experiment_data: Participants, out: Path, progress: Progress
 ) -> Run:
-    settings = experiment.settings
     is_main_method = method is experiment.algorithm
-    run_config = {k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"}
-    return federate.federate(
-        experiment_data.clients, method, rounds=settings.rounds, seed=settings.seed,
-        clients_per_round=settings.clients_per_round, public=experiment_data.public, engine=settings.engine,
-        workers=settings.workers, ray_address=settings.ray_address, gpus_per_worker=settings.gpus_per_worker,
-        device=settings.device, evaluate_every=settings.evaluate_every, checkpoint_every=settings.checkpoint_every,
-        on_error=settings.on_error, min_replies=settings.min_replies, metrics=settings.metrics or None,
-        keep=settings.keep, compress=settings.compress, compress_down=settings.compress_down,
-        secure=settings.secure and (is_main_method or supports_secure_sum(method)), out=out, config=run_config,
-        facts={**describe_participants(experiment_data), **_preparation_facts(experiment_data)}, progress=progress,
-    )  # fmt: skip
+    secure = experiment.settings.secure and (is_main_method or supports_secure_sum(method))
+    return run_federation(
+        experiment_data.clients,
+        method,
+        replace(experiment.settings, secure=secure),
+        public=experiment_data.public,
+        out=out,
+        config={k: v for k, v in experiment.config.items() if is_main_method or k != "baselines"},
+        facts={**describe_participants(experiment_data), **_preparation_facts(experiment_data)},
+        progress=progress,
+        clients_are_checked=True,
+    )
 
 
 def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, int]]:

@@ -1,0 +1,31 @@
+"""Evaluates all clients after a round, and completes the record of the round."""
+
+from typing import final
+
+from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.rounds.run_state import RunState
+from polyfed.simulation.rounds.training_round import evaluate_clients, is_evaluation_round
+
+
+@final
+class Evaluate(Callback):
+    """Evaluates the personal models after each round for which the settings ask it.
+
+    Where the engine overlaps evaluation with training, only the last round is evaluated here; each other round waits for
+    the training of the next one, and its record stays incomplete until then.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+
+    def on_aggregated(self, round_number: int) -> None:
+        """Evaluates the round, or leaves it to the next."""
+        run, after = self._run, self._run.aggregated
+        if not is_evaluation_round(run.settings, round_number):
+            run.finish_round(after, None)
+            return
+        if run.overlaps_evaluation:
+            run.advance(after)
+            if round_number < run.last_round:
+                return
+        run.finish_round(after, evaluate_clients(run.federation, after, run.engine, run.progress))

@@ -1,0 +1,161 @@
+"""The start of a run: checks of everything that can be wrong before the first round, and the run directory."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, resolved_fields_for_manifest
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.atomic_files import add_resume_hint
+from polyfed.core.nn.precision import check_precision
+from polyfed.core.training.config import LocalTraining
+from polyfed.data.partitioning.resplit import prepare_public_like_clients
+from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.client_list import list_clients
+from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
+from polyfed.simulation.engines.devices import check_engine_installed, client_device
+from polyfed.simulation.rounds.federated_preprocessing import with_common_preprocessing
+from polyfed.simulation.rounds.federation import Federation, describe_deciding_metric
+from polyfed.simulation.rounds.secure_aggregation import check_secure_support
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage import integrity
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.configuration import describe_method_and_settings, restore_metrics
+from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
+
+
+def build_federation(
+    clients: Iterable[Client],
+    algorithm: Algorithm[Any, Any],
+    settings: Settings,
+    public: Any,
+    metrics: Any,
+    resumed: str | Path | None = None,
+    clients_are_checked: bool = False,
+) -> Federation:
+    """Builds the federation of a run, after checking everything that can be checked before the first round.
+
+    Args:
+        clients, algorithm, settings, public, metrics: of the run.
+        resumed: the directory of a run that is resumed, or None.
+        clients_are_checked: the caller has run `requirements.check_clients`, `requirements.check_networks_run` and
+            `check_method` on these clients.
+
+    Raises:
+        UserError: something does not fit.
+    """
+    if not isinstance(algorithm, Algorithm):
+        raise UserError(
+            f"algorithm must be a method or its name, got {algorithm!r}; for example polyfed.algorithms.FedAvg()"
+        )
+    public_examples = None if public is None else as_examples(public, "public", labelled=False)
+    given_clients = list_clients(clients)
+    if not clients_are_checked:
+        requirements.check_clients(given_clients)
+    clients = with_common_preprocessing(given_clients, settings.seed, settings.secure)
+    public_examples = prepare_public_like_clients(public_examples, clients)
+    task = clients[0].task
+    if resumed is None:
+        scores = resolve_metrics(metrics, task)
+        settings = dataclasses.replace(
+            settings, metrics=() if metrics is None else tuple(map(metric_path_or_name, scores))
+        )
+    else:
+        scores = restore_metrics(settings, metrics, task, resumed)
+    if settings.keep in ("best", "loss") and all(client.val is None for client in clients):
+        raise UserError(
+            f"keep={settings.keep!r} needs validation examples, and no client has any: give val=..., or --data.val-fraction"
+        )
+    if not clients_are_checked or clients is not given_clients:
+        if not isinstance(algorithm, BringsNetwork):  # other methods look into the clients' networks, so these must run
+            requirements.check_networks_run(clients)
+        check_method(clients, algorithm, public_examples)
+    cohort_size = settings.cohort_size(len(clients))
+    if settings.secure:
+        check_secure_support(algorithm, cohort_size)
+    check_engine_installed(settings.engine)
+    device = client_device(settings)
+    if isinstance(algorithm, LocalTraining):
+        check_precision(algorithm.precision, device)
+        requirements.check_training_options(clients, algorithm)
+    client_by_id = {c.id: c for c in sorted(clients, key=lambda c: c.id)}
+    return Federation(client_by_id, algorithm, settings, public_examples, metrics=scores)
+
+
+def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
+    """Checks that the clients have what the method requires, and that the network it may bring runs on their data.
+
+    Raises:
+        UserError: they have not, or the network fails.
+    """
+    requirements.check_requirements(clients, algorithm, public)
+    if isinstance(algorithm, BringsNetwork):
+        requirements.check_networks_run(clients, factory=algorithm.network_for(requirements.common_data_spec(clients)))
+
+
+def create_run_directory(
+    out: str | Path, federation: Federation, start: Checkpoint, config: Mapping[str, Any], facts: Mapping[str, Any]
+) -> RunDirectory:
+    """Creates the directory of a run that begins, with its configuration and manifest.
+
+    Args:
+        out: the folder, which must not exist or be empty.
+        federation, start: the run, and its state before round 1.
+        config, facts: further content of `config.yaml` and `manifest.json`.
+
+    Raises:
+        UserError: the folder is taken or cannot be written, or the configuration holds what YAML cannot.
+    """
+    # Everything that takes long or may be refused comes before the folder is made, and config.yaml last: a run that is
+    # stopped before it can be resumed leaves nothing that keeps it from being started again.
+    content = {
+        **to_plain_values(config, "config"),
+        **describe_method_and_settings(federation.algorithm, federation.settings),
+    }
+    evaluated = describe_evaluated_network(federation.algorithm)
+    manifest = {
+        **facts,
+        "seed": federation.settings.seed,
+        "data_fingerprint": _data_fingerprint(federation),
+        "score": describe_deciding_metric(federation),
+        **({"evaluated": evaluated} if evaluated else {}),
+        **resolved_fields_for_manifest(federation.algorithm, start.state),
+    }
+    directory = RunDirectory.create(out)
+    try:
+        with add_resume_hint("the same command"):
+            directory.write_manifest(manifest)
+            directory.write_config(content)
+    except BaseException:
+        directory.close()
+        raise
+    return directory
+
+
+def check_same_clients(directory: RunDirectory, federation: Federation) -> None:
+    """Checks that a run is resumed with the clients that it had.
+
+    Raises:
+        UserError: the fingerprint of their data is another.
+    """
+    out, fingerprint_before = directory.path, directory.read_manifest().get("data_fingerprint")
+    fingerprint_now = _data_fingerprint(federation)
+    if fingerprint_before == fingerprint_now:
+        return
+    integrity.check_manifest_unchanged(out, fingerprint_now)
+    clients = list(federation.clients.values())
+    if version_error := former_version_error(str(fingerprint_before), clients, federation.public):
+        raise UserError(f"the run in {out} cannot be resumed: {version_error}")
+    raise UserError(
+        f"the clients are not those of the run in {out}: its data fingerprint is {fingerprint_before}, theirs "
+        f"is {fingerprint_now}; resume with the same ids, data and networks"
+    )
+
+
+def _data_fingerprint(federation: Federation) -> str:
+    return data_fingerprint(list(federation.clients.values()), federation.public)

@@ -1,0 +1,125 @@
+"""The state of a run: what the loop over rounds and its callbacks read and change."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from polyfed.simulation.callbacks.base import Callback
+from polyfed.simulation.engines.base import Engine
+from polyfed.simulation.monitoring.progress import Progress
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.training_round import PhaseResults, complete_record
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.directory import RunDirectory
+from polyfed.simulation.storage.predictions import PredictionStore
+
+
+@final
+@dataclass(eq=False)
+class RunState:
+    """Holds everything about a run that changes from round to round.
+
+    Attributes:
+        federation, engine, progress, predictions: what the run works with.
+        directory: the run directory; None if the run writes nothing.
+        checkpoint: the newest state that can be saved. While its round is unevaluated, it has the incomplete record.
+        history: the records of the complete rounds.
+        callbacks: called when a record is complete.
+        aggregated: the state after the last aggregation; `checkpoint` follows when the round is evaluated.
+        current_round: the round that is trained or evaluated now.
+        last_round: the run ends after this round: that of the settings, or an earlier one if a callback stops the run.
+        stopped_by: the class of the callback that stopped the run; None if none did.
+        best: unless `keep="last"`, the state after the round that is kept; None until there is one.
+        changed_clients: the clients whose private state has changed since the last checkpoint on disk.
+    """
+
+    federation: Federation
+    engine: Engine
+    progress: Progress
+    predictions: PredictionStore
+    directory: RunDirectory | None
+    checkpoint: Checkpoint
+    history: list[Mapping[str, Any]]
+    callbacks: Sequence[Callback] = ()
+    stopped_by: str | None = None
+    best: Checkpoint | None = None
+    changed_clients: set[str] = field(default_factory=set)
+    aggregated: Checkpoint = field(init=False)
+    current_round: int = field(init=False)
+    last_round: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.aggregated, self.current_round = self.checkpoint, self.checkpoint.round
+        self.last_round = self.settings.rounds
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the run."""
+        return self.federation.settings
+
+    @property
+    def has_rounds_left(self) -> bool:
+        """Returns whether the run goes on."""
+        return self.checkpoint.last_recorded_round < self.last_round
+
+    @property
+    def overlaps_evaluation(self) -> bool:
+        """Returns whether a round is evaluated during the training of the next; `keep` may need the score before."""
+        return self.engine.overlaps_evaluation and self.settings.keep == "last"
+
+    def advance(self, after: Checkpoint) -> None:
+        """Makes `after` the newest state that can be saved."""
+        before = self.checkpoint.client_states
+        self.changed_clients |= {i for i, state in after.client_states.items() if state is not before.get(i)}
+        self.checkpoint = after
+
+    def finish_round(self, after: Checkpoint, evaluation_results: PhaseResults | None) -> None:
+        """Completes the record of a round, writes it, and calls the callbacks.
+
+        Args:
+            after: the state after the round, with the incomplete record.
+            evaluation_results: the evaluation of all clients; None in a round without one.
+        """
+        record, outputs = complete_record(
+            self.federation, after.unevaluated_record or {}, evaluation_results, self.history
+        )
+        record["analysis"] = self.write_analysis(after, record.pop("replied"))
+        keep = self.settings.keep
+        round_to_keep = keep if isinstance(keep, int) else record["best_round"]
+        if too_large := self.predictions.add(after.round, outputs, round_to_keep):
+            if self.directory is not None:
+                self.directory.add_to_manifest({"predictions": too_large})
+            warnings.warn(too_large, RuntimeWarning, stacklevel=7)
+        if self.directory is not None:
+            self.directory.append_record(record)
+        self.history.append(record)
+        self.advance(replace(after, unevaluated_record=None))
+        for callback in self.callbacks:
+            callback.on_round(record)
+
+    def stop(self, name: str) -> None:
+        """Lets the run end after the current round, in the name of a callback. The first call counts."""
+        if self.stopped_by is None and self.current_round < self.settings.rounds:
+            self.stopped_by, self.last_round = name, self.current_round
+
+    def describe_stop(self) -> dict[str, Any]:
+        """Returns what `manifest.json` holds if a callback stopped the run, otherwise nothing."""
+        return {} if self.stopped_by is None else {"stopped": {"round": self.last_round, "by": self.stopped_by}}
+
+    def write_analysis(self, checkpoint: Checkpoint, client_ids: Sequence[str]) -> dict[str, float]:
+        """Writes the arrays that the method keeps of a round for plots.
+
+        Args:
+            checkpoint: the state after the round.
+            client_ids: the clients that replied.
+
+        Returns:
+            The numbers that the method keeps, for the record of the round.
+        """
+        analysis = self.federation.algorithm.analysis(checkpoint.state, client_ids)
+        arrays = {name: value for name, value in analysis.items() if not isinstance(value, int | float)}
+        if self.directory is not None and arrays:
+            self.directory.write_analysis(checkpoint.round, arrays)
+        return {name: value for name, value in analysis.items() if isinstance(value, int | float)}

@@ -1,0 +1,152 @@
+"""Users' callbacks: they see each round's record, may stop a run, and cannot damage it."""
+
+import json
+
+import pytest
+
+import polyfed as pf
+from polyfed.algorithms import Local
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.storage.checkpoint import load_newest_checkpoint
+from polyfed.simulation.storage.directory import list_changes, read_manifest, read_metrics
+from polyfed.testing import assert_runs_equal, small_clients
+
+METHOD = pf.algorithms.FedRep(lr=0.05, local_epochs=1)
+
+
+class Watch(pf.Callback):
+    """Remembers what each hook gets; stops after round `last`."""
+
+    def __init__(self, last=None):
+        self.last, self.calls = last, []
+
+    def on_start(self, records):
+        self.calls.append(("start", [record["round"] for record in records]))
+
+    def on_aggregated(self, round_number):
+        self.calls.append(("aggregated", round_number))
+
+    def on_round(self, record):
+        self.calls.append(("round", record["round"]))
+        self.record = record
+        return record["round"] == self.last
+
+    def on_end(self):
+        self.calls.append(("end", None))
+
+
+class Breaks(pf.Callback):
+    def __init__(self, hook):
+        self.hook = hook
+
+    def on_start(self, records):
+        assert self.hook != "on_start", "start"
+
+    def on_round(self, record):
+        if self.hook == "on_round" and record["round"] == 2:
+            raise pf.RoundError("a full mailbox")
+
+    def on_end(self):
+        assert self.hook != "on_end", "end"
+
+
+def run_small(out=None, method=METHOD, **options):
+    defaults = {"rounds": 4, "seed": 3, "workers": 0, "clients_per_round": 2}
+    return pf.federate(small_clients(), method, out=out, **(defaults | options))
+
+
+@pytest.fixture
+def overlapping(monkeypatch):
+    monkeypatch.setattr(InProcessEngine, "overlaps_evaluation", True)
+
+
+def test_hooks_get_the_records_of_metrics_jsonl_and_nothing_else(tmp_path):
+    watch, other = Watch(), Watch()
+    run = run_small(tmp_path / "run", rounds=2, callbacks=[watch, other])
+    rounds = [(hook, n) for n in (1, 2) for hook in ("round", "aggregated")]
+    assert watch.calls == other.calls == [("start", []), *rounds, ("end", None)]
+    assert watch.record is run.history[-1]
+    assert json.loads(json.dumps(watch.record)) == read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert_runs_equal(run, run_small(rounds=2))
+    assert run.stopped_by is None
+    assert "stopped" not in read_manifest(tmp_path / "run")
+
+
+@pytest.mark.parametrize("options", [{"checkpoint_every": 3}, {"keep": 3}, {"evaluate_every": 4}], ids=str)
+def test_a_callback_stops_a_run_that_can_be_resumed(tmp_path, options):
+    out = tmp_path / "run"
+    run = run_small(out, callbacks=[Watch(), Watch(2)], **options)
+    assert run.stopped_by == "Watch"
+    assert [record["round"] for record in run.history] == [1, 2]
+    assert read_manifest(out)["stopped"] == {"round": 2, "by": "Watch"}
+    assert load_newest_checkpoint(out / "checkpoint")[0].round == 2
+    assert len(list((out / "models").glob("*.safetensors"))) == len(small_clients())
+    assert list_changes(out) == []
+
+    watch = Watch()
+    resumed = pf.resume(out, clients=small_clients(), callbacks=[watch])
+    assert_runs_equal(resumed, run_small(**options))
+    assert watch.calls[:2] == [("start", [1, 2]), ("round", 3)]
+    assert resumed.stopped_by is None
+    assert not read_manifest(out)["stopped"]
+    assert list_changes(out) == []
+
+
+def test_who_stops_after_the_last_round_stops_nothing(tmp_path):
+    run = run_small(tmp_path / "run", rounds=2, callbacks=[Watch(2)])
+    assert run.stopped_by is None
+    assert "stopped" not in read_manifest(tmp_path / "run")
+
+
+@pytest.mark.parametrize("evaluate_every", [1, 2])
+def test_a_round_that_trains_while_the_one_before_is_evaluated_is_the_last(tmp_path, overlapping, evaluate_every):
+    out = tmp_path / "run"
+    run = run_small(out, rounds=6, evaluate_every=evaluate_every, callbacks=[Watch(2)])
+    assert [record["round"] for record in run.history] == [1, 2, 3]
+    assert read_manifest(out)["stopped"] == {"round": 3, "by": "Watch"}
+    assert load_newest_checkpoint(out / "checkpoint")[0].unevaluated_record is None
+    resumed = pf.resume(out, clients=small_clients())
+    assert_runs_equal(resumed, run_small(rounds=6, evaluate_every=evaluate_every))
+
+
+@pytest.mark.parametrize(("hook", "saved"), [("on_start", 0), ("on_round", 2), ("on_end", 4)])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_callback_that_fails_costs_no_round(tmp_path, monkeypatch, hook, saved, overlaps):
+    monkeypatch.setattr(InProcessEngine, "overlaps_evaluation", overlaps)
+    out = tmp_path / "run"
+    with pytest.raises(
+        pf.UserError, match=f"the callback Breaks failed in {hook}: (.|\n)*{saved} of 4 rounds are saved"
+    ):
+        run_small(out, callbacks=[Breaks(hook)])
+    assert len(read_metrics(out / "metrics.jsonl")) == saved
+    assert list_changes(out) == []
+    assert_runs_equal(pf.resume(out, clients=small_clients()), run_small())
+
+
+def test_a_callback_that_fails_without_a_directory_says_so():
+    with pytest.raises(pf.UserError, match="failed in on_round: RoundError: a full mailbox; correct it, and start"):
+        run_small(callbacks=[Breaks("on_round")])
+
+
+def test_ctrl_c_in_a_callback_is_no_fault_of_it(tmp_path):
+    class Interrupted(pf.Callback):
+        def on_round(self, record):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="interrupted; 1 of 4 rounds are saved"):
+        run_small(tmp_path / "run", callbacks=[Interrupted()])
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (Watch(), "must be a list of polyfed.Callback objects, got <"),
+        ("watch", "must be a list of polyfed.Callback objects, got 'watch'"),
+        ([Watch], "a class; give an object of it"),
+        ([print], "no subclass of it"),
+    ],
+)
+def test_what_is_no_list_of_callbacks_is_refused_before_the_run(tmp_path, callbacks, message):
+    with pytest.raises(pf.UserError, match=message):
+        run_small(tmp_path / "run", Local(), callbacks=callbacks)
+    assert not (tmp_path / "run").exists()
