@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,18 @@ import yaml
 
 import polyfed
 from polyfed.algorithms import REGISTRY
+from polyfed.algorithms.base.averaging import Averaging
 from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import load_comparison
+from polyfed.core.algorithm import Algorithm
+from polyfed.core.capabilities import (
+    BringsNetwork,
+    ResolvesAutoFields,
+    TrainsAuxiliaryNetwork,
+    ValidatesNetworks,
+    WrapsNetwork,
+)
+from polyfed.core.declared_words import TRAITS, NewDisclosure
 from polyfed.core.training.config import LocalTraining
 from polyfed.testing import AlgorithmContract
 
@@ -242,9 +253,35 @@ def test_the_method_that_is_added_passes_its_tests(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     contract = [name for name in dir(AlgorithmContract) if name.startswith("test_")]
-    own = re.findall(r"^def test_", "\n".join(python_of(DOCS / "add_a_method.md")), flags=re.MULTILINE)
-    assert len(own) >= 3
-    assert f"{len(contract) + len(own)} passed" in done.stdout
+    code = "\n".join(python_of(DOCS / "add_a_method.md"))
+    methods, own = (
+        len(re.findall(word, code, flags=re.MULTILINE)) for word in (r"\(AlgorithmContract\):$", r"^def test_")
+    )
+    assert methods == 2
+    assert own >= 6
+    assert f"{methods * len(contract) + own} passed" in done.stdout
+
+
+def test_the_guide_has_every_rarer_member_and_every_base(blocks):
+    """What a method may derive from or override is in the tables of docs/add_a_method.md."""
+    text = (DOCS / "add_a_method.md").read_text(encoding="utf-8")
+    members = [
+        name
+        for name in [*vars(Algorithm), *vars(Averaging)]
+        if not name.startswith("_") and callable(getattr(Averaging, name))
+    ]
+    mixins = [WrapsNetwork, ValidatesNetworks, TrainsAuxiliaryNetwork, ResolvesAutoFields, BringsNetwork, NewDisclosure]
+    bases = [
+        kind.__name__
+        for file in sorted((ROOT / "src/polyfed/algorithms/base").glob("*.py"))
+        for kind in vars(import_module(f"polyfed.algorithms.base.{file.stem}")).values()
+        if inspect.isclass(kind) and kind.__module__.endswith(file.stem) and kind.__name__.endswith("Method")
+    ]
+    assert {"LocalPartMethod", "AveragedHeadMethod"} <= set(bases)
+    names = {*members, *bases, *(kind.__name__ for kind in mixins), *TRAITS, "card", "published"} - {
+        "running_aggregate"
+    }
+    assert sorted(name for name in names if not re.search(rf"\b{name}\b", text)) == []
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ import torch
 
 from polyfed.algorithms import REGISTRY, FedAvg, Local
 from polyfed.core.algorithm import Message
+from polyfed.core.errors import UserError
 from polyfed.core.state_dict import state_dict_spec, weighted_mean
 from polyfed.simulation.checks.requirements import check_requirements
+from polyfed.simulation.federate import federate
 from polyfed.testing import AlgorithmContract, SmallNet, example_of, small_clients
 
 
@@ -299,6 +301,18 @@ class SendsItsState(FedAvg):
         reply, _ = super().local_update(message, {}, client, seed)
         model = {**reply.tensors["model"], "head.weight": client_state["secret"]["weight"].clone()}
         return Message({"model": model}, reply.scalars), client_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatesMore(FedAvg):
+    def personal_model(self, message, client_state, client, seed):
+        return torch.nn.Sequential(super().personal_model(message, client_state, client, seed))
+
+
+def test_an_evaluated_network_that_is_not_the_clients_is_refused_with_the_cure():
+    run = federate(small_clients(), EvaluatesMore(lr=0.05), rounds=1, workers=0)
+    with pytest.raises(UserError, match=r"\['0.body.0.bias', .* derive EvaluatesMore from .*WrapsNetwork"):
+        run.model("client-0")
 
 
 def state_specs(message):

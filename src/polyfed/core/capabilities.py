@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
+from polyfed.core.errors import UserError
+from polyfed.core.nn.tied_weights import unique_tensors
 from polyfed.core.state_dict import StateDict
 
 
@@ -78,6 +80,27 @@ class WrapsNetwork(ABC):
 def wrap_network(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> nn.Module:
     """Builds the module that the weights of a personal model fit: the client's own network, unless the method wraps it."""
     return method.wrap_network(network, weights) if isinstance(method, WrapsNetwork) else network
+
+
+def check_wrapped_network(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> None:
+    """Raises a `UserError` if a personal model of this run has tensors for which the network has no place.
+
+    Args:
+        method: the method of the run.
+        network: what `wrap_network` returned.
+        weights: those of the personal model.
+    """
+    if unknown := sorted(weights.keys() - unique_tensors(network).keys() - dict(network.state_dict()).keys()):
+        name = type(method).__name__
+        cure = (
+            f"build them in {name}.wrap_network"
+            if isinstance(method, WrapsNetwork)
+            else f"derive {name} from polyfed.core.capabilities.WrapsNetwork, and build its evaluated network in wrap_network"
+        )
+        raise UserError(
+            f"weights do not fit the model: the personal model of {name} has {unknown[:3]}, and the client's network has not; "
+            f"{cure} (see docs/add_a_method.md)"
+        )
 
 
 class ResolvesAutoFields(ABC):

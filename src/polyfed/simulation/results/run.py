@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
-from polyfed.core.capabilities import BringsNetwork, wrap_network
+from polyfed.core.capabilities import BringsNetwork, check_wrapped_network, wrap_network
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import split_metric_column
@@ -113,6 +113,7 @@ class Run:
             factory = owner.model
             if factory is not None and self.federation.algorithm.requires & MODEL_REQUIREMENTS:
                 network = wrap_network(self.federation.algorithm, build_module(factory, seed=0), result.weights)
+                check_wrapped_network(self.federation.algorithm, network, result.weights)
                 return fill_module(network, result.weights).eval()
             if isinstance(self.federation.algorithm, BringsNetwork):
                 return fill_module(self.federation.algorithm.build(result.description or {}), result.weights).eval()
