@@ -12,6 +12,7 @@ from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.run_records import read_rounds
+from polyfed.report.page import method_views
 
 SOUND = {"round": 3, "bytes_down_total": 1, "bytes_up_total": 1, "clients": {"x": {"accuracy": 0.5}}}
 WRONG = {
@@ -119,7 +120,7 @@ def test_a_damaged_configuration_in_a_finished_comparison(write_run, comparison_
 
 @pytest.fixture
 def weighed(write_run, tmp_path):
-    """A run of pFedLA, which has pictures and a view of its weights."""
+    """A run of pFedLA, whose page has its weights."""
     folder = write_run(tmp_path / "a", "pfedla", {"x": [0.5], "y": [0.6]})
     (folder / "analysis").mkdir()
     alpha = np.full((2, 2, 2), 0.5, np.float32)
@@ -128,36 +129,17 @@ def weighed(write_run, tmp_path):
     return folder
 
 
-def _shown(folder, out):
-    """What is printed and written."""
-    console = Console(record=True, width=200, quiet=False, file=(out.parent / "printed").open("w"))
-    show_report([folder], console, out=out)
-    console.file.close()
-    return (out.parent / "printed").read_text(), out.read_text(encoding="utf-8")
-
-
-def test_a_folder_for_pictures_that_cannot_be_made(weighed, tmp_path):
-    (weighed / "report").write_text("a file")
-    printed, page = _shown(weighed, tmp_path / "page.html")
-    assert f"pfedla: no pictures, since the folder {weighed / 'report'} cannot be made (File exists)" in printed
-    assert "Who aggregates from whom" in page
-    assert "Not shown" not in page
-
-
 def test_what_the_disk_refuses_loses_no_page(weighed, tmp_path, monkeypatch):
-    from pathlib import Path
-
-    from polyfed.report.figures import aggregation
-
     def refuse(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(self))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", refuse)
-        printed, page = _shown(weighed, tmp_path / "page.html")
-    assert f"since the folder {weighed / 'report'} cannot be made (Permission denied)" in printed
-    assert "Who aggregates from whom" in page
-    monkeypatch.setattr(aggregation, "read_aggregation_weights", refuse)
-    printed, page = _shown(weighed, tmp_path / "page.html")
-    assert "pfedla: no pictures: [Errno 13] Permission denied" in printed
-    assert "Not shown: [Errno 13] Permission denied" in page
+    def written():
+        show_report([weighed], Console(quiet=True), out=tmp_path / "page.html")
+        return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+    before = sorted(weighed.rglob("*"))
+    assert "Who aggregates from whom" in (page := written())
+    assert "Not shown" not in page
+    assert sorted(weighed.rglob("*")) == before, "a report only reads"
+    monkeypatch.setattr(method_views, "read_aggregation_weights", refuse)
+    assert "Not shown: [Errno 13] Permission denied" in written()

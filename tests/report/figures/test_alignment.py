@@ -1,11 +1,14 @@
-"""How alike clients' networks see the same examples: read from runs in memory and from directories, and drawn."""
+"""How alike clients' networks see the same examples: read from runs in memory and from directories, and shown."""
 
 import itertools
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 from torch import nn
 
 import polyfed as pf
@@ -14,11 +17,13 @@ from polyfed.alignment import compute_representations, linear_cka
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import fill_module, initial_state
-from polyfed.data.plot import save_figure
-from polyfed.report.figures.alignment import RepresentationAlignment, draw_alignment, measure_alignment
+from polyfed.report.figures.alignment import RepresentationAlignment, measure_alignment
+from polyfed.report.page.method_views import html_alignment
 from polyfed.simulation.experiment import rebuild_clients
 from polyfed.simulation.storage.directory import read_config
 from polyfed.testing import small_clients
+
+NAMES = ("north", "&lt;south&gt;")
 
 
 def narrow():
@@ -133,7 +138,7 @@ def test_a_run_described_by_a_file(tmp_path, monkeypatch):
     assert (
         main(["run", *words, "--algorithm", "local", "--rounds", "1", "--workers", "0", "--quiet", "--out", "r"]) == 0
     )
-    with pytest.raises(UserError, match=r"give them, .*clients=.*clients, _ = rebuild\("):
+    with pytest.raises(UserError, match=r"give them, .*clients=.*clients, _ = rebuild_clients\("):
         measure_alignment("r")
     clients, _ = rebuild_clients(read_config("r"), "r")
     found = measure_alignment("r", clients=clients)
@@ -194,34 +199,28 @@ def test_runs_without_pairs():
         measure_alignment(alone)
 
 
-# -- the picture ------------------------------------------------------------------------------------------------------
+# -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_heat_maps_on_one_scale(tmp_path):
+def test_two_heat_maps_on_one_scale():
     before, after = np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]])
-    found = RepresentationAlignment(("north", "south"), before, after)
-    figure = draw_alignment(found)
-    one, other, bar = figure.axes
-    assert [axes.get_title() for axes in (one, other)] == ["before training, mean 0.250", "after training, mean 0.750"]
-    for axes, table in ((one, before), (other, after)):
-        (picture,) = axes.get_images()
-        assert np.array_equal(picture.get_array(), table)
-        assert picture.get_clim() == (0, 1)
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["north", "south"]
-        assert [text.get_text() for text in axes.texts] == [f"{value:.2f}" for value in table.ravel()]
-    assert "CKA" in bar.get_ylabel()
-    for name in ("one.svg", "two.svg"):
-        save_figure(draw_alignment(found), tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    html = html_alignment(RepresentationAlignment(("north", "<south>"), before, after), "k")
+    assert "mean over pairs 0.25" in html
+    assert "mean over pairs 0.75" in html
+    cells = re.findall(r'data-t="([^"]+)" .*? fill="([^"]+)"', html)
+    tables = [f"{a}, {b}" for _ in (before, after) for a in NAMES for b in NAMES]
+    assert [text for text, _ in cells] == [
+        f"{pair}: {value:.3f}" for pair, value in zip(tables, [*before.ravel(), *after.ravel()], strict=True)
+    ]
+    colours = {text.rpartition(" ")[2]: colour for text, colour in cells}
+    viridis = colormaps["viridis"]
+    assert colours == {f"{v:.3f}": to_hex(viridis(round(v * 255))) for v in (0.25, 0.75, 1)}, "one scale, from 0 to 1"
 
 
 @pytest.mark.thorough
-def test_many_clients_are_not_all_named(tmp_path):
+def test_many_clients_are_not_all_named():
     names = tuple(f"client-{k:03d}" for k in range(100))
-    figure = draw_alignment(RepresentationAlignment(names, np.eye(100), np.ones((100, 100))))
-    axes = figure.axes[0]
-    assert len(axes.get_xticklabels()) <= 40
-    assert not axes.texts
-    assert figure.axes[1].get_title() == "after training, mean 1.000"
-    save_figure(figure, tmp_path / "many.png")
-    assert (tmp_path / "many.png").stat().st_size > 1000
+    html = html_alignment(RepresentationAlignment(names, np.eye(100), np.ones((100, 100))), "k")
+    assert "mean over pairs 1.00" in html
+    assert len(html) < 150_000
+    assert html.count("client-0") < 200

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import METRICS, resolve_metrics
-from polyfed.report.page.svg_charts import NumberUnit, format_number
+from polyfed.core.io.number_format import NumberUnit, format_number
 
 
 @final

@@ -1,1 +1,1 @@
-"""Draws what a method has learned: aggregation weights, alignment, architectures, generated weights."""
+"""Reads what methods have learned (aggregation weights, alignment, architectures), and draws cells and warm starts."""

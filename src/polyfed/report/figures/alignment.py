@@ -1,5 +1,6 @@
-"""How alike the clients' networks see the same examples, before and after a run: the CKA between any two clients'
-representations, read from a run and drawn. FedHeNN's term works on this; the picture is ours.
+"""Measures the linear CKA between any two clients' representations of the same examples, before and after a run.
+
+FedHeNN's proximal term increases this similarity.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,23 +29,20 @@ from polyfed.simulation.storage.directory import read_config
 from polyfed.simulation.storage.paths import safe_file_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    pass
 
 _MOST = 256  # examples that `pairwise_cka` compares
-_TICKS = 40  # names along an axis, at most
-_WRITTEN = 12  # clients up to which each cell still holds its number
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class RepresentationAlignment:
-    """Linear CKA between any two clients' representations of the same examples.
+    """Holds the linear CKA between any two clients' representations of the same examples.
 
     Attributes:
-        clients: ids, N of them, ascending.
-        cka_before: float64, (N, N), under the initial weights: 1 for two clients of one architecture, which start alike.
-        cka_after: the same under the personal networks at the end.
+        clients: the N clients' ids, ascending.
+        cka_before: float64, (N, N), of the initial networks; 1 for clients of one architecture, which share initial weights.
+        cka_after: float64, (N, N), of the personal networks after the last round.
 
     >>> found = RepresentationAlignment(("a", "b"), np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]]))
     >>> found.mean_cka_before, found.mean_cka_after
@@ -57,12 +55,12 @@ class RepresentationAlignment:
 
     @property
     def mean_cka_before(self) -> float:
-        """The mean over the pairs of different clients, before training."""
+        """Returns the mean over pairs of different clients before training."""
         return _mean_over_pairs(self.cka_before)
 
     @property
     def mean_cka_after(self) -> float:
-        """The mean over the pairs of different clients, after training."""
+        """Returns the mean over pairs of different clients after training."""
         return _mean_over_pairs(self.cka_after)
 
 
@@ -74,20 +72,20 @@ def measure_alignment(
     clients: Sequence[Client] | None = None,
     module: str | Mapping[str, str] | None = None,
 ) -> RepresentationAlignment:
-    """The alignment of a finished run of any method in which each client has one network: of FedHeNN as of Local.
+    """Measures the alignment of the personal networks of a finished run, of any method with one network per client.
 
     Args:
-        run: a run, or its directory. A directory is only read.
-        examples: unseen examples; None takes the clients' own test examples, from all of them evenly, each prepared as
-            for its owner's network.
-        rows: how many, 2 to 256, evenly spaced if there are more.
-        clients: of a run directory, as they were given to `federate`; of a run that a file describes, those of
-            `polyfed.simulation.experiment.rebuild_clients`. Their training examples are not used.
+        run: a run, or its directory, which is only read.
+        examples: unseen examples; None takes test examples of all clients evenly, each prepared as for its owner's network.
+        rows: number of examples to compare on, 2 to 256, taken evenly if there are more.
+        clients: the clients of a run directory, as given to `federate`, or from
+            `polyfed.simulation.experiment.rebuild_clients` if a file describes the run. Their training examples are not
+            used.
         module: name of the module whose input is the representation, for all clients or by client's id; None finds the
-            last linear layer of each network. Of a FedHeNN run with a `module`, give the same.
+            last linear layer of each network. For a FedHeNN run with a `module`, give the same.
 
     Raises:
-        UserError: no run, no personal networks, or clients, networks and examples that do not fit one another.
+        UserError: the run is missing, has no personal networks, or does not fit the clients and examples.
 
     >>> from polyfed.simulation.federate import federate
     >>> from polyfed.testing import small_clients
@@ -131,50 +129,25 @@ def measure_alignment(
     return RepresentationAlignment(tuple(client.id for client in all_clients), tables[0], tables[1])
 
 
-def draw_alignment(alignment: RepresentationAlignment) -> "Figure":
-    """Two heat maps, client by client, before and after training, with one scale of colours from 0 to 1."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    side = 2.4 + 0.28 * min(len(alignment.clients), 16)
-    figure = Figure(figsize=(2 * side + 1.6, side + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    parts = (
-        ("before", alignment.cka_before, alignment.mean_cka_before),
-        ("after", alignment.cka_after, alignment.mean_cka_after),
-    )
-    for axes, (when, table, mean) in zip(panels, parts, strict=True):
-        picture = axes.imshow(table, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
-        axes.set_title(f"{when} training, mean {mean:.3f}", fontsize=10)
-        _label_both_axes(axes, alignment.clients)
-        if len(alignment.clients) <= _WRITTEN:
-            for (row, column), value in np.ndenumerate(table):
-                colour = "black" if value > 0.6 else "white"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
-    figure.colorbar(picture, ax=list(panels), label="CKA of two clients' representations")
-    return figure
-
-
 def _mean_over_pairs(table: NDArray[np.float64]) -> float:
     number = len(table)
     return float((table.sum() - np.trace(table)) / (number * (number - 1)))
 
 
 def _clients_and_seed(folder: Path, clients: Sequence[Client] | None) -> tuple[list[Client], int]:
-    """The clients by id and the seed of a run directory."""
+    """Returns the clients sorted by id, and the seed of the run in `folder`."""
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)
     if clients is None:
         # The caller says whether data may be read again: a report only reads the run directory.
         source = (
-            "from polyfed.simulation.experiment import rebuild; from polyfed.simulation.storage.directory import read_config; "
-            "clients, _ = rebuild(read_config(folder), folder)"
+            "from polyfed.simulation.experiment import rebuild_clients; from polyfed.simulation.storage.directory import "
+            "read_config; clients, _ = rebuild_clients(read_config(folder), folder)"
             if "data" in config
             else "they were made in Python"
         )
-        raise UserError(f"{folder} does not hold its clients; give them, read_alignment(..., clients=...): {source}")
+        raise UserError(f"{folder} does not hold its clients; give them, measure_alignment(..., clients=...): {source}")
     sorted_clients = sorted(clients, key=lambda client: client.id)
     id_by_file = {safe_file_name(client.id): client.id for client in sorted_clients}
     stored_names = {file.stem for file in (folder / "models").glob("*.safetensors") if not file.name.startswith(".")}
@@ -190,7 +163,7 @@ def _clients_and_seed(folder: Path, clients: Sequence[Client] | None) -> tuple[l
 
 
 def _load_personal_model(folder: Path, client: str, factory: Architecture) -> nn.Module:
-    """The personal network of a client, from the run directory."""
+    """Loads the personal network of a client from the run directory."""
     file = folder / "models" / f"{safe_file_name(client)}.safetensors"
     try:
         return fill_module(build_module(factory, seed=0), read_safetensors(file))
@@ -202,7 +175,7 @@ def _load_personal_model(folder: Path, client: str, factory: Architecture) -> nn
 
 
 def _evenly_spaced_examples(examples: Examples, rows: int) -> Examples:
-    """At most so many of the examples, evenly spaced."""
+    """Selects at most `rows` of the examples, evenly spaced."""
     number = min(rows, len(examples))
     if number < 2:
         raise UserError(f"examples must be at least 2, got {len(examples)}; give more")
@@ -211,8 +184,10 @@ def _evenly_spaced_examples(examples: Examples, rows: int) -> Examples:
 
 
 def _test_examples(clients: Sequence[Client], rows: int) -> Examples:
-    """Test examples of all clients, as their networks get them; each client gives as many as any other, give or take
-    one, as far as it has them."""
+    """Selects test examples of all clients, prepared as for their networks.
+
+    Every client contributes the same number, plus or minus one, as far as it has them.
+    """
     inputs: list[Any] = []
     for k, client in enumerate(clients):
         number = min((k + 1) * rows // len(clients) - k * rows // len(clients), len(client.test))
@@ -232,7 +207,7 @@ def _test_examples(clients: Sequence[Client], rows: int) -> Examples:
 
 @contextmanager
 def _client_named_in_errors(client: str) -> Iterator[None]:
-    """What a network does not take is said with the client's name."""
+    """Adds the client's id to errors of its network."""
     try:
         yield
     except UserError as error:
@@ -241,11 +216,3 @@ def _client_named_in_errors(client: str) -> Iterator[None]:
         raise UserError(
             f"client {client!r}: its network does not take these examples ({error}); give examples=... of its form"
         ) from error
-
-
-def _label_both_axes(axes: "Axes", clients: Sequence[str]) -> None:
-    """The clients' names along both axes, not all of them where there are many."""
-    positions = range(0, len(clients), -(-len(clients) // _TICKS))
-    names = [clients[i] for i in positions]
-    axes.set_xticks(positions, names, fontsize=7, rotation=90)
-    axes.set_yticks(positions, names, fontsize=7)

@@ -1,6 +1,4 @@
-"""What a run of FedPNAS or one of its relatives has found: how probable each operation is at each edge of each client's
-cells, read from a run and drawn. The pictures are ours.
-"""
+"""Reads the cells that a run of FedPNAS, CA-FedPNAS, FedDSNAS or CA-FedDSNAS found for each client, and draws them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from numpy.typing import NDArray
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path, read_file
+from polyfed.core.io.number_format import shorten_name
 from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.data.plot import resolve_picture_path, save_figure
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _METHODS = "fedpnas, ca_fedpnas, feddsnas or ca_feddsnas"
-_TICKS = 60  # rows of a heat map with a label of their own, at most
-_WRITTEN = 40  # rows up to which each cell of a heat map still holds its number
-_ACROSS = 4  # heat maps side by side
 _STEP = 2.6  # from one node of a graph to the next; a node has radius `_RADIUS`, and two labels are `_LANE` apart
 _LANE = 0.5
 _RADIUS = 0.32
@@ -39,16 +35,15 @@ _INCH = 0.62  # of a unit of a graph
 @final
 @dataclass(frozen=True, eq=False)
 class SearchedCell:
-    """One cell of one client: E edges, K operations.
+    """Describes one cell of one client, with E edges and K candidate operations.
 
     Attributes:
         stack: "base" or "personal".
-        input_count: 1 or 2.
-        edges: (from, to), E of them; the inputs are 0 (the last cell's output) and 1 (the one before), then come the
-            nodes.
-        candidates: names of the operations, K of them.
-        probabilities: float64, (E, K), each row's sum 1; 0 where an operation is no candidate of the edge. Those of
-            context-aware samplers are means over the client's training examples.
+        input_count: number of inputs, 1 or 2.
+        edges: the E edges as (from, to). Inputs come first: 0 is the last cell's output, 1 the output of the cell before.
+        candidates: the K operations' names.
+        probabilities: float64, (E, K); each row sums to 1, with 0 where an operation is not a candidate of the edge. For
+            context-aware samplers they are means over the client's training examples.
         chosen_operations: the most probable operation of each edge.
 
     >>> cell = SearchedCell("base", 2, ((0, 2), (1, 2)), ("skip", "max_pool_3"), np.eye(2), ("skip", "max_pool_3"))
@@ -64,32 +59,32 @@ class SearchedCell:
     chosen_operations: tuple[str, ...]
 
     def node_name(self, index: int) -> str:
-        """The name of a node: c(k-1) and c(k-2) of the inputs, then 0, 1 and so on."""
+        """Returns the name of a node: c(k-1) and c(k-2) for the inputs, then 0, 1 and so on."""
         return f"c(k-{index + 1})" if index < self.input_count else str(index - self.input_count)
 
     def edge_label(self, edge: tuple[int, int]) -> str:
-        """The names of both ends of an edge."""
+        """Returns the names of both ends of an edge."""
         return f"{self.node_name(edge[0])} → {self.node_name(edge[1])}"
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ArchitectureSearchResult:
-    """The cells of all clients.
+    """Holds the cells of all clients.
 
     Attributes:
-        clients: ids, ascending.
-        cells: of each of these clients, base first; all clients have the same edges and candidates.
+        clients: the clients' ids, ascending.
+        cells: the cells of each client, base cells first; all clients have the same edges and candidates.
     """
 
     clients: tuple[str, ...]
     cells: tuple[tuple[SearchedCell, ...], ...]
 
     def cells_of(self, client: str) -> tuple[SearchedCell, ...]:
-        """The cells of a client.
+        """Returns the cells of a client.
 
         Raises:
-            UserError: there is none of this id.
+            UserError: the run has no client of this id.
         """
         if client not in self.clients:
             raise UserError(f"the run has no client {client!r}; {did_you_mean(client, self.clients)}")
@@ -97,19 +92,19 @@ class ArchitectureSearchResult:
 
     @property
     def cell_titles(self) -> tuple[str, ...]:
-        """The name of each cell: base cell 1, base cell 2, ..., personal cell 1, ..."""
+        """Returns the name of each cell: base cell 1, base cell 2, ..., personal cell 1, ..."""
         stacks = [cell.stack for cell in self.cells[0]]
         return tuple(f"{stack} cell {stacks[: k + 1].count(stack)}" for k, stack in enumerate(stacks))
 
 
 def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
-    """The cells of a finished run of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas.
+    """Reads the cells of a finished run of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas.
 
     Args:
-        run: a run, or its directory, of which models/ID.json are read and nothing is written.
+        run: a run, or its directory, of which only models/ID.json are read.
 
     Raises:
-        UserError: no run, one of another method, or a file that is missing, damaged or of another run.
+        UserError: there is no run, it is of another method, or a file is missing, damaged or of another run.
 
     >>> import torch
     >>> from polyfed import Client, federate
@@ -134,57 +129,21 @@ def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
     return ArchitectureSearchResult(tuple(cells), tuple(cells.values()))
 
 
-def draw_operation_probabilities(result: ArchitectureSearchResult, path: str | Path) -> "Figure":
-    """A heat map per cell: operations along x, below one another the clients' rows of each edge; one scale of colours.
-
-    Args:
-        result: the cells.
-        path: the picture to write; its ending, .png or .svg, is the format.
-
-    Returns:
-        The figure that was written.
-
-    Raises:
-        UserError: another ending, or a place that cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    path = resolve_picture_path(path)
-    panel_columns = min(len(result.cell_titles), _ACROSS)
-    panel_rows = -(-len(result.cell_titles) // panel_columns)
-    rows = len(result.clients) * max(len(cell.edges) for cell in result.cells[0])
-    columns = max(len(cell.candidates) for cell in result.cells[0])
-    size = (panel_columns * (1.9 + 0.28 * columns) + 1, panel_rows * (1.5 + 0.17 * min(rows, _TICKS)))
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    largest = max(float(cell.probabilities.max()) for cells in result.cells for cell in cells)
-    panels = list(figure.subplots(panel_rows, panel_columns, squeeze=False).flat)
-    for spare in panels[len(result.cell_titles) :]:
-        spare.remove()
-    panels = panels[: len(result.cell_titles)]
-    for k, (axes, title) in enumerate(zip(panels, result.cell_titles, strict=True)):
-        picture = _draw_heat_map(axes, [cells[k] for cells in result.cells], result.clients, largest)
-        axes.set_title(title, fontsize=10)
-    figure.colorbar(picture, ax=panels, label="probability", fraction=0.03, pad=0.01)
-    save_figure(figure, path)
-    return figure
-
-
 def draw_client_cells(result: ArchitectureSearchResult, client: str, path: str | Path) -> "Figure":
-    """Each cell of a client as a graph from left to right: its nodes, and on each edge the most probable operation and
-    its probability.
+    """Draws each cell of a client as a graph from left to right and writes the picture.
+
+    Each edge is labelled with its most probable operation and that probability.
 
     Args:
-        result: the cells.
-        client: id.
+        result: the cells of all clients.
+        client: the client's id.
         path: the picture to write; its ending, .png or .svg, is the format.
 
     Returns:
         The figure that was written.
 
     Raises:
-        UserError: no client of this id, another ending, or a place that cannot be written.
+        UserError: there is no client of this id, the ending is another, or the picture cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -204,7 +163,7 @@ def draw_client_cells(result: ArchitectureSearchResult, client: str, path: str |
         axes.set_axis_off()
         axes.set_title(title, fontsize=9)
         _draw_graph(axes, cell, cell_lanes)
-    figure.suptitle(f"{_shorten_name(client)}: most probable operations", fontsize=10, parse_math=False)
+    figure.suptitle(f"{shorten_name(client)}: most probable operations", fontsize=10, parse_math=False)
     save_figure(figure, path)
     return figure
 
@@ -220,7 +179,7 @@ def _description_of(run: Run, client: str) -> Any:
 
 
 def _read_descriptions(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """By client, what its models/ID.json holds, and where that is."""
+    """Returns the content of each client's models/ID.json, and the files' paths."""
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)
@@ -285,7 +244,7 @@ def _parse_cell(content: Mapping[str, Any]) -> SearchedCell:
 
 
 def _edge_probabilities(edge: Mapping[str, Any]) -> dict[str, float]:
-    """Probabilities by name; where there was nothing to choose, the file has none."""
+    """Returns the probabilities of an edge by operation; an edge with one operation has none in the file."""
     names = [str(name) for name in edge.get("candidates", edge["operations"])]
     shares = [float(share) for share in edge.get("probabilities", [1.0])]
     if len(names) != len(shares) or len(set(names)) < len(names):
@@ -302,29 +261,8 @@ def _cell_layout(cell: SearchedCell) -> tuple[object, ...]:
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def _draw_heat_map(axes: "Axes", cells: Sequence[SearchedCell], clients: Sequence[str], largest: float) -> Any:
-    """One cell of all clients; rows of the same edge are neighbours, so that clients can be compared."""
-    first_cell = cells[0]
-    table = np.stack([cell.probabilities for cell in cells], axis=1).reshape(-1, len(first_cell.candidates))
-    labels = [
-        f"{_shorten_name(client)}  {first_cell.edge_label(edge)}" for edge in first_cell.edges for client in clients
-    ]
-    picture = axes.imshow(table, vmin=0, vmax=largest, cmap="viridis", interpolation="nearest", aspect="auto")
-    axes.set_xticks(range(len(first_cell.candidates)), first_cell.candidates, fontsize=7, rotation=90)
-    positions = range(0, len(labels), -(-len(labels) // _TICKS))
-    axes.set_yticks(positions, [labels[i] for i in positions], fontsize=7, parse_math=False)
-    for k in range(1, len(first_cell.edges)):
-        axes.axhline(k * len(clients) - 0.5, color="white", linewidth=2)
-    if len(table) <= _WRITTEN:
-        for (row, column), value in np.ndenumerate(table):
-            colour = "black" if value > 0.6 * largest else "white"
-            text = f"{value:.2f}".removeprefix("0")
-            axes.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
-    return picture
-
-
 def _draw_graph(axes: "Axes", cell: SearchedCell, lanes: Sequence[float]) -> None:
-    """Nodes from left to right; each edge is an arc whose middle, where its label is, has the height of its lane."""
+    """Draws nodes from left to right; each edge is an arc whose middle, with its label, has the height of its lane."""
     from matplotlib.patches import Circle, FancyArrowPatch
 
     nodes = []
@@ -351,8 +289,11 @@ def _draw_graph(axes: "Axes", cell: SearchedCell, lanes: Sequence[float]) -> Non
 
 
 def _label_heights(cell: SearchedCell) -> list[float]:
-    """Of each edge the height of its label. Neighbours in the row of nodes are joined by straight lines at 0; others
-    pass above or below, by turns of where they start, and the longer the farther out. No two labels meet."""
+    """Returns the height of each edge's label, so that no two labels overlap.
+
+    Edges between neighbouring nodes are straight lines at 0. Others pass above or below in turns, by the node that they
+    start at, longer ones farther out.
+    """
     heights = [0.0] * len(cell.edges)
     for side, sign in ((0, 1), (1, -1)):
         passing = [
@@ -366,22 +307,18 @@ def _label_heights(cell: SearchedCell) -> list[float]:
 
 
 def _node_centre(cell: SearchedCell, index: int) -> tuple[float, float]:
-    """The centre of a node; two inputs stand one above the other."""
+    """Returns the centre of a node; two inputs stand one above the other."""
     if index < cell.input_count:
         return 0.0, (0.0 if cell.input_count == 1 else 2 * _LANE * (1 - 2 * index))
     return _STEP * (index - cell.input_count + 1), 0.0
 
 
 def _computed_node_count(cell: SearchedCell) -> int:
-    """The number of nodes that are computed."""
+    """Returns the number of nodes without the inputs."""
     return max(j for _, j in cell.edges) + 1 - cell.input_count
 
 
 def _height_range(cell: SearchedCell, lanes: Sequence[float]) -> tuple[float, float]:
-    """The lowest and the highest point of a graph."""
+    """Returns the lowest and the highest point of a graph."""
     heights = [*lanes, *(_node_centre(cell, index)[1] for index in range(cell.input_count))]
     return min(heights) - _LANE, max(heights) + _LANE
-
-
-def _shorten_name(name: str, most: int = 16) -> str:
-    return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 + 1 :]}"

@@ -32,7 +32,8 @@ def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any
     """
     if len(clients) > _CLIENTS:
         raise UserError(
-            f"the federated gradient of {len(clients)} clients takes long to compute; polyfed.simulation.results.gradient_conflicts does it"
+            f"the federated gradient of {len(clients)} clients takes long to compute; "
+            "polyfed.simulation.results.gradient_conflicts does it in Python"
         )
     run = federate.resume(folder, clients=clients, public=public, progress=SilentProgress())
     names, step_weights = measure_gradient_conflicts(run, rows=_ROWS)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from polyfed.core.io.number_format import format_count
 from polyfed.report.data.binary_stats import wilson_interval
 from polyfed.report.page.elements import html_table
 
@@ -90,16 +91,6 @@ def format_share_with_interval(hits: float, examples: float, level: float) -> st
     if math.isnan(low):
         return "–"
     return f"{100 * hits / examples:.1f} % ({100 * low:.1f} to {100 * high:.1f} %)"
-
-
-def format_count(value: float) -> str:
-    """A count, whole where it is.
-
-    >>> format_count(3.0), format_count(3.25), format_count(-0.0)
-    ('3', '3.2', '0')
-    """
-    value = round(value, 1) + 0.0
-    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
 
 
 def html_confusion_matrix(matrix: Sequence[Sequence[float]], method: str, names: Sequence[str]) -> str:

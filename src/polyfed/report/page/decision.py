@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from polyfed.core.io.number_format import count_with_noun, format_number
 from polyfed.report.data.answers import ANSWER_LABELS, AnswerKind, SiteAnswer, parse_mean_answer, parse_site_answers
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import RunGroup
@@ -20,8 +21,7 @@ from polyfed.report.page.performance import (
     svg_roc_curve,
     svg_unit_square,
 )
-from polyfed.report.page.sentences import count_with_noun
-from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, format_number, svg_line_chart
+from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
 _LISTED = 30  # sites up to which all are listed; of more the others open
@@ -209,7 +209,7 @@ def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level
             (
                 IntervalMark(
                     ANSWER_LABELS[answer.kind],
-                    _nan_if_none(answer.gain),
+                    math.nan if answer.gain is None else answer.gain,
                     *(answer.interval or (math.nan, math.nan)),
                     answer.kind,
                 ),
@@ -249,10 +249,6 @@ def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level
     ]
     columns = ["site", "answer", "method", "gain", f"{100 * level:g} % interval", "over", "rests on"]
     return html_figure(chart, caption, html_table("Gain of each site", columns, cells))
-
-
-def _nan_if_none(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _html_roc_or_learning_curves(

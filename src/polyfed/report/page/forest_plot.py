@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import final
 
+from polyfed.core.io.number_format import NumberUnit, format_bare_number, format_number, shorten_name
 from polyfed.report.page.svg_charts import (
     CHART_WIDTH,
     COLOUR_COUNT,
-    NumberUnit,
     axis_ticks,
-    format_number,
-    format_number_without_unit,
     format_tick,
-    shorten_name,
     svg_empty_chart,
     svg_image,
     svg_text,
@@ -107,9 +104,7 @@ def svg_forest_plot(
             y = middle + (j - (len(finite_marks) - 1) / 2) * 9
             parts.append(_svg_mark(row.label, mark, px, y, unit, signed, step / len(finite_marks)))
             if single:
-                parts.append(
-                    svg_text(CHART_WIDTH - 2, middle + 4, format_number_without_unit(mark.value, unit, signed), "end")
-                )
+                parts.append(svg_text(CHART_WIDTH - 2, middle + 4, format_bare_number(mark.value, unit, signed), "end"))
     description = f"{len(shown)} rows, each a value with its interval; the values are in the table below."
     return svg_image(key, title, description, height, parts)
 

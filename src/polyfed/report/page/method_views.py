@@ -17,19 +17,16 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import tree_map
 from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.number_format import format_number
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.graphs.contraction import Contraction
 from polyfed.models import ModelSpec
+from polyfed.report.figures.aggregation import read_aggregation_weights
+from polyfed.report.figures.alignment import RepresentationAlignment
+from polyfed.report.figures.architectures import ArchitectureSearchResult, draw_client_cells
 from polyfed.report.page import sentences
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_table
-from polyfed.report.page.svg_charts import (
-    ChartBar,
-    ChartLine,
-    format_number,
-    svg_bar_chart,
-    svg_heat_map,
-    svg_line_chart,
-)
+from polyfed.report.page.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
 from polyfed.simulation.results.unseen_clients import TrainingCurves
 
 WARM_START_FILE = "unseen/curves.json"  # in the run directory: {id: {"score": name, "warm": [...], "scratch": [...]}}
@@ -43,9 +40,7 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
     Raises:
         UserError: the directory has none.
     """
-    from polyfed.report.figures import aggregation
-
-    aggregation_weights = aggregation.read_aggregation_weights(folder)
+    aggregation_weights = read_aggregation_weights(folder)
     last = int(aggregation_weights.rounds[-1])
     panels = {}
     for k, layer in enumerate(aggregation_weights.layers[:max_layers]):
@@ -90,15 +85,8 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
     return f'<div class="grid2"><div>{layers_html}</div><div>{own_figure}</div></div>'
 
 
-def html_alignment(folder: Path, clients: Sequence[Client], key: str) -> str:
-    """CKA between the representations of any two clients, before and after training.
-
-    Raises:
-        UserError: the run is not finished, has one client, or its networks cannot be compared.
-    """
-    from polyfed.report.figures.alignment import measure_alignment
-
-    alignment = measure_alignment(folder, clients=clients)
+def html_alignment(alignment: RepresentationAlignment, key: str) -> str:
+    """Returns two heat maps of the CKA between any two clients' representations, before and after training."""
     parts = []
     for when, values, mean in (
         ("before", alignment.cka_before, alignment.mean_cka_before),
@@ -111,18 +99,10 @@ def html_alignment(folder: Path, clients: Sequence[Client], key: str) -> str:
     return f'<div class="grid2">{"".join(parts)}</div>'
 
 
-def html_architectures(folder: Path, key: str, max_clients: int = MAX_PANELS) -> str:
-    """What a search has found: of the first `max_clients` clients their cells, drawn, and the probability of each
-    operation at each edge.
-
-    Raises:
-        UserError: the run is not finished, or a file of it is damaged.
-    """
+def html_architectures(search_result: ArchitectureSearchResult, key: str, max_clients: int = MAX_PANELS) -> str:
+    """Returns the cells of the first `max_clients` clients, drawn, and each operation's probability at each edge."""
     from matplotlib import rc_context
 
-    from polyfed.report.figures.architectures import draw_client_cells, read_search_result
-
-    search_result = read_search_result(folder)
     panels = {}
     for k, client in enumerate(search_result.clients[:max_clients]):
         with tempfile.TemporaryDirectory() as folder_name:

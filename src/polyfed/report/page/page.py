@@ -5,6 +5,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from polyfed.core.io.number_format import capitalize_first, count_with_noun, join_with_and
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.page import performance as by_example
 from polyfed.report.page import sentences, subgroups
@@ -66,16 +67,16 @@ def _page_heading(run_group: RunGroup) -> str:
     results = run_group.comparison_results
     left_out_labels = [*(results.get("skipped") or {}), *(results.get("failed") or {})]
     names_absent_method = any(label.lower() in run_group.title.lower() for label in left_out_labels)
-    return "Join, or train alone?" + ("" if names_absent_method else f" {_capitalize_first(run_group.title)}")
+    return "Join, or train alone?" + ("" if names_absent_method else f" {capitalize_first(run_group.title)}")
 
 
 def _html_group(
     run_group: RunGroup, extras: PageExtras, key: str, curves: dict[str, Any], *, is_single_group: bool
 ) -> str:
     heading = (
-        f'<p class="facts">{escape(_capitalize_first(run_group.title))}: '
+        f'<p class="facts">{escape(capitalize_first(run_group.title))}: '
         if is_single_group
-        else f'<h2>{escape(_capitalize_first(run_group.title))}</h2><p class="facts">'
+        else f'<h2>{escape(capitalize_first(run_group.title))}</h2><p class="facts">'
     )
     facts = f"{heading}{escape(sentences.describe_comparison(run_group))}</p>"
     if has_answers(run_group):
@@ -143,7 +144,7 @@ def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> lis
     if not extras.subgroup_columns and (columns := predictions.column_names()):
         hint = (
             "polyfed report DIR --subgroup COLUMN adds scores of groups; the test examples have "
-            f"{sentences.join_with_and(columns)}."
+            f"{join_with_and(columns)}."
         )
         parts.append(("Subgroups", f"<p>{escape(hint)}</p>"))
     return parts
@@ -162,9 +163,5 @@ def _method_view_panels(extras: PageExtras, key: str) -> list[tuple[str, str]]:
 
 
 def _html_notes(notes: Sequence[str]) -> str:
-    shown = f"<summary>{sentences.count_with_noun(len(notes), 'note')} on how to read this</summary>{html_list(notes)}"
+    shown = f"<summary>{count_with_noun(len(notes), 'note')} on how to read this</summary>{html_list(notes)}"
     return f'<details class="notes">{shown}</details>' if notes else ""
-
-
-def _capitalize_first(text: str) -> str:
-    return text[:1].upper() + text[1:]

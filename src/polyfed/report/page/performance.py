@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from polyfed.core.io.number_format import count_with_noun, format_count, join_with_and
 from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     auc_interval,
@@ -19,7 +20,6 @@ from polyfed.report.data.binary_stats import (
 from polyfed.report.data.predictions import BinaryQuestion, GroupPredictions
 from polyfed.report.page.confusion import html_confusion_matrix, html_threshold_tables
 from polyfed.report.page.elements import html_json_script, html_line_swatch, html_table
-from polyfed.report.page.sentences import count_with_noun, join_with_and
 from polyfed.report.page.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_image, svg_text
 
 ALL_SITES = "All sites"
@@ -173,8 +173,8 @@ def _test_examples_sentence(page_data: dict[str, Any], performance: dict[str, An
     if performance is None:
         return f"{page_data['sites'][0]}: no test examples."
     return (
-        f"{page_data['sites'][0]}: {_format_count(performance['n'])} test examples, "
-        f"{_format_count(performance['yes'])} of them {page_data['classes'][0]}."
+        f"{page_data['sites'][0]}: {format_count(performance['n'])} test examples, "
+        f"{format_count(performance['yes'])} of them {page_data['classes'][0]}."
     )
 
 
@@ -318,7 +318,7 @@ def _html_calibration_figure(
             x, y = svg_point(predicted, observed).split()
             tooltip = (
                 f"{name}: predicted {100 * predicted:.1f} %, observed {100 * observed:.1f} % of "
-                f"{_format_count(examples)}"
+                f"{format_count(examples)}"
             )
             ends = f"M{svg_point(predicted, low)}L{svg_point(predicted, high)}"
             inside.append(f'<g data-t="{escape(tooltip)}"><path class="line thin" d="{ends}"/>'
@@ -331,7 +331,7 @@ def _html_calibration_figure(
     )
     caption += f"happens in 30 % of cases. Vertical lines: {100 * page_data['level']:g} % intervals (Wilson). "
     caption += "Fewer than 20 test examples have no curve."
-    rows = [[name, *(f"{100 * v:.1f} %" for v in g[:2]), f"{100 * g[2]:.1f} to {100 * g[3]:.1f} %", _format_count(g[4])]
+    rows = [[name, *(f"{100 * v:.1f} %" for v in g[:2]), f"{100 * g[2]:.1f} to {100 * g[3]:.1f} %", format_count(g[4])]
             for performance, name, _ in slots for g in performance["groups"]]  # fmt: skip
     columns = ["method", "predicted", "observed", "interval", "test examples"]
     shown = html_table("Calibration", columns, rows)
@@ -389,7 +389,3 @@ def _round_values(values: Any) -> list[float | None]:
 def _round_number(value: float, digits: int = 1) -> float:
     result = round(float(value), digits)
     return int(result) if result == int(result) else result
-
-
-def _format_count(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"

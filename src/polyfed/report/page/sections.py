@@ -8,11 +8,18 @@ from typing import Any, final
 
 import numpy as np
 
+from polyfed.core.io.number_format import (
+    capitalize_first,
+    count_with_noun,
+    format_bare_number,
+    format_number,
+    format_short,
+    join_with_and,
+)
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
-from polyfed.report.page import sentences
 from polyfed.report.page.elements import (
     html_dropdown_panels,
     html_figure,
@@ -24,7 +31,6 @@ from polyfed.report.page.svg_charts import (
     COLOUR_COUNT,
     ChartBar,
     ChartLine,
-    format_number,
     svg_bar_chart,
     svg_heat_map,
     svg_line_chart,
@@ -86,7 +92,7 @@ def html_methods_table(run_group: RunGroup) -> str:
         caption += "; p, corrected for the number of methods, against it and against the best" if is_comparison else ""
     if set(run_group.common_seeds) < set(run_group.seeds) and not is_comparison:
         caption += (
-            f"; scores of the seeds that all have ({sentences.join_with_and(run_group.common_seeds)})"
+            f"; scores of the seeds that all have ({join_with_and(run_group.common_seeds)})"
             if run_group.common_seeds
             else ("; each method has scores of other seeds")
         )
@@ -114,7 +120,7 @@ def html_methods_table(run_group: RunGroup) -> str:
         if run_group.local_method:
             gains = run_group.gains_over_local(method)
             gain = _stored_statistic(method, "gain", mean_of_defined([gain.mean for gain in gains]))
-            row.append(format_number(gain, unit, signed=True).removesuffix(" %"))
+            row.append(format_bare_number(gain, unit, signed=True))
             ups, downs = (sum(sign * gain.mean > 0 for gain in gains) for sign in (1, -1))
             row.append(f"{ups} / {downs}" if gains else "–")
             if is_comparison:
@@ -123,8 +129,8 @@ def html_methods_table(run_group: RunGroup) -> str:
         costs = [run.megabytes_and_seconds for run in method.runs]
         rounds = sorted({run.scored_round for run in method.runs})
         row += [
-            _format_short(mean_of_defined([moved for moved, _ in costs])),
-            _format_short(mean_of_defined([seconds for _, seconds in costs])),
+            format_short(mean_of_defined([moved for moved, _ in costs])),
+            format_short(mean_of_defined([seconds for _, seconds in costs])),
         ]
         rows.append([*row, str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"])
     return html_table(caption, columns, rows) + _html_cost_to_target(run_group)
@@ -143,9 +149,9 @@ def _html_cost_to_target(run_group: RunGroup) -> str:
             [
                 label,
                 f"{target_cost['reached']} of {len(method['runs'])}",
-                _format_short(cost[0]),
-                _format_short(cost[1] / 2**20),
-                _format_short(cost[2]),
+                format_short(cost[0]),
+                format_short(cost[1] / 2**20),
+                format_short(cost[2]),
             ]
         )
     reach = f"{format_number(target['score'], run_group.score_format.unit)} ({target['sentence']})"
@@ -203,8 +209,8 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
             row = [
                 method.label,
                 f"{c['rounds'][k]:.0f}",
-                _format_short(c["megabytes"][k]),
-                _format_short(c["seconds"][k]),
+                format_short(c["megabytes"][k]),
+                format_short(c["seconds"][k]),
             ]
             spread = (
                 [f"{format_number(c['low'][k], unit)} to {format_number(c['high'][k], unit)}"]
@@ -261,9 +267,7 @@ def html_gains(run_group: RunGroup, key: str) -> str:
         if any(bar.low != bar.high for bar in bars):
             caption += " Thin lines: from the lowest to the highest seed."
         caption += f" Drawn are {len(drawn)} of them, evenly." if len(drawn) < len(gains) else ""
-        formatted_gains = [
-            [format_number(v, unit, signed=True).removesuffix(" %") for v in (g.mean, g.low, g.high)] for g in drawn
-        ]
+        formatted_gains = [[format_bare_number(v, unit, signed=True) for v in (g.mean, g.low, g.high)] for g in drawn]
         rows = [[gain.client, *values] for gain, values in zip(drawn, formatted_gains, strict=True)]
         numbers_html = html_table(
             f"Gain of {method.label}, {axis_unit}", ["client", "mean", "lowest seed", "highest seed"], rows
@@ -291,7 +295,7 @@ def html_client_scores(run_group: RunGroup) -> str:
         values = [participant_scores.get(name, math.nan) for participant_scores in scores]
         shown_values = [
             *values,
-            *(_nan_if_none(reference.get("scores", {}).get(name)) for reference in references.values()),
+            *(reference.get("scores", {}).get(name) for reference in references.values()),
         ]
         rows.append([name, *(format_number(value, unit) for value in shown_values)])
         bold.append(_best_columns(values, run_group.score_format))
@@ -299,15 +303,12 @@ def html_client_scores(run_group: RunGroup) -> str:
     rows.append(
         [
             "mean",
-            *(
-                format_number(v, unit)
-                for v in (*means, *(_nan_if_none(reference.get("mean")) for reference in references.values()))
-            ),
+            *(format_number(v, unit) for v in (*means, *(reference.get("mean") for reference in references.values()))),
         ]
     )
     bold.append(_best_columns(means, run_group.score_format) if run_group.common_seeds else set())
     shown = html_table(
-        f"{_capitalize_first(run_group.score_format.label)} of each client; the "
+        f"{capitalize_first(run_group.score_format.label)} of each client; the "
         f"{run_group.score_format.highest_or_lowest} of a row is bold",
         ["client", *(x.label for x in order), *(_reference_label(name) for name in references)],
         rows,
@@ -315,8 +316,7 @@ def html_client_scores(run_group: RunGroup) -> str:
     )
     open_attribute = " open" if len(names) <= _OPEN else ""
     return (
-        f"<details{open_attribute}><summary>Table of "
-        f"{sentences.count_with_noun(len(names), 'client')}</summary>{shown}</details>"
+        f"<details{open_attribute}><summary>Table of {count_with_noun(len(names), 'client')}</summary>{shown}</details>"
     )
 
 
@@ -387,17 +387,3 @@ def _best_columns(values: Sequence[float], score_format: ScoreFormat) -> set[int
     if len(defined) < 2 or max(defined) == min(defined):
         return set()
     return {k for k, value in enumerate(values, 1) if value == score_format.best_of(defined)}
-
-
-def _nan_if_none(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _format_short(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.3g}"
-
-
-def _capitalize_first(text: str) -> str:
-    return text[:1].upper() + text[1:]

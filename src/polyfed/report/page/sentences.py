@@ -4,10 +4,17 @@ import math
 from collections.abc import Sequence
 
 from polyfed.comparison.tuning.ranking import format_chosen_fields
+from polyfed.core.io.number_format import (
+    NumberUnit,
+    capitalize_first,
+    count_with_noun,
+    end_with_period,
+    format_number,
+    join_with_and,
+)
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import score_format_of
-from polyfed.report.page.svg_charts import NumberUnit, format_number
 
 _NAMED = 3  # clients named in a sentence
 
@@ -45,7 +52,7 @@ def result_sentences(run_group: RunGroup) -> list[str]:
         ]
     sentences = [*_failure_sentences(run_group), _best_method_sentence(run_group, scored_methods)]
     if run_group.comparison_results:
-        sentences += [_end_with_period(text) for text in run_group.comparison_results.get("verdicts", ())]
+        sentences += [end_with_period(text) for text in run_group.comparison_results.get("verdicts", ())]
     elif local_method is None:
         sentences.append("Training alone was not run, so that nothing can be said of gains: add --baselines [local].")
     else:
@@ -61,7 +68,7 @@ def result_sentences(run_group: RunGroup) -> list[str]:
 
 
 def _failure_sentences(run_group: RunGroup) -> list[str]:
-    return [f"{label} failed and is not in the table: {_end_with_period(reason)}" for label, reason in
+    return [f"{label} failed and is not in the table: {end_with_period(reason)}" for label, reason in
             run_group.comparison_results.get("failed", {}).items()]  # fmt: skip
 
 
@@ -94,35 +101,25 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
     return f"The {run_group.score_format.highest_or_lowest} mean{seeds} has {best.label}, {best_mean}{local_text}."
 
 
-def join_with_and(values: Sequence[object]) -> str:
-    """Words for a few values.
-
-    >>> join_with_and([0, 1, 4])
-    '0, 1 and 4'
-    """
-    *leading, last = map(str, values)
-    return f"{', '.join(leading)} and {last}" if leading else last
-
-
 def comparison_notes(run_group: RunGroup) -> list[str]:
     """What to bear in mind of a comparison: what was left out and why, how hyper-parameters and rounds were chosen."""
     results = run_group.comparison_results
     if not results:
         return []
-    sentences = [_capitalize_first(_end_with_period(text)) for text in results["notes"]]
+    sentences = [capitalize_first(end_with_period(text)) for text in results["notes"]]
     if results["best"] is not None:
         sentences.append(
             f"The best by {results['best_by']} examples is {results['best']}, with which p (best) compares."
         )
-    sentences += [f"Left out: {_end_with_period(text)}" for text in results["skipped"].values()]
+    sentences += [f"Left out: {end_with_period(text)}" for text in results["skipped"].values()]
     if results["tuning"]:
-        sentences.append(f"Searched {_end_with_period(results['tuning']['sentence'])}")
+        sentences.append(f"Searched {end_with_period(results['tuning']['sentence'])}")
         sentences += [
             f"{label} got {fields} of {count_with_noun(tuning['runs'], 'run')}."
             for label, tuning in results["tuning"]["methods"].items()
             if (fields := format_chosen_fields(tuning))
         ]
-    return [*sentences, f"Rounds: {_end_with_period(results['budget']['sentence'])}"]
+    return [*sentences, f"Rounds: {end_with_period(results['budget']['sentence'])}"]
 
 
 def _gain_sentence(run_group: RunGroup, method: MethodRuns) -> str:
@@ -163,26 +160,9 @@ def _unfinished_sentences(run_group: RunGroup) -> list[str]:
                     f"{method.label}{seed}: {count_with_noun(run.failure_count, 'failure')} of clients in its rounds."
                 )
             if run.warnings:
-                first = _end_with_period(run.warnings[0])
+                first = end_with_period(run.warnings[0])
                 sentences.append(
                     f"{method.label}{seed}: {count_with_noun(len(run.warnings), 'warning')} about its rounds; the "
                     f"first: {first}"
                 )
     return sentences
-
-
-def count_with_noun(number: int, noun: str) -> str:
-    """A number and what it counts.
-
-    >>> count_with_noun(1, "client"), count_with_noun(3, "client")
-    ('1 client', '3 clients')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _end_with_period(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _capitalize_first(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -14,11 +14,12 @@ from torch import Tensor
 from polyfed.comparison.statistics.mrmc import gain_interval, score_interval
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.io.number_format import format_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat
 from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_table
 from polyfed.report.page.forest_plot import ForestRow, IntervalMark, svg_forest_plot
-from polyfed.report.page.svg_charts import COLOUR_COUNT, format_number
+from polyfed.report.page.svg_charts import COLOUR_COUNT
 
 ScoreInterval = tuple[float, float, float] | None
 _GROUPS = 12  # of a column; further values are taken together

@@ -17,8 +17,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-NumberUnit = Literal["%", "", "count"]
-"""How numbers are told: shares in per cent, as they are, or whole."""
+from polyfed.core.io.number_format import NumberUnit, format_bare_number, format_number, shorten_name
 
 COLOUR_COUNT = 8  # of `--c0` and so on in page.css; then lines are dashed
 CHART_WIDTH = 420  # units of all charts; text has 11
@@ -49,39 +48,6 @@ class ChartBar:
     value: float
     low: float
     high: float
-
-
-def format_number(value: float, unit: NumberUnit = "", signed: bool = False) -> str:
-    """A number for people.
-
-    >>> (format_number(0.1234, "%"), format_number(-0.05, "%", signed=True), format_number(12.0, "count"),
-    ...  format_number(math.nan))
-    ('12.3 %', '−5.0 %', '12', '–')
-    """
-    if not math.isfinite(value):
-        return "–"
-    sign = "+" if signed else "-"
-    text = (
-        f"{100 * value:{sign}.1f} %"
-        if unit == "%"
-        else f"{value:{sign}.0f}"
-        if unit == "count"
-        else f"{value:{sign}.3f}"
-    )
-    return text.replace("-", "−")
-
-
-def shorten_name(name: str, max_length: int = 16) -> str:
-    """A name that is not longer than `max_length` letters.
-
-    >>> shorten_name("a-very-long-name-of-a-client", 9)
-    'a-ve…ient'
-    """
-    return (
-        name
-        if len(name) <= max_length
-        else f"{name[: max_length // 2]}…{name[len(name) - (max_length - max_length // 2 - 1) :]}"
-    )
 
 
 def svg_line_chart(
@@ -206,7 +172,7 @@ def svg_bar_chart(
                 svg_text(
                     end,
                     y + step / 2 + 4,
-                    format_number_without_unit(bar.value, unit, signed),
+                    format_bare_number(bar.value, unit, signed),
                     "start" if bar.value >= 0 else "end",
                 )
             )
@@ -378,11 +344,6 @@ def format_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
     value = 0.0 if abs(value) < 1e-12 else value
     text = f"{100 * value if unit == '%' else value:{'+' if signed and value else ''}.4g}".replace("-", "−")
     return f"{text} %" if unit == "%" and not signed else text
-
-
-def format_number_without_unit(value: float, unit: NumberUnit, signed: bool) -> str:
-    """As `format_number`, without the sign for per cent."""
-    return format_number(value, unit, signed).removesuffix(" %")
 
 
 def _segments_without_gaps(

@@ -2,9 +2,9 @@
 
 import math
 
+from polyfed.core.io.number_format import count_with_noun
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page.elements import html_figure, html_legend, html_list, html_table
-from polyfed.report.page.sentences import count_with_noun
 from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.simulation.monitoring.update_norms import find_outlying_norms
 

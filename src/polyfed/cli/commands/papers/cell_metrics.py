@@ -140,7 +140,7 @@ def _aggregation_weight(cell: PaperCell, run: RecipeRun) -> float | None:
     if "layer" in part:
         if part["layer"] not in aggregation_weights.layers:
             return None
-        alpha = alpha[:, :, [aggregation_weights.layer_index(part["layer"])]]
+        alpha = alpha[:, :, [aggregation_weights.layers.index(part["layer"])]]
     if "distance" in part:
         position = torch.arange(len(aggregation_weights.clients))
         chosen = alpha[(position[:, None] - position).abs() == part["distance"]]

@@ -1,0 +1,177 @@
+"""Collects what each method adds to the page of `polyfed report`, and prints the most important of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from rich.console import Console
+
+from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.core.errors import UserError
+from polyfed.report.data.run_records import RunRecord
+from polyfed.report.page import method_views
+from polyfed.report.page.elements import html_list
+from polyfed.simulation.experiment import Participants, build_experiment, load_participants, rebuild_clients
+from polyfed.simulation.storage.directory import read_manifest
+
+MAX_CLIENTS_ACROSS = 8  # clients side by side in a table
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PanelInputs:
+    """Holds what the panels of one run are made from.
+
+    Attributes:
+        run: the run; it has a directory.
+        participants: the run's clients, loaded again; None where that would need a download or is not possible.
+        key: prefix of ids on the page.
+        max_panels: number of clients or layers to show at most.
+        console: where to print.
+    """
+
+    run: RunRecord
+    participants: Participants | None
+    key: str
+    max_panels: int
+    console: Console
+
+
+def method_panels(inputs: PanelInputs) -> dict[str, str]:
+    """Returns the panels of a run's method as HTML by heading; a panel that cannot be made says why."""
+    panels = {}
+    for heading, make_panel in _PANELS.get(inputs.run.method, {}).items():
+        try:
+            html = make_panel(inputs)
+        except (UserError, OSError) as error:
+            html = html_list([f"Not shown: {error}"])
+        if html:
+            panels[heading] = html
+    return panels
+
+
+def has_panels(run: RunRecord) -> bool:
+    """Returns whether the method of a run has panels of its own."""
+    return run.method in _PANELS
+
+
+def load_participants_offline(run: RunRecord) -> tuple[Participants | None, str]:
+    """Loads the clients of a run again from its configuration if that needs no network.
+
+    Returns:
+        The clients and an empty text, or None and a sentence that says why not.
+    """
+    data = run.config.get("data")
+    if not isinstance(data, Mapping):
+        return None, "The clients were made in Python, so that the run directory does not know their classes."
+    if _needs_download(run):
+        return None, (
+            f"The data ({data.get('name')}) come from the Hugging Face hub and are not loaded for a page; runs with "
+            "--data.path FOLDER show who has which classes."
+        )
+    try:
+        participants = load_participants(build_experiment(run.config))
+    except UserError as error:
+        return None, f"The data of the run could not be read again: {error}."
+    before = read_manifest(run.folder or "").get("partition_fingerprint")
+    if before not in (None, participants.partition_fingerprint):
+        return None, "The data are no longer divided as in the run, so that the classes of its clients are not known."
+    return participants, ""
+
+
+def _needs_download(run: RunRecord) -> bool:
+    data = run.config.get("data")
+    return isinstance(data, Mapping) and data.get("name") != "digits" and not data.get("path")
+
+
+def _aggregation_weights(inputs: PanelInputs) -> str:
+    return method_views.html_aggregation_weights(_folder(inputs), inputs.key, inputs.max_panels)
+
+
+def _alignment(inputs: PanelInputs) -> str:
+    from polyfed.report.figures.alignment import measure_alignment
+
+    if inputs.participants is not None:
+        clients = inputs.participants.clients
+    elif _needs_download(inputs.run):  # the hub's cache may have the data
+        clients, _ = rebuild_clients(inputs.run.config, _folder(inputs))
+    else:
+        raise UserError(
+            "the clients and their test examples are not at hand; polyfed.report.figures.alignment takes them in Python"
+        )
+    alignment = measure_alignment(_folder(inputs), clients=clients)
+    print_line(
+        inputs.console,
+        f"{inputs.run.method}: mean CKA between two clients: {alignment.mean_cka_before:.2f} before, "
+        f"{alignment.mean_cka_after:.2f} after",
+    )
+    return method_views.html_alignment(alignment, inputs.key)
+
+
+def _architectures(inputs: PanelInputs) -> str:
+    from polyfed.report.figures.architectures import read_search_result
+
+    result = read_search_result(_folder(inputs))
+    clients = result.clients[:MAX_CLIENTS_ACROSS]
+    title = f"most probable operation of each edge, and its probability ({_folder(inputs)})"
+    table = PlainTable(title=title, title_justify="left")
+    for column in ("cell", "edge", *clients):
+        table.add_column(column)
+    for k, cell_title in enumerate(result.cell_titles):
+        cells = [result.cells_of(client)[k] for client in clients]
+        for e, edge in enumerate(cells[0].edges):
+            operations = [f"{cell.chosen_operations[e]} {cell.probabilities[e].max():.2f}" for cell in cells]
+            table.add_row(cell_title if e == 0 else "", cells[0].edge_label(edge), *operations)
+    inputs.console.print(table)
+    return method_views.html_architectures(result, inputs.key, inputs.max_panels)
+
+
+def _gradient_agreement(inputs: PanelInputs) -> str:
+    from polyfed.report.page import conflicts
+
+    if inputs.participants is None:
+        raise UserError(
+            "the clients' training examples are not at hand; polyfed.simulation.results.gradient_conflicts takes a run "
+            "in Python"
+        )
+    clients, public = inputs.participants.clients, inputs.participants.public
+    return conflicts.html_gradient_agreement(_folder(inputs), clients, public, inputs.key)
+
+
+def _coverage(inputs: PanelInputs) -> str:
+    from polyfed.algorithms import FLHAGHN
+    from polyfed.graphs.contraction import NO_CONTRACTION
+    from polyfed.simulation.storage.configuration import build_method, read_section
+
+    if inputs.participants is None:
+        raise UserError("the clients' networks are not at hand; `polyfed graph MODEL --input SHAPE` shows one of them")
+    method = build_method(read_section(inputs.run.config, "algorithm"))
+    contraction = method.contraction if isinstance(method, FLHAGHN) else NO_CONTRACTION
+    return method_views.html_coverage(inputs.participants.clients, inputs.key, contraction)
+
+
+def _warm_starts(inputs: PanelInputs) -> str:
+    return method_views.html_warm_starts(_folder(inputs), inputs.key)
+
+
+def _folder(inputs: PanelInputs) -> Path:
+    assert inputs.run.folder is not None
+    return inputs.run.folder
+
+
+_WEIGHTS = {"Who aggregates from whom": _aggregation_weights}
+_SIMILARITY = {"How alike representations are": _alignment}
+_CELLS = {"Operations that were found": _architectures}
+_CELLS_AND_GRADIENTS = {**_CELLS, "Whom the federated gradient works against": _gradient_agreement}
+_PANELS: Mapping[str, Mapping[str, Callable[[PanelInputs], str]]] = {
+    "pfedla": _WEIGHTS,
+    "heur_pfedla": _WEIGHTS,
+    "fedhenn": _SIMILARITY,
+    "fedhenn_homo": _SIMILARITY,
+    "feddsnas": _CELLS,
+    "ca_feddsnas": _CELLS,
+    "fedpnas": _CELLS_AND_GRADIENTS,
+    "ca_fedpnas": _CELLS_AND_GRADIENTS,
+    "flha_ghn": {"What the hypernetwork can generate": _coverage, "Unseen clients' warm starts": _warm_starts},
+}

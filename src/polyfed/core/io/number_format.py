@@ -1,0 +1,102 @@
+"""Formats numbers and short lists for people: shares in per cent, differences in points, names shortened."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+NumberUnit = Literal["%", "", "count"]
+"""How a number is written: a share in per cent, with three decimals, or as a whole number."""
+
+
+def format_number(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:
+    """Returns a number as text; a dash where it is None or not finite.
+
+    >>> (format_number(0.1234, "%"), format_number(-0.05, "%", signed=True), format_number(12.0, "count"),
+    ...  format_number(math.nan))
+    ('12.3 %', '−5.0 %', '12', '–')
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    sign = "+" if signed else "-"
+    decimals = {"%": 1, "": 3, "count": 0}[unit]
+    text = f"{100 * value if unit == '%' else value:{sign}.{decimals}f}"
+    return text.replace("-", "−") + (" %" if unit == "%" else "")
+
+
+def format_bare_number(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:
+    """Returns what `format_number` does, without the sign for per cent.
+
+    >>> format_bare_number(0.1234, "%")
+    '12.3'
+    """
+    return format_number(value, unit, signed).removesuffix(" %")
+
+
+def format_short(value: float) -> str:
+    """Returns a number with three significant digits, or whole with thin groups from 100 on; a dash for NaN.
+
+    >>> format_short(0.12345), format_short(12345.6), format_short(math.nan)
+    ('0.123', '12 346', '–')
+    """
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.3g}"
+
+
+def format_count(value: float) -> str:
+    """Returns a count, or a mean of counts with one decimal.
+
+    >>> format_count(3.0), format_count(3.25), format_count(-0.0)
+    ('3', '3.2', '0')
+    """
+    value = round(value, 1) + 0.0
+    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
+
+
+def count_with_noun(number: int, noun: str) -> str:
+    """Returns a number and what it counts.
+
+    >>> count_with_noun(1, "client"), count_with_noun(3, "client")
+    ('1 client', '3 clients')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def join_with_and(values: Sequence[object]) -> str:
+    """Joins a few values.
+
+    >>> join_with_and([0, 1, 4])
+    '0, 1 and 4'
+    """
+    *leading, last = map(str, values)
+    return f"{', '.join(leading)} and {last}" if leading else last
+
+
+def join_first(values: Sequence[object], limit: int) -> str:
+    """Joins the first `limit` values and counts the others.
+
+    >>> join_first("abcde", 3), join_first("ab", 3)
+    ('a, b, c and 2 more', 'a, b')
+    """
+    more = f" and {len(values) - limit} more" if len(values) > limit else ""
+    return f"{', '.join(map(str, values[:limit]))}{more}"
+
+
+def shorten_name(name: str, max_length: int = 16) -> str:
+    """Returns a name of at most `max_length` letters, with its middle left out.
+
+    >>> shorten_name("a-very-long-name-of-a-client", 9)
+    'a-ve…ient'
+    """
+    half = max_length // 2
+    return name if len(name) <= max_length else f"{name[:half]}…{name[len(name) - (max_length - half - 1) :]}"
+
+
+def capitalize_first(text: str) -> str:
+    """Returns the text with its first letter as a capital."""
+    return text[:1].upper() + text[1:]
+
+
+def end_with_period(text: str) -> str:
+    """Returns the text with a period at its end, unless it ends a sentence already."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
