@@ -1,4 +1,4 @@
-"""Data: sources, partitions, splits and shifts, from a published data set or the user's files to clients."""
+"""Turns published data sets and users' files into clients: sources, partitions, splits and shifts."""
 
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform

@@ -1,4 +1,4 @@
-"""Augmentation: random changes of training images, batch by batch."""
+"""Augments training images at random, batch by batch."""
 
 from dataclasses import dataclass
 from typing import final
@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 @final
 @dataclass(frozen=True)
 class PadCropFlip:
-    """Pads with zeros, crops back to the size at a random place, and mirrors every second image or so.
+    """Pads images with zeros, crops them at a random place, and mirrors each with probability one half.
 
     Every image of a batch gets its own draw; the result depends on the generator's state alone. Source: He et al. 2016,
     section 4.2 (padding 4 on CIFAR).
@@ -21,6 +21,9 @@ class PadCropFlip:
     Args:
         padding: pixels on each side; 0 for no crop.
         flip: mirror left and right with probability one half; leave it off where that changes the class (digits).
+
+    Raises:
+        UserError: a negative padding.
 
     >>> batch = torch.arange(4, dtype=torch.uint8).view(1, 1, 2, 2)
     >>> PadCropFlip(padding=1, flip=False)(batch, torch.Generator().manual_seed(0)).shape
@@ -35,7 +38,7 @@ class PadCropFlip:
             raise UserError(f"padding must be 0 or more pixels, got {self.padding}")
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """A changed copy of images `x`, shape (batch, channels, height, width), of any type and on any device."""
+        """Returns an augmented copy of images `x`, shape (batch, channels, height, width), of any type and on any device."""
         if x.dim() != 4:
             raise UserError(f"PadCropFlip changes images (batch, channels, height, width), got shape {tuple(x.shape)}")
         num, (height, width) = len(x), x.shape[2:]

@@ -1,4 +1,4 @@
-"""From a pool to clients: partition, split and shift, without copying the data."""
+"""Builds the clients of a simulation from a pooled data set: partition, split and shift, without copying the data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +25,15 @@ from polyfed.data.tabular.preprocessing import fit_preprocessor, warn_of_changed
 @final
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """What one client owns.
+    """Holds one client's examples.
 
     Args:
-        id: what the partition calls it: "client-000" and so on, or its value in a column of the data.
+        id: the partition's name for it: "client-000" and so on, or its value in a column of the data.
         train: training examples.
         test: the client's own test set, with the distribution of `train`; empty if the split leaves none.
         val: validation set with the same distribution; None if the split has none.
-        global_test: examples of the source's common test set, the same for all clients; None if not asked for.
-        rows: the rows of the pool that these are.
+        global_test: examples of the source's common test set, the same for all clients; None without one.
+        rows: the rows of the pool that these examples are.
     """
 
     id: str
@@ -53,20 +53,20 @@ def make_clients(
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
     fit: bool = True,
 ) -> tuple[list[ClientData], Examples | None]:
-    """The clients of a simulation, and the public pool.
+    """Divides a pooled data set among the clients of a simulation, and splits off the public examples.
 
-    All examples are views of the pool's store, so that 500 clients need no more memory than the data set; only those
-    with a shift have a store of their own. They have the pool's columns.
+    All examples are views of the pool's store, so that 500 clients need no more memory than the data set; only clients with
+    a shift have a store of their own. The examples keep the pool's columns.
 
     Args:
         pool: the data set.
-        config: number and sizes.
-        partition: who owns what.
+        config: number of clients, and sizes of their sets.
+        partition: assigns examples to clients.
         seed: of every random choice.
-        shifts: transformations, dealt to the clients in turn (the sixth client of five shifts has the first); all that
-            the client sees is shifted, the common test set too. The public pool is not.
+        shifts: transformations, assigned to the clients in turn (the sixth client of five shifts has the first). All
+            examples of the client are shifted, the common test set too; the public pool is not.
         augment: random change of training batches.
-        fit: whether preprocessing that all sites of a table have in common is fitted here; without, they must agree on one
+        fit: whether preprocessing that all sites of a table share is fitted here; if not, they must agree on it later
             (`polyfed.simulation.rounds.federated_preprocessing.fit_common_preprocessing`).
 
     Returns:
@@ -117,10 +117,13 @@ def _build_table_clients(
     shifts: Sequence[Shift],
     fit: bool,
 ) -> tuple[list[ClientData], Examples | None]:
-    """Clients whose inputs are made of a table's rows, by what is fitted on training rows: of each client, or of all that
-    take part. Targets of regression are scaled by the mean and spread over all training rows, so that a network begins near
-    them; `predict` gives them in their unit. Where sites have yet to agree, as one whose preprocessing is of sums over all
-    has, they are as they were read."""
+    """Builds clients from the rows of a table, with preprocessing fitted on training rows of each client, or of all that
+    take part.
+
+    Regression targets are scaled by mean and standard deviation over all training rows, so that a network starts near them;
+    `predict` converts predictions back to their unit. If sites must first agree on the preprocessing, as a single site with
+    `preprocess="federated"` must, targets stay as they were read.
+    """
     template = pool.preprocessor
     assert template is not None
     if shifts:
@@ -161,7 +164,7 @@ def _build_table_clients(
         parts = (_select(client_store, part) for part in (client_rows.train, client_rows.test, client_rows.val))
         train, test, val = parts
         clients.append(ClientData(client_rows.id, train, test, val if len(val) else None, None, client_rows))
-    if not is_fitted_later:  # else they have yet to agree on one preprocessing
+    if not is_fitted_later:  # otherwise there are no statistics yet to compare with
         warn_of_changed_constants(changed_by_site)
     return clients, _select(replace(store, transform=common_preprocessor), public) if len(public) else None
 
@@ -183,7 +186,7 @@ def _draw_global_test(pool: PooledDataset, size: int, seed: int) -> Examples | N
         raise UserError(f"global_test={size} is more than the {len(pool.test)} examples of the common test set")
     if size == -1:
         return pool.test
-    # The word decides the draw, so that it stays what it was: results that were measured can be measured again.
+    # Renaming this purpose would change the draw, and with it published results.
     return _select(pool.test, draw_stratified_rows(pool.test.labels.numpy(), size, derive_seed(seed, "balanced_test")))
 
 

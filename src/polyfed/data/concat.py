@@ -1,4 +1,4 @@
-"""Several sets of examples as one, without a copy where they lie in one store."""
+"""Joins several sets of examples to one, without a copy if they lie in one store."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +12,13 @@ from polyfed.core.examples.pytree import Inputs, concatenate_batches, input_spec
 
 
 def concat_examples(parts: Sequence[Examples]) -> Examples:
-    """The examples of `parts` one after another, with transform and augmentation of the first, and the columns of all.
+    """Concatenates the examples of `parts`, with transform and augmentation of the first, and the columns that all have.
 
     Args:
-        parts: at least one; of one form and transform (`describe_mismatch` says so) and on one device.
+        parts: at least one; of one structure and transform (`describe_mismatch` checks it) and on one device.
 
     Returns:
-        A view where all parts are views of one store; a store of its own otherwise.
+        A view if all parts are views of one store; otherwise examples with a store of their own.
 
     >>> store = Examples(torch.arange(4.0).view(4, 1), torch.tensor([0, 1, 0, 1]))
     >>> both = concat_examples([store.select(torch.tensor([3])), store.select(torch.tensor([0, 1]))])
@@ -36,8 +36,7 @@ def concat_examples(parts: Sequence[Examples]) -> Examples:
 
 
 def describe_mismatch(first: Examples, second: Examples) -> str:
-    """What keeps two sets of examples from being one, in a few words; empty if nothing does. How training batches are
-    augmented does not count.
+    """Returns in a few words why two sets of examples cannot be joined, or ""; augmentation may differ.
 
     >>> describe_mismatch(Examples(torch.ones(2, 3), torch.ones(2)), Examples(torch.ones(2, 4), torch.ones(2)))
     'inputs are torch.float32 of shape (3,) and torch.float32 of shape (4,)'
@@ -52,8 +51,9 @@ def describe_mismatch(first: Examples, second: Examples) -> str:
 
 
 def share_storage(first: Examples, second: Examples) -> bool:
-    """Whether two sets of examples are views of one store. Labels may be a copy: those of several labels are made floats
-    when a client takes them.
+    """Returns whether two sets of examples are views of one store.
+
+    Labels may be an equal copy: a client converts several labels an example to floats.
 
     >>> x, y = torch.ones(3, 1), torch.ones(3)
     >>> share_storage(Examples(x, y), Examples(x.detach(), y.clone())), share_storage(Examples(x, y), Examples(x.clone(), y))
@@ -67,15 +67,15 @@ def share_storage(first: Examples, second: Examples) -> bool:
 
 
 def tensor_location(tensor: Tensor) -> tuple[object, ...]:
-    """Where a tensor lies in memory: the same for two tensors that share all of it in one order."""
+    """Returns the location of a tensor in memory, equal for two tensors that share all of it in one order."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def input_locations(x: Inputs) -> tuple[object, ...]:
-    """Where inputs lie in memory: `tensor_location` of each part, with its name."""
+    """Returns the location of inputs in memory: `tensor_location` of each part, with its name."""
     return tuple((name, tensor_location(part)) for name, part in named_leaves(x))
 
 
 def storage_rows(examples: Examples) -> Tensor:
-    """The rows of the store that these examples are, int64, shape (n,)."""
+    """Returns the rows of the store that these examples are, int64, shape (n,)."""
     return torch.arange(len(examples.y), device=examples.device) if examples.index is None else examples.index

@@ -1,4 +1,4 @@
-"""The picture of a partition: classes × clients; and how pictures are written."""
+"""Draws a partition as a picture of classes × clients, and saves figures."""
 
 import io
 import warnings
@@ -13,19 +13,19 @@ from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Writes a matplotlib figure; the same figure gives the same bytes.
+    """Writes a matplotlib figure to a file; the same figure gives the same bytes.
 
     Args:
         figure: with a canvas of its own.
-        path: the picture; its ending, .png or .svg, is the format.
+        path: the file; its suffix, .png or .svg, is the format.
 
     Raises:
-        UserError: another ending, or a place that cannot be written.
+        UserError: another suffix, or a path that cannot be written.
     """
     from matplotlib import rc_context
 
     path = resolve_picture_path(path)
-    # Without a date and with ids that do not change.
+    # No date, and ids from a fixed salt, so that the bytes are the same each time.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     drawn = io.BytesIO()
     try:
@@ -37,7 +37,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def resolve_picture_path(path: str | Path) -> Path:
-    """The path of a picture.
+    """Returns the path of a picture, with "~" expanded.
 
     Raises:
         UserError: it does not end in .png or .svg.
@@ -56,17 +56,17 @@ def draw_class_counts(
     unseen: int = 0,
     clients: Sequence[str] = (),
 ) -> None:
-    """Draws how many examples of each class each client has, as a heat map.
+    """Draws the number of examples per class and client as a heat map.
 
     Args:
         counts: shape (num_clients, num_classes), as from `class_counts`.
         class_names: one per class.
-        path: the picture to write; its ending, .png or .svg, is the format.
-        unseen: how many of the last clients take no part; a line divides them from the others.
+        path: the picture to write; its suffix, .png or .svg, is the format.
+        unseen: number of last clients that take no part; a line divides them from the others.
         clients: their names; without them they are numbered.
 
     Raises:
-        UserError: shapes that do not fit, another ending, or a place that cannot be written.
+        UserError: shapes that do not fit, another suffix, or a path that cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -103,11 +103,11 @@ def draw_class_counts(
                 axes.text(i, j, str(value), ha="center", va="center", color=colour, fontsize=7)
     figure.colorbar(picture, label="examples")
     with warnings.catch_warnings():
-        # A name in letters that matplotlib's font lacks is drawn as boxes; the table has it right.
+        # matplotlib draws letters that its font lacks as boxes; the printed table shows them.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         save_figure(figure, path)
 
 
 def _shorten_name(name: str) -> str:
-    """A name that leaves room for the picture, without the sign that would begin a formula."""
+    """Shortens a name to 24 characters, and escapes "$", which would start a formula in matplotlib."""
     return (name if len(name) <= 24 else f"{name[:23]}…").replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Pool: a data set before it is divided among clients; and what every source of one must provide."""
+"""Holds a data set before it is divided among clients, and defines the interface of data sources."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -24,19 +24,19 @@ Columns = Mapping[str, NDArray[Any]]
 @final
 @dataclass(frozen=True, eq=False)
 class PooledDataset:
-    """A whole data set in memory.
+    """Holds a whole data set in memory.
 
     Args:
         train: the examples that clients (and the public pool) get.
-        test: the source's common test set, for evaluation that is the same for everyone; None if it has none.
+        test: the source's common test set, for an evaluation that is the same for everyone; None if it has none.
         class_names: one per class, or per label of a multi-label task; their number is `num_classes`.
-        task: "classification" (labels int64, shape (num,)), "multilabel" (labels float of 0 and 1, shape
-            (num, num_classes)), or "regression" (targets float, shape (num, num_classes)).
+        task: "classification" (labels int64, shape (num,)), "multilabel" (labels float of 0 and 1, shape (num,
+            num_classes)), or "regression" (targets float, shape (num, num_classes)).
         columns: further columns of `train` (users, patients), each of shape (num_train,), for `Natural`.
-        vocabulary: of text, the token of each number in the inputs; empty otherwise.
-        preprocessor: of a table, what makes inputs of its rows, not fitted yet: that needs training rows.
+        vocabulary: the tokens of a text data set by their number in the inputs; empty otherwise.
+        preprocessor: converts the rows of a table to inputs; not fitted yet, since that needs training rows.
         group: the column whose equal values never go to different sets (the rows of a patient); None for none.
-        test_set_in_train: the published test examples are in `train`, so that there is no common test set of them.
+        test_set_in_train: whether `train` includes the published test examples, so that there is no common test set.
 
     Raises:
         UserError: labels outside the classes, or a column of another length.
@@ -51,7 +51,7 @@ class PooledDataset:
     test: Examples | None
     class_names: tuple[str, ...]
     task: Task = "classification"
-    columns: Columns = field(default_factory=dict, repr=False)  # which are a patient's
+    columns: Columns = field(default_factory=dict, repr=False)  # a `repr` must not show a patient's data
     vocabulary: tuple[str, ...] = ()
     preprocessor: TablePreprocessor | None = None
     group: str | None = None
@@ -69,13 +69,18 @@ class PooledDataset:
 
     @property
     def num_classes(self) -> int:
-        """Classes, labels of a multi-label task, or targets of regression: the size of a model's output."""
+        """Returns the number of classes, of labels of a multi-label task, or of regression targets: the size of a model's
+        output.
+        """
         return len(self.class_names)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one input: (channels, height, width) of an image, (length,) of a text, (features,) of a table's row; ()
-        of inputs of several parts, which only a network of your own takes."""
+        """Returns the shape of one input.
+
+        This is (channels, height, width) of an image, (length,) of a text, (features,) of a table's row; () for inputs of
+        several parts, which only a user's own network takes.
+        """
         if self.preprocessor is not None:
             return (len(self.preprocessor.feature_names),)
         if (shape := getattr(self.train.transform, "shape", None)) is not None:
@@ -84,7 +89,7 @@ class PooledDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of SHA-256 over inputs and labels, training and test; computed once, on demand."""
+        """Returns 16 hexadecimal digits of SHA-256 over inputs and labels, training and test; computed once, on demand."""
         digest = hashlib.sha256()
         for examples in (self.train, self.test):
             for tensor in () if examples is None else (*flatten_inputs(examples.x).values(), examples.y):
@@ -96,14 +101,14 @@ class PooledDataset:
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """Where a data set comes from: the hub or local files. Fields say which; `load` reads it."""
+    """Describes a data set by its fields, from the Hugging Face hub or local files; `load` reads it."""
 
     @abstractmethod
     def load(self) -> PooledDataset:
-        """The data set, in memory.
+        """Reads the data set into memory.
 
         Raises:
-            UserError: it cannot be read; the sentence says what to give instead.
+            UserError: it cannot be read; the message says what to give instead.
         """
 
 
@@ -115,7 +120,7 @@ def build_pooled_dataset(
     columns: Columns | None = None,
     vocabulary: tuple[str, ...] = (),
 ) -> PooledDataset:
-    """A pool from (inputs, labels); two-dimensional labels make the task multi-label.
+    """Builds a pooled data set from (inputs, labels); two-dimensional labels make the task multi-label.
 
     >>> import torch
     >>> build_pooled_dataset((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task
@@ -132,10 +137,12 @@ def build_pooled_dataset(
 
 
 def move_test_set_to_train(pool: PooledDataset, columns: Columns) -> PooledDataset:
-    """The pool in which clients get the examples of its test set, too, after the others; with the columns that both have.
+    """Appends the test examples of a pool to its training examples, so that clients get them too.
+
+    The result has the columns that both sets have.
 
     Args:
-        pool: with or without a test set.
+        pool: with a test set.
         columns: of the test set.
 
     Raises:
@@ -167,7 +174,9 @@ def move_test_set_to_train(pool: PooledDataset, columns: Columns) -> PooledDatas
 def encode_labels(
     labels: NDArray[Any], names: Sequence[str] | None = None
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Labels as numbers from 0, with the names of the classes: those given, or the sorted strings, or the numbers.
+    """Encodes labels as numbers from 0, and returns these and the class names.
+
+    The names are `names` if given, otherwise the sorted texts, or the numbers.
 
     >>> encode_labels(np.array(["dog", "cat", "dog"]))
     (array([1, 0, 1]), ('cat', 'dog'))

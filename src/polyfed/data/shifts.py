@@ -1,5 +1,4 @@
-"""Shifts: one transformation per client, applied once to its examples, so that clients differ in their images or in what
-labels mean."""
+"""Transforms each client's examples once, so that clients differ in their images or in the meaning of labels."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import input_spec_of
 
 _CHUNK = 1024
-"""Images that are floats at one time."""
+"""Images that are converted to floats at a time."""
 
 
 def _describe_tensor(x: Tensor) -> str:
@@ -24,13 +23,14 @@ def _describe_tensor(x: Tensor) -> str:
 @final
 @dataclass(frozen=True)
 class Shift:
-    """Rotation and change of hue of all images of a client (the heterogeneous tasks of FedPNAS, section 4), and labels that
-    mean something else.
+    """Rotates all images of a client, changes their hue, or shifts its labels (the heterogeneous tasks of FedPNAS, section
+    4).
 
     Args:
         rotation: degrees, counter-clockwise. Multiples of 90 are exact; others are interpolated, with black corners.
-        hue: turn of the colour circle, −0.5 to 0.5 (as in torchvision): both ends are the complementary colours. Only
-            for RGB; it would leave grey images as they are.
+        hue: turn of the colour circle, −0.5 to 0.5 (as in torchvision): both ends are the complementary colours. Only for
+            RGB; it would not change grey images.
+        labels: whole number added to each label, modulo the number of classes.
 
     Raises:
         UserError: a value outside its range.
@@ -55,16 +55,16 @@ class Shift:
             raise UserError(f"labels must be a whole number to add to each label, got {self.labels}")
 
     def apply(self, examples: Examples, classes: int | None = None) -> Examples:
-        """The same examples, their images transformed in a store of their own; without a shift, `examples` itself.
+        """Returns the examples with transformed images in a store of their own; without a shift, `examples` itself.
 
         Args:
             examples: of one client.
-            classes: how many there are; None for data that have none.
+            classes: number of classes; None for data that have none.
 
         Raises:
-            UserError: labels are shifted where there are no classes; the inputs are no uint8 images; hue on other than
-                three channels; 90 degrees on images that are not square; hue, or a rotation by no multiple of 90 degrees,
-                without the extra `augment`.
+            UserError: labels are shifted where there are no classes; the inputs are no uint8 images; hue on other than three
+                channels; 90 degrees on images that are not square; hue, or a rotation by no multiple of 90 degrees, without
+                the extra `augment`.
         """
         if self.labels:
             examples = self._shift_labels(examples, classes)
@@ -124,7 +124,7 @@ def _rotate_images(x: Tensor, degrees: float) -> Tensor:
 
 
 def _apply_in_chunks(x: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """`transform` of the images as floats, rounded back to uint8, a chunk at a time to spare memory."""
+    """Applies `transform` to the images as floats, rounded back to uint8, in chunks to save memory."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), _CHUNK):
         chunk = transform(x[start : start + _CHUNK].to(torch.float32))

@@ -1,4 +1,4 @@
-"""Tables in Python: divided by sites into clients, from a pandas frame or a file."""
+"""Builds clients from a table, a pandas frame or a file, in Python."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from polyfed.data.tabular.table_reader import read_table
 @final
 @dataclass(frozen=True, eq=False)
 class ClientTables:
-    """A table that has been divided: `client_data`, one `ClientData` a site; and what a network for it must know."""
+    """Holds a table divided among sites: `client_data`, one `ClientData` per site, and facts that a network for it needs."""
 
     dataset: PooledDataset
     client_data: tuple[ClientData, ...]
@@ -33,37 +33,43 @@ class ClientTables:
 
     @property
     def num_features(self) -> int:
-        """Inputs of a network."""
+        """Returns the number of a network's inputs."""
         return self.dataset.input_shape[0]
 
     @property
     def num_outputs(self) -> int:
-        """Classes, labels or targets: outputs of a network."""
+        """Returns the number of a network's outputs: classes, labels or targets."""
         return self.dataset.num_classes
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of classes, labels or targets, in the order of a network's outputs."""
+        """Returns the names of classes, labels or targets, in the order of a network's outputs."""
         return self.dataset.class_names
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in their order."""
+        """Returns the names of a network's inputs, in their order."""
         return () if self.dataset.preprocessor is None else self.dataset.preprocessor.feature_names
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Columns, categories and classes, for JSON: what tables in other places must have in common with this one
-        (`polyfed.data.merge_schemas`). It holds no row, but the categories that occur."""
+        """Returns columns, categories and classes, for JSON, which tables in other places must share
+        (`polyfed.data.merge_schemas`).
+
+        It holds no row, but the categories that occur.
+
+        Raises:
+            UserError: the data are no table.
+        """
         if self.dataset.preprocessor is None:
             raise UserError("only tables have a schema")
         return table_schema(self.dataset.preprocessor)
 
     def build_clients(self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None) -> list[Client]:
-        """The clients, for `polyfed.federate` and `polyfed.compare`.
+        """Builds the clients for `polyfed.federate` and `polyfed.compare`.
 
         Args:
-            model: builds a network, as `Client.model`; or for each site one, by its name.
+            model: builds a network, as `Client.model`; or one such function per site, by its name.
 
         Raises:
             UserError: a site without a network, or a name that is no site; a site without test rows.
@@ -83,10 +89,10 @@ class ClientTables:
 
 
 def check_model_per_client(models: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raises unless each site has a network by its name, and each name is that of a site.
+    """Checks that each site has a network by its name, and that each name is that of a site.
 
     Raises:
-        UserError: with the names.
+        UserError: a site has no network, or a name is no site.
 
     >>> check_model_per_client({"north": None}, ["north", "south"])
     Traceback (most recent call last):
@@ -112,20 +118,20 @@ def split_table(
     name: str = "all",
     **options: Any,
 ) -> ClientTables:
-    """A table divided by sites into training, validation and test rows, with preprocessing fitted on training rows.
+    """Divides a table by sites into training, validation and test rows, with preprocessing fitted on training rows.
 
     Args:
         rows: a pandas frame, a mapping from names to columns, a list of {name: value}, or the path of a CSV or Parquet file.
         target: column to predict, or several.
-        site: column that says which site a row belongs to; None for one site, called `name`.
+        site: column with the site of each row; None for one site, called `name`.
         test_fraction, val_fraction, public_fraction: see `polyfed.data.Split`.
-        seed: of the division.
-        name: of the only site, without a column of sites.
-        options: task, group, columns, drop, categorical, positive, missing, preprocess, schema; for files delimiter,
-            decimal and encoding: see `TableFile`.
+        seed: of the random division.
+        name: of the only site, if `site` is None.
+        options: task, group, columns, drop, categorical, positive, missing, preprocess, schema; for files delimiter, decimal
+            and encoding: see `TableFile`.
 
     Raises:
-        UserError: a column that does not exist, or that no network can take as it is; missing sites or targets, with rows.
+        UserError: a column that does not exist, or that no network can take; rows without a site or target.
 
     >>> import torch
     >>> rows = {"age": [40, 50, None, 70] * 5, "sex": list("fmfm") * 5, "ill": [0, 1, 0, 1] * 5,

@@ -100,7 +100,7 @@ def _predicted_and_true(outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
 
 
 def correct_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """Returns 1 for each correctly classified example and 0 for others, shape (n,); for labels, the share of correct ones."""
+    """Returns 1 for a correctly classified example and 0 for another, shape (n,); for labels, the share of correct ones."""
     predicted, true = _predicted_and_true(outputs, targets)
     correct = np.asarray(predicted == true, dtype=np.float64)
     return correct if correct.ndim == 1 else correct.mean(axis=1)

@@ -8,7 +8,7 @@ from polyfed.core.errors import UserError
 
 @final
 class FrozenMapping(Mapping[str, Any]):
-    """A mapping that cannot be changed and can be hashed; lists in it become tuples, mappings become this class.
+    """Maps text to hashable values, and cannot be changed; lists in it become tuples, mappings become this class.
 
     Raises:
         UserError: a name is not text, or a value cannot be hashed.

@@ -317,7 +317,6 @@ def check_field_types(instance: Any) -> None:
     >>> from polyfed.data import Split
     >>> check_field_types(Split(clients=3))
     """
-    label = type(instance).__name__
     cls: Any = type(instance)
     for name, annotation in field_types(cls).items():
         value, choices = getattr(instance, name), get_args(annotation)
@@ -326,7 +325,7 @@ def check_field_types(instance: Any) -> None:
                 isinstance(word, str) and word.isidentifier() for word in choices
             ):
                 wrong = f"unknown {name} {value!r}; {did_you_mean(str(value), choices)}"
-            raise UserError(f"{label}: {wrong}")
+            raise UserError(f"{type(instance).__name__}: {wrong}")
 
 
 def as_user_error(action: Callable[[], T], label: str) -> T:

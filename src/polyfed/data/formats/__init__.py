@@ -1,1 +1,1 @@
-"""Reading files: images, text, tables, data sets of the hub."""
+"""Reads files: images, text, tables, data sets of the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""Files: IDX, and Parquet tables as the Hugging Face hub lays them out."""
+"""Reads IDX files, and Parquet tables in the layout of the Hugging Face hub."""
 
 import gzip
 import math
@@ -27,11 +27,14 @@ SPLIT_NAMES: Mapping[str, str] = {
     "valid": "validation",
     "val": "validation",
 }
-"""What the splits of a data set are called, and what we call them."""
+"""Names of splits in published data sets -> polyfed's names."""
 
 
 def resolve_existing_path(path: str, advice: str) -> Path:
-    """`path` if there is such a file or folder.
+    """Returns the path of an existing file or folder.
+
+    Raises:
+        UserError: there is none; the message ends with `advice`.
 
     >>> resolve_existing_path("/no/such/folder", "give --data.path DIR")
     Traceback (most recent call last):
@@ -44,7 +47,7 @@ def resolve_existing_path(path: str, advice: str) -> Path:
 
 
 def read_idx_file(file: Path) -> NDArray[np.uint8]:
-    """An IDX file of unsigned bytes (the format of MNIST), plain or gzip.
+    """Reads an IDX file of unsigned bytes (the format of MNIST), plain or gzip.
 
     Returns:
         The array, in the shape that the file states: (num, 28, 28) for images, (num,) for labels.
@@ -57,7 +60,7 @@ def read_idx_file(file: Path) -> NDArray[np.uint8]:
             zeros, kind, dims = struct.unpack(">HBB", stream.read(4))
             shape = struct.unpack(f">{dims}I", stream.read(4 * dims))
             check_fits_in_memory(f"the array in {str(file)!r}", size := math.prod(shape))
-            content = stream.read(size + 1)  # a file that goes on is another file
+            content = stream.read(size + 1)  # one byte more, to notice a file that is longer than its header says
         if zeros != 0 or kind != 8 or len(content) != size:
             raise ValueError(f"it begins with {zeros, kind, dims}, and has {len(content)} values for shape {shape}")
     except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
@@ -66,15 +69,18 @@ def read_idx_file(file: Path) -> NDArray[np.uint8]:
 
 
 def find_idx_file(folder: Path, prefix: str, kind: str) -> Path | None:
-    """The file `PREFIX-images-idx3-ubyte.gz` (also unpacked, also with a dot), or the same with labels and idx1."""
+    """Finds `PREFIX-images-idx3-ubyte.gz` (or unpacked, or with a dot), or the same with labels and idx1; None if there is
+    none.
+    """
     pattern = re.compile(rf"{re.escape(prefix)}-{kind}[-.]idx\d-ubyte(\.gz)?")
     return next((file for file in sorted(folder.rglob("*ubyte*")) if pattern.fullmatch(file.name)), None)
 
 
 def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[str, Table]:
-    """Tables by split ("train", "test", "validation") of a Parquet file, or of a folder in the hub's layout:
-    `train-00000-of-00001.parquet` or `train/0000.parquet`, at any depth. A single file is the training split; a folder
-    without Parquet files gives an empty dict.
+    """Reads the tables of a Parquet file or folder by split: "train", "test", "validation".
+
+    A folder has the hub's layout: `train-00000-of-00001.parquet` or `train/0000.parquet`, at any depth. A single file is the
+    training split; a folder without Parquet files gives an empty dict.
 
     Args:
         path: file or folder.
@@ -103,7 +109,7 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
 
 
 def find_parquet_files(path: Path) -> dict[str, list[Path]]:
-    """The files of `read_parquet_splits` by split.
+    """Finds the files of `read_parquet_splits`, by split.
 
     Raises:
         UserError: several configurations in one folder.
@@ -121,7 +127,7 @@ def find_parquet_files(path: Path) -> dict[str, list[Path]]:
 
 
 def find_column(table: Table, names: Iterable[str], role: str) -> str:
-    """The first of `names` that the table has.
+    """Returns the first of `names` that the table has.
 
     Raises:
         UserError: it has none of them.
@@ -136,7 +142,11 @@ def find_column(table: Table, names: Iterable[str], role: str) -> str:
 
 
 def read_image_bytes(table: Table, name: str) -> list[bytes]:
-    """Encoded images of a column that holds bytes, or the hub's structs of bytes and path."""
+    """Returns the encoded images of a column that holds bytes, or the hub's structs of bytes and path.
+
+    Raises:
+        UserError: a row holds no encoded image.
+    """
     encoded = []
     for row, value in enumerate(table.column(name).to_pylist()):
         content = value.get("bytes") if isinstance(value, Mapping) else value
@@ -147,7 +157,7 @@ def read_image_bytes(table: Table, name: str) -> list[bytes]:
 
 
 def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
-    """A column as a numpy array; lists of equal length become a second dimension.
+    """Converts a column to a NumPy array; lists of equal length become a second dimension.
 
     Raises:
         UserError: empty cells, or lists of different lengths.
@@ -164,7 +174,7 @@ def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
 
 
 def scalar_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """The columns of whole numbers and strings but `skipped`: by these users can be distinguished."""
+    """Returns the columns of whole numbers and strings except `skipped`, any of which may identify users."""
     import pyarrow.types as kinds
 
     usable = (kinds.is_integer, kinds.is_string, kinds.is_large_string, kinds.is_boolean)
@@ -174,7 +184,7 @@ def scalar_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[An
 
 
 def hub_class_names(table: Table, name: str) -> tuple[str, ...] | None:
-    """Names of the classes that a Parquet file of the hub states for its label column; None if it does not."""
+    """Returns the class names that a Parquet file of the hub states for its label column; None if it does not."""
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return None

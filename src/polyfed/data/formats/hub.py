@@ -1,4 +1,4 @@
-"""The Hugging Face hub: tables of a published data set, downloaded once into the hub's cache."""
+"""Loads tables of published data sets from the Hugging Face hub, downloaded once into the hub's cache."""
 
 import os
 import socket
@@ -12,11 +12,11 @@ from polyfed.data.formats.files import SPLIT_NAMES, Table
 
 
 def load_hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:
-    """Tables by split ("train", "test", "validation") of the data set `repo`, images still encoded.
+    """Loads the tables of the data set `repo` by split ("train", "test", "validation"), with images still encoded.
 
     Args:
         repo: owner/name on the hub.
-        advice: what to do if it cannot be loaded, the end of the error's sentence.
+        advice: what to do if it cannot be loaded, the end of the error.
         revision: branch or pull request; None for the main branch.
 
     Raises:
@@ -36,8 +36,10 @@ def load_hub_tables(repo: str, advice: str, revision: str | None = None) -> dict
 
 @contextmanager
 def _offline_without_network() -> Iterator[None]:
-    """Without a network the hub's client would retry for half a minute before it looks into its cache; its offline mode
-    looks there at once. The mode is a module constant, so it is set for this one call and put back.
+    """Switches the hub's client to offline mode inside the block if there is no network.
+
+    Without a network it would retry for half a minute before it looks into its cache. The mode is a module constant, which
+    is restored afterwards.
     """
     import datasets
     import huggingface_hub
@@ -57,7 +59,7 @@ def _offline_without_network() -> Iterator[None]:
 
 
 def _hub_name_resolves() -> bool:
-    """Whether the hub's name can be looked up; behind a proxy it is the proxy that looks it up."""
+    """Returns whether DNS resolves the hub's name; behind a proxy, which resolves it, always True."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     try:

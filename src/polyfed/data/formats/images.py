@@ -1,4 +1,4 @@
-"""Images: from encoded bytes and files to one uint8 tensor, channels first."""
+"""Decodes images from bytes and files to one uint8 tensor, channels first."""
 
 import importlib
 import io
@@ -18,11 +18,11 @@ from polyfed.core.examples.examples import Normalise
 from polyfed.core.io.atomic_files import open_file
 
 Mode = Literal["L", "RGB"]
-MAX_PIXELS = 178_956_970  # of one image, above which PIL takes it for a decompression bomb
+MAX_PIXELS = 178_956_970  # per image; PIL takes a larger one for a decompression bomb
 
 
 def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -> Tensor:
-    """Encoded images (PNG, JPEG, whatever PIL reads) as uint8, shape (num, channels, height, width).
+    """Decodes images (PNG, JPEG, any format of PIL) to uint8, shape (num, channels, height, width).
 
     Args:
         blobs: one encoded image each.
@@ -52,9 +52,9 @@ def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -
 
 
 def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
-    """Image files, resized to `size` × `size`, as uint8 of shape (num, channels, size, size).
+    """Reads image files, resized to `size` × `size`, as uint8 of shape (num, channels, size, size).
 
-    Large files are decoded in threads, PIL releases the interpreter while it decodes.
+    Files are decoded in threads, since PIL releases the interpreter's lock while it decodes.
     """
 
     def decode(file: Path) -> NDArray[np.uint8]:
@@ -66,7 +66,7 @@ def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
 
 
 def measure_normalisation(x: Tensor) -> Normalise:
-    """The normalisation to mean 0 and standard deviation 1 per channel, measured on at most 10,000 images of `x`.
+    """Returns the normalisation to mean 0 and standard deviation 1 per channel, measured on at most 10,000 images of `x`.
 
     >>> measure_normalisation(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     Normalise(mean=(0.5,), std=(0.5,))
@@ -84,7 +84,7 @@ def measure_normalisation(x: Tensor) -> Normalise:
 
 
 def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np.uint8]:
-    """One image as uint8, shape (height, width, channels); `name` is what errors call it.
+    """Decodes one image to uint8, shape (height, width, channels); `name` stands for it in errors.
 
     Raises:
         UserError: it cannot be decoded.
@@ -111,7 +111,7 @@ def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[
 
 
 def stack_images(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
-    """Images of one size, each of shape (height, width, channels), as one tensor, channels first.
+    """Stacks images of one size, each of shape (height, width, channels), to one tensor, channels first.
 
     Raises:
         UserError: there are none, or they differ in size.
@@ -132,7 +132,10 @@ def stack_images(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
 
 
 def _load_turbo_jpeg_decoder() -> Callable[[bytes, str], Any] | None:
-    """The JPEG decoder that kornia (the extra `augment`) brings: same pixels as PIL's, six times as fast on small images."""
+    """Returns the JPEG decoder of kornia (the extra `augment`), or None without it.
+
+    It gives the same pixels as PIL's, six times as fast on small images.
+    """
     try:
         return getattr(importlib.import_module("kornia_rs.io"), "decode_image_jpegturbo", None)
     except ImportError:  # no kornia, or an older one that has no such module
@@ -140,7 +143,7 @@ def _load_turbo_jpeg_decoder() -> Callable[[bytes, str], Any] | None:
 
 
 def _jpeg_pixel_count(blob: bytes) -> int:
-    r"""How many pixels a JPEG says that it has; 0 if it is none, or does not say so where it should.
+    r"""Returns the number of pixels in the header of a JPEG; 0 if it is none, or its header is unusual.
 
     >>> _jpeg_pixel_count(b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x02\x00\x03\x03")
     6

@@ -1,9 +1,8 @@
-"""Images that stay encoded until a batch needs them, for sets that do not fit into memory.
+"""Keeps images encoded until a batch needs them, for data sets that do not fit into memory.
 
-What is stored of an image is a number that its bytes decide, 8 bytes in all. So equal images are found in training and test
-sets, and a run knows whether its images are the same when it is resumed, as with images in memory. The bytes are read from
-their files, or from a memory-mapped Arrow file. The cost is that each image is decoded again whenever it is used: see
-`benchmarks/README.md`.
+The store has 8 bytes per image: a hash of its encoded bytes. So equal images are found in training and test sets, and a
+resumed run detects changed images, as with images in memory. The bytes are read from their files, or from a memory-mapped
+Arrow file. The cost is that each image is decoded again whenever it is used: see `benchmarks/README.md`.
 """
 
 import hashlib
@@ -28,20 +27,20 @@ from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_file, create_pri
 from polyfed.data.formats.files import read_image_bytes
 from polyfed.data.formats.images import Mode, decode_image, measure_normalisation, stack_images
 
-_MEASURED = 500  # images on which mean and spread are measured
-_ROWS = 256  # images that are written to an Arrow file at one time
+_MEASURED = 500  # images on which mean and standard deviation are measured
+_ROWS = 256  # images per batch of an Arrow file
 
 
 class EncodedImages(ABC):
-    """Encoded images by their number."""
+    """Gives access to encoded images by their row."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many."""
+        """Returns the number of images."""
 
     @abstractmethod
     def read_bytes(self, row: int) -> bytes:
-        """The bytes of one.
+        """Returns the encoded bytes of one image.
 
         Raises:
             UserError: they cannot be read.
@@ -49,13 +48,13 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def describe_image(self, row: int) -> str:
-        """What errors call it."""
+        """Returns the image's name in errors."""
 
 
 @final
 @dataclass(frozen=True)
 class EncodedImageFiles(EncodedImages):
-    """Each in a file of its own."""
+    """Gives access to encoded images that lie in one file each."""
 
     files: tuple[str, ...]
 
@@ -63,21 +62,24 @@ class EncodedImageFiles(EncodedImages):
         return len(self.files)
 
     def read_bytes(self, row: int) -> bytes:
-        """The file's content."""
+        """Returns the file's content."""
         try:
             return read_file(Path(self.files[row]))
         except OSError as error:
             raise UserError(f"cannot read the image {self.files[row]!r}: {error.strerror}") from error
 
     def describe_image(self, row: int) -> str:
-        """Its path."""
+        """Returns the file's path."""
         return repr(self.files[row])
 
 
 @final
 @dataclass(frozen=True)
 class EncodedArrowImages(EncodedImages):
-    """All in the column "image" of an Arrow file, which is mapped into memory: the system reads and drops its pages."""
+    """Gives access to encoded images in the column "image" of a memory-mapped Arrow file.
+
+    The system loads and drops the file's pages as needed.
+    """
 
     path: str
 
@@ -98,16 +100,16 @@ class EncodedArrowImages(EncodedImages):
         return len(self._column)
 
     def read_bytes(self, row: int) -> bytes:
-        """The bytes of a row."""
+        """Returns the bytes in a row."""
         return bytes(self._column[row].as_buffer())
 
     def describe_image(self, row: int) -> str:
-        """Its row."""
+        """Returns row and path."""
         return f"image {row} of {self.path!r}"
 
 
 def write_arrow_images(files: Sequence[Path], column: str, path: Path) -> None:
-    """Writes the encoded images of Parquet files to an Arrow file, a part at a time.
+    """Copies the encoded images of Parquet files to an Arrow file, batch by batch.
 
     Raises:
         UserError: a file cannot be read or has no such column, or a row holds no encoded image.
@@ -132,15 +134,15 @@ def write_arrow_images(files: Sequence[Path], column: str, path: Path) -> None:
 @final
 @dataclass(frozen=True)
 class LazyImageDecoder:
-    """From the numbers of images to what a network gets: reads, decodes, resizes and normalises those of a batch.
+    """Reads, decodes, resizes and normalises the images of a batch, given their stored keys.
 
     Args:
         mode: "L" for one grey channel, "RGB" for three.
-        size: images are resized to so many pixels a side.
-        normalise: what follows.
-        digest: of all keys, which tells one set of images from another.
+        size: images are resized to this many pixels a side.
+        normalise: applied to the decoded images.
+        digest: a hash of all keys, which identifies the set of images.
         images: the encoded images.
-        keys: the number of each, in their order.
+        keys: the key of each image, a hash of its bytes, in the order of `images`.
     """
 
     mode: Mode
@@ -152,7 +154,7 @@ class LazyImageDecoder:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of one image: channels, height, width."""
+        """Returns the shape of one image: channels, height, width."""
         return (1 if self.mode == "L" else 3, self.size, self.size)
 
     @cached_property
@@ -160,7 +162,11 @@ class LazyImageDecoder:
         return np.argsort(self.keys, kind="stable")
 
     def decode_pixels(self, x: Tensor) -> Tensor:
-        """Images of these numbers, shape (batch, 1): uint8, shape (batch, channels, size, size)."""
+        """Decodes the images with keys `x`, shape (batch, 1), to uint8, shape (batch, channels, size, size).
+
+        Raises:
+            UserError: a key is not that of one of the images.
+        """
         image_keys = x.cpu().numpy()[:, 0]
         positions = np.searchsorted(self.keys, image_keys, sorter=self._order).clip(max=len(self.keys) - 1)
         rows = self._order[positions]
@@ -177,26 +183,27 @@ class LazyImageDecoder:
         return stack_images(map(picture, rows.tolist()), len(rows))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Float32 images of these numbers; images of uint8 are normalised alone."""
+        """Returns float32 images for keys `x`; uint8 images, which are decoded already, are only normalised."""
         return self.normalise(x if x.dim() == 4 else self.decode_pixels(x))
 
 
 @final
 @dataclass(frozen=True)
 class DecodeAndAugment:
-    """A random change of training images that stay encoded until then: decodes, then changes."""
+    """Decodes lazy training images, then augments them."""
 
     decoder: LazyImageDecoder
     augmentation: Callable[[Tensor, torch.Generator], Tensor]
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Changed images of these numbers, uint8."""
+        """Returns augmented uint8 images for keys `x`."""
         return self.augmentation(self.decoder.decode_pixels(x), generator)
 
 
 def build_lazy_images(images: EncodedImages, mode: Mode, size: int, num_train: int) -> tuple[Tensor, LazyImageDecoder]:
-    """What is stored of images that stay encoded, int64 of shape (num, 1), and the transform that decodes them. All bytes
-    are read once; mean and spread are measured on some of the first `num_train`.
+    """Computes the keys of encoded images, int64 of shape (num, 1), and the transform that decodes them.
+
+    All bytes are read once; mean and standard deviation are measured on some of the first `num_train` images.
 
     Raises:
         UserError: there are none, or one cannot be read; or one of those measured cannot be decoded.
@@ -219,5 +226,5 @@ def build_lazy_images(images: EncodedImages, mode: Mode, size: int, num_train: i
 
 
 def build_encoded_files(files: Sequence[Path]) -> EncodedImageFiles:
-    """The images of files."""
+    """Returns the `EncodedImageFiles` of these files."""
     return EncodedImageFiles(tuple(str(file.resolve()) for file in files))

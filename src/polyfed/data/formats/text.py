@@ -1,4 +1,4 @@
-"""Text: a small tokeniser and a vocabulary that can be saved, so that text becomes numbers of one length."""
+"""Tokenises text, and encodes it as numbers of one length with a vocabulary that can be saved."""
 
 import html
 import json
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"https?://\S+|www\.\S+|@\w+|\w+(?:['’]\w+)*|[^\w\s]")
 
 
 def tokenise(text: str) -> list[str]:
-    """Lower-case words, numbers and single punctuation marks; every link is "http" and every mention "@user".
+    """Splits text into lower-case words, numbers and single punctuation marks; a link becomes "http", a mention "@user".
 
     >>> tokenise("@anna Don't miss https://x.org/y, OK?")
     ['@user', "don't", 'miss', 'http', 'ok', '?']
@@ -35,7 +35,7 @@ def tokenise(text: str) -> list[str]:
 @final
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by number; 0 is padding and 1 any unknown token.
+    """Maps tokens to numbers; 0 is padding and 1 any unknown token.
 
     >>> vocabulary = Vocabulary((PADDING, UNKNOWN, "good", "day"))
     >>> vocabulary.encode(["Good evening", "day day day day"], length=3)
@@ -60,7 +60,7 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
-        """Numbers of the first `length` tokens of each text, padded at the end: int64, shape (num_texts, length)."""
+        """Encodes the first `length` tokens of each text, padded at the end: int64, shape (num_texts, length)."""
         numbers, unknown = self._number_of_token, 1
         out = np.zeros((len(texts), length), np.int64)
         for row, text in zip(out, texts, strict=True):
@@ -82,7 +82,8 @@ class Vocabulary:
 
 
 def build_vocabulary(texts: Iterable[str], size: int) -> Vocabulary:
-    """The `size` − 2 most frequent tokens of `texts` (ties in alphabetical order), after padding and unknown.
+    """Builds a vocabulary of padding, unknown and the `size` − 2 most frequent tokens of `texts` (ties in alphabetical
+    order).
 
     >>> build_vocabulary(["b a", "a c"], size=4).tokens
     ('<pad>', '<unk>', 'a', 'b')
@@ -93,7 +94,7 @@ def build_vocabulary(texts: Iterable[str], size: int) -> Vocabulary:
 
 
 def load_vocabulary(file: Path) -> Vocabulary:
-    """The vocabulary that `Vocabulary.save` wrote.
+    """Reads a vocabulary that `Vocabulary.save` wrote.
 
     Raises:
         UserError: the file is no JSON list of strings, or no vocabulary.
@@ -112,7 +113,7 @@ def _clean_text(text: str) -> str:
 
 
 def _mask_token(token: str) -> str:
-    """People and links are left out: they name someone, and occur too rarely to be learnt."""
+    """Replaces mentions and links, which identify people and occur too rarely to be learnt."""
     if token[0] == "@" and len(token) > 1:
         return "@user"
     if token == "http" or token.startswith(("http://", "https://", "www.")):

@@ -1,1 +1,1 @@
-"""Dividing a data set among clients, and a client's examples into training, validation and test sets."""
+"""Assigns examples to clients, and splits them into training, validation and test sets."""

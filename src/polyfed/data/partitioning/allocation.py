@@ -1,4 +1,4 @@
-"""The arithmetic that partitions share: dealing the rows of classes to clients."""
+"""Draws rows of classes for clients: the arithmetic that partitions share."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ Labels = NDArray[Any]
 
 
 def rows_by_owner(owner: NDArray[np.int64], num_clients: int) -> list[Rows]:
-    """Rows per client, ascending, from the client of each row (−1: nobody's)."""
+    """Returns each client's rows, ascending, given the client of each row (−1: no client)."""
     order = np.argsort(owner, kind="stable")
     ends = np.searchsorted(owner[order], np.arange(num_clients + 1))
     return [order[start:end] for start, end in itertools.pairwise(ends)]
@@ -31,7 +31,7 @@ def draw_rows_by_class(class_of: NDArray[np.int64], counts: NDArray[np.int64], r
 
 
 def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """`k` classes for each client, shape (num_clients, num_classes): always the least used ones, ties by chance."""
+    """Assigns each client the `k` least used classes, ties at random; shape (num_clients, num_classes)."""
     has = np.zeros((num_clients, num_classes), bool)
     for client in has:
         client[np.lexsort((rng.random(num_classes), has.sum(axis=0)))[:k]] = True
@@ -39,12 +39,15 @@ def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.ra
 
 
 def assign_classes_at_random(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """The same, but each client draws its `k` classes without regard to the others."""
+    """Assigns each client `k` classes at random, independently of the other clients; shape (num_clients, num_classes)."""
     return rng.random((num_clients, num_classes)).argsort(axis=1) < k
 
 
 def top_up_small_clients(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -> None:
-    """Moves examples, in place, until every row of `counts` has `least`; each step moves one at least, so it ends."""
+    """Moves examples in `counts`, in place, until every client (row) has `least`.
+
+    Each step moves at least one example, so it terminates.
+    """
     totals = counts.sum(axis=1)
     for client in np.flatnonzero(totals < least):
         for label in np.argsort(-shares[client], kind="stable"):
@@ -61,13 +64,13 @@ def top_up_small_clients(counts: NDArray[np.int64], shares: NDArray[np.float64],
 
 
 def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_class: bool = False) -> Rows:
-    """`size` random rows with the classes' shares of `labels`, each class within one example of its exact share.
+    """Draws `size` random rows with the classes' shares of `labels`, each class within one example of its exact share.
 
     Args:
         labels: shape (num_examples,) of integers; anything else is drawn without strata.
-        size: how many rows, at most `len(labels)`.
+        size: number of rows, at most `len(labels)`.
         seed: of the draw.
-        leave_one_per_class: where rounding leaves a choice, leave every class one example undrawn.
+        leave_one_per_class: if rounding leaves a choice, leave one example of every class undrawn.
 
     Returns:
         Rows, ascending, int64, shape (size,).
@@ -94,7 +97,11 @@ def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_cla
 
 
 def class_sizes_and_indices(labels: Labels, partition_name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Size of each class that occurs, and for each example the position of its class among those."""
+    """Returns the size of each class that occurs, and for each example the index of its class among those.
+
+    Raises:
+        UserError: the labels are not one whole number per example.
+    """
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
             f"{partition_name} divides examples by their class, but these labels have shape {labels.shape} and type "
@@ -107,14 +114,14 @@ def class_sizes_and_indices(labels: Labels, partition_name: str) -> tuple[NDArra
 def unique_values_as_texts(
     column: NDArray[Any], name: str
 ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The values of a column as texts that can be the ids of clients: numbers in ascending order, all else by name.
+    """Returns the unique values of a column as texts, for ids of clients: numbers in ascending order, all else by name.
 
     Args:
         column: one value per example; numbers, strings, dates.
         name: of the column, for errors.
 
     Returns:
-        The texts, each once; the first row of each; for each row the position of its text; how many rows each has.
+        The texts, each once; the first row of each; for each row the index of its text; the number of rows of each.
 
     Raises:
         UserError: more than one value per example, or a row without one.
@@ -152,7 +159,11 @@ def _as_text(value: object) -> str:
 
 
 def check_num_clients(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
-    """Refuses a number of clients that leaves one of them with fewer than `least` examples."""
+    """Checks that every client can have at least `least` examples.
+
+    Raises:
+        UserError: there are too few examples, or no clients.
+    """
     if num_clients < 1:
         raise UserError(f"the number of clients must be at least 1, got {num_clients}")
     if num_examples < num_clients:
@@ -165,7 +176,7 @@ def check_num_clients(num_examples: int, num_clients: int, least: int = 1, why: 
 
 
 def check_classes_per_client(k: int, limit: int, why: str = "the data has no more") -> None:
-    """Raises a `UserError` unless there are so many classes."""
+    """Raises a `UserError` if `k` classes per client are more than `limit`."""
     if k > limit:
         raise UserError(f"k={k} classes per client is too many: choose at most {limit} ({why})")
 

@@ -1,4 +1,4 @@
-"""Splits by group: all rows of a patient, say, go to one set."""
+"""Splits examples by group: all rows of a patient, for example, go to one set."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -13,7 +13,7 @@ Rows = NDArray[np.int64]
 
 
 def group_ids(column: NDArray[Any]) -> NDArray[Any]:
-    """The groups of rows; a row without a value is a group of its own."""
+    """Returns the group of each row; a row without a value is a group of its own."""
     plain = column.tolist()
     is_missing = [value is None or value != value or not str(value).strip() for value in plain]
     return np.array(
@@ -28,18 +28,18 @@ def split_by_group(
     seed: int,
     set_of_group: MutableMapping[str, str],
 ) -> dict[str, Rows]:
-    """The rows of the sets of a client, whole groups in each.
+    """Splits a client's rows into sets, with whole groups in each.
 
-    Groups are drawn as examples are otherwise, stratified by the largest label among their rows: so many of them as the
-    share of a set says, at least one, and one at least stays for "train".
+    Groups are drawn at random, stratified by the largest label among their rows: the share of a set, at least one group, and
+    at least one stays for "train".
 
     Args:
         labels: of the client's rows; stratified if they are whole numbers, one an example.
         groups: of the same rows.
         shares: set -> share of the groups, in the order in which sets are drawn.
         seed: of the draw.
-        set_of_group: group -> set, of the clients before; a patient of two hospitals is in one set at both. What is
-            drawn is added.
+        set_of_group: group -> set, of the clients before; a patient of two hospitals is in one set at both. The groups drawn
+            here are added.
 
     Returns:
         set -> rows, ascending; with "train", the rest.

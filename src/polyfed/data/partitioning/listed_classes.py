@@ -1,4 +1,4 @@
-"""A partition that says itself which classes each client has."""
+"""Provides a partition in which the user lists the classes of each client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,15 +22,14 @@ from polyfed.data.partitioning.partitions import Partition
 @final
 @dataclass(frozen=True)
 class ListedClasses(Partition):
-    """Every client has the classes that are listed for it, and the same number of examples of each: for experiments in
-    which it matters who resembles whom.
+    """Gives every client the classes listed for it, with the same number of examples of each.
 
-    All clients have equally many examples of each of their classes: as many as the class that is wanted most, measured by
-    its size, can give. Which examples these are is drawn at random. Source: pFedLA's Figs. 5 and 6, where clients share all
-    or three of their four classes.
+    For experiments in which it matters who resembles whom. All clients have equally many examples of each of their classes:
+    as many as the class that is scarcest, relative to its number of clients, can give. Which examples these are is drawn at
+    random. Source: pFedLA's Figs. 5 and 6, where clients share all or three of their four classes.
 
     Args:
-        classes: numbers of the classes of each client, one list a client.
+        classes: numbers of the classes of each client, one list per client.
 
     Raises:
         UserError: a list that is empty, or names a class twice or by something else than a number from 0.
@@ -59,19 +58,19 @@ class ListedClasses(Partition):
                 raise UserError(
                     f"ListedClasses: classes of client {client} names one twice, {list(client_classes)}; name it once"
                 )
-        # Lists, where they come from a file.
+        # A file gives lists, which cannot be hashed.
         object.__setattr__(self, "classes", tuple(tuple(client_classes) for client_classes in self.classes))
 
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
-        """As of any partition; without a number, one client a list."""
+        """Returns the ids as any partition does; without a number of clients, one per list."""
         return super().client_ids(len(self.classes) if num_clients is None else num_clients, seed, columns)
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Rows per client; see `Partition`."""
+        """Returns the rows per client; see `Partition`."""
         check_num_clients(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "listed_classes")
         if len(self.classes) != num_clients:

@@ -1,6 +1,6 @@
-"""Partitions: who owns which example, as pure functions of labels, number of clients and seed.
+"""Assigns examples to clients, as pure functions of labels, number of clients and seed.
 
-Every partition gives each example to at most one client, leaves no client empty, always terminates, and says in one
+Every partition gives each example to at most one client, leaves no client empty, always terminates, and explains in one
 sentence when it is impossible. They are polyfed's own because the public ones drop classes or reject draws in loops.
 """
 
@@ -30,23 +30,23 @@ from polyfed.data.partitioning.allocation import (  # fmt: skip
     unique_values_as_texts,
 )
 
-_CLIENTS = 10  # where nothing says how many
+_CLIENTS = 10  # default number of clients
 
 
 @dataclass(frozen=True)
 class Partition(ABC):
-    """A way to divide the rows of a data set among clients."""
+    """Divides the rows of a data set among clients."""
 
     @abstractmethod
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """The rows of each client.
+        """Returns the rows of each client.
 
         Args:
             labels: classes, shape (num_examples,), integers; or several labels per example, shape (num_examples,
                 num_labels), which only `IID`, `QuantitySkew` and `Natural` can divide.
-            num_clients: how many clients; at least 1.
+            num_clients: number of clients; at least 1.
             seed: of every random choice.
             columns: further columns of the data (users, hospitals), each of shape (num_examples,).
 
@@ -60,10 +60,10 @@ class Partition(ABC):
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
-        """The clients' ids, in their order: client-000 and so on, unless the data have names of their own for them.
+        """Returns the clients' ids, in order: client-000 and so on, unless the data have names for them.
 
         Args:
-            num_clients: how many; None for as many as the data or the partition say, or else 10.
+            num_clients: number of clients; None for the number that data or partition define, or else 10.
             seed, columns: as for the partition itself.
 
         >>> IID().client_ids(2, seed=0)
@@ -75,7 +75,7 @@ class Partition(ABC):
 @final
 @dataclass(frozen=True)
 class IID(Partition):
-    """Shuffled and dealt out: client sizes differ by at most one. Works for any labels.
+    """Deals shuffled examples out evenly: client sizes differ by at most one; works for any labels.
 
     >>> [len(rows) for rows in IID()(np.zeros(7, int), 3, seed=0)]
     [3, 2, 2]
@@ -84,7 +84,7 @@ class IID(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Rows per client; see `Partition`."""
+        """Returns the rows per client; see `Partition`."""
         check_num_clients(len(labels), num_clients)
         owner = np.empty(len(labels), np.int64)
         owner[_partition_rng(seed, "iid").permutation(len(labels))] = np.arange(len(labels)) % num_clients
@@ -94,16 +94,16 @@ class IID(Partition):
 @final
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Label skew: each class is divided by proportions drawn from Dir(alpha), all examples are used.
+    """Skews labels: each class is divided by proportions drawn from Dir(alpha), and all examples are used.
 
-    Clients that got fewer than `min_examples` are then topped up, first with the class of which they drew the largest
-    share, from the clients that have most of it. So there is no rejection loop, however small `alpha` is.
+    Clients with fewer than `min_examples` are then topped up, first with the class of which they drew the largest share,
+    from the clients that have most of it. So there is no rejection loop, however small `alpha` is.
 
     Source: Yurochkin et al. 2019, Hsu et al. 2019; as in FLHA-GHN, appendix G (alpha 100, 1, 0.1).
 
     Args:
         alpha: concentration; 100 is nearly IID, 0.1 leaves most clients one or two classes.
-        min_examples: every client gets at least as many.
+        min_examples: least number of examples per client.
 
     >>> labels = np.repeat([0, 1], 50)
     >>> sum(len(rows) for rows in Dirichlet(alpha=0.1)(labels, 4, seed=0))
@@ -120,7 +120,7 @@ class Dirichlet(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Rows per client; see `Partition`."""
+        """Returns the rows per client; see `Partition`."""
         check_num_clients(len(labels), num_clients, self.min_examples)
         sizes, class_of = class_sizes_and_indices(labels, "dirichlet")
         rng = _partition_rng(seed, "dirichlet")
@@ -135,15 +135,15 @@ class Dirichlet(Partition):
 @final
 @dataclass(frozen=True)
 class ClassesPerClient(Partition):
-    """Every client has exactly `k` classes. If `balanced`, every class serves as many clients as any other, give or take 1.
+    """Gives every client exactly `k` classes; if `balanced`, all classes have equally many clients, within one.
 
     Source: pFedLA's non-IID.1 (k = 4; 12 for CIFAR-100; at random), FedHeNN's 2, 5 or 20 classes per client.
 
     Args:
         k: classes per client.
-        balanced: false draws each client's classes at random, whoever else has them (pFedLA, section 4.1).
-        equal: the same number of examples for each class of each client (as pFedLA; leaves some examples unused).
-            False divides each class evenly among the clients that have it, and uses every class that is dealt.
+        equal: the same number of examples for each class of each client (as pFedLA; leaves some examples unused). False
+            divides each class evenly among the clients that have it, and uses every class that a client has.
+        balanced: false draws each client's classes at random, independently of other clients (pFedLA, section 4.1).
 
     >>> labels = np.repeat(np.arange(4), 10)
     >>> [len(set(labels[rows].tolist())) for rows in ClassesPerClient(k=2)(labels, 2, seed=0)]
@@ -160,7 +160,7 @@ class ClassesPerClient(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Rows per client; see `Partition`."""
+        """Returns the rows per client; see `Partition`."""
         check_num_clients(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "classes_per_client")
         check_classes_per_client(self.k, len(sizes))
@@ -184,17 +184,17 @@ class ClassesPerClient(Partition):
 @final
 @dataclass(frozen=True)
 class DominantClasses(Partition):
-    """Every client has all classes, but `k` of them make up `share` of its examples; all clients have equal size.
+    """Gives every client all classes, with `k` of them making up `share` of its examples; all clients have equal size.
 
-    Every class dominates for as many clients as any other, give or take one. Rounding to whole examples is downwards
-    per class, so that `share` is met up to one example per class.
+    Every class dominates for equally many clients, within one. Rounding to whole examples is downwards per class, so that
+    `share` is met up to one example per class.
 
-    Source: pFedLA's non-IID.2 (k = 2; 6 for CIFAR-100). The paper does not state the share; 0.8 is polyfed's choice.
-    Its accuracy of training alone fits about 0.4 (see the recipe `pfedla_table2`).
+    Source: pFedLA's non-IID.2 (k = 2; 6 for CIFAR-100). The paper does not state the share; 0.8 is polyfed's choice. Its
+    accuracy of training alone fits about 0.4 (see the recipe `pfedla_table2`).
 
     Args:
         k: classes that dominate at each client.
-        share: of a client's examples, that these classes have together.
+        share: part of a client's examples that these classes have together.
 
     >>> labels = np.repeat(np.arange(4), 100)
     >>> [sorted(np.bincount(labels[rows]).tolist()) for rows in DominantClasses(k=2, share=0.8)(labels, 2, seed=0)]
@@ -212,7 +212,7 @@ class DominantClasses(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Rows per client; see `Partition`."""
+        """Returns the rows per client; see `Partition`."""
         check_num_clients(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "dominant_classes")
         classes = len(sizes)
@@ -240,7 +240,7 @@ class DominantClasses(Partition):
 @final
 @dataclass(frozen=True)
 class Shards(Partition):
-    """Examples sorted by class, cut into `k` shards per client, and dealt: most clients see about `k` classes.
+    """Sorts examples by class and deals `k` shards to each client, so that most clients have about `k` classes.
 
     Shards differ in size by at most one example, and all examples are used. Source: McMahan et al. 2017.
 
@@ -259,7 +259,7 @@ class Shards(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Rows per client; see `Partition`."""
+        """Returns the rows per client; see `Partition`."""
         num = len(labels)
         check_num_clients(num, num_clients, self.k, "one example per shard")
         _, class_of = class_sizes_and_indices(labels, "shards")
@@ -275,13 +275,13 @@ class Shards(Partition):
 @final
 @dataclass(frozen=True)
 class QuantitySkew(Partition):
-    """Size skew: client sizes follow Dir(alpha), each client's examples are a random draw. Works for any labels.
+    """Skews sizes: client sizes follow Dir(alpha), and each client's examples are a random draw; works for any labels.
 
     Source: Li et al. 2022 (NIID-Bench), quantity skew.
 
     Args:
         alpha: concentration; the smaller, the more unequal.
-        min_examples: every client gets at least as many; the draw divides the rest.
+        min_examples: least number of examples per client; the draw divides the rest.
 
     >>> sum(len(rows) for rows in QuantitySkew(alpha=0.5, min_examples=2)(np.zeros(100, int), 4, seed=0))
     100
@@ -297,7 +297,7 @@ class QuantitySkew(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Rows per client; see `Partition`."""
+        """Returns the rows per client; see `Partition`."""
         num = len(labels)
         check_num_clients(num, num_clients, self.min_examples)
         rng = _partition_rng(seed, "quantity")
@@ -313,11 +313,11 @@ class QuantitySkew(Partition):
 @final
 @dataclass(frozen=True)
 class Natural(Partition):
-    """Natural users: every client is one value of `column` (a Twitter user, a patient, a hospital), which is also its id.
+    """Makes a client of each value of `column` (a Twitter user, a patient, a hospital), which is also its id.
 
-    Works for any labels. All values become clients, in ascending order; so networks and shifts given as a list are dealt
-    in that order. A number of clients that is smaller than that of the values is refused, unless `order` says which of
-    them to take; then the examples of the others are not used.
+    Works for any labels. All values become clients, in ascending order; networks and shifts given as a list are assigned in
+    that order. A number of clients that is smaller than that of the values is refused, unless `order` selects the values;
+    then the examples of the others are not used.
 
     Args:
         column: the column of the source.
@@ -341,7 +341,7 @@ class Natural(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Rows per client; see `Partition`."""
+        """Returns the rows per client; see `Partition`."""
         check_num_clients(len(labels), num_clients)
         texts, which, chosen = self._choose_values(num_clients, seed, columns)
         client_of = np.full(len(texts), -1)
@@ -351,14 +351,14 @@ class Natural(Partition):
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
-        """The values of the column that become clients."""
+        """Returns the values of the column that become clients."""
         texts, _, chosen = self._choose_values(num_clients, seed, columns)
         return tuple(texts[i] for i in chosen)
 
     def _choose_values(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None
     ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
-        """The values, the position of each row's value, and the positions of those that become clients."""
+        """Returns the values, the index of each row's value, and the indices of the values that become clients."""
         if not columns:
             raise UserError(f"natural: the data has no columns, so not {self.column!r} either; use another partition")
         if self.column not in columns:

@@ -1,7 +1,9 @@
-"""Repeated splits into training, validation and test examples, client by client, where data are few: which examples happen
-to test a client then decides more than the seed of its training."""
+"""Repeats the split of each client's examples into training, validation and test sets, for few data.
 
-from collections.abc import Sequence
+With few data, which examples happen to test a client decides more than the seed of its training.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,28 +18,28 @@ from polyfed.core.seeds import derive_seed
 from polyfed.data.concat import concat_examples, describe_mismatch, input_locations, storage_rows
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.data.partitioning.group_split import group_ids, split_by_group
-from polyfed.data.tabular.preprocessing import TablePreprocessor, refit_preprocessors, warn_of_changed_constants
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, fit_preprocessor, warn_of_changed_constants
 
 
 def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
-    """The same clients with other training, validation and test examples, `splits` times.
+    """Returns the same clients with other training, validation and test examples, `splits` times.
 
-    Each client's examples are put together and dealt again into sets of the same sizes, at random and independently of all
-    other clients and splits; for classification each class within one example of its share. Ids, networks, task and
-    `global_test` stay. Groups (`Examples.group`) stay together, at all clients; sizes are then of groups. Preprocessing of
-    a table is fitted again on the new training rows. No data are copied where a client's sets are views of one store;
-    otherwise once per client.
+    Each client's examples are joined and drawn again into sets of the same sizes, at random and independently of all other
+    clients and splits; for classification each class within one example of its share. Ids, networks, task and `global_test`
+    stay. Groups (`Examples.group`) stay together, at all clients; sizes are then of groups. Preprocessing of a table is
+    fitted again on the new training rows. No data are copied if a client's sets are views of one store; otherwise once per
+    client.
 
     Args:
-        clients: whose examples are dealt; none may be in two sets or at two clients.
-        splits: how many times, at least 2.
+        clients: whose examples are redrawn; no example may be in two sets or at two clients.
+        splits: number of splits, at least 2.
         seed: of every draw.
 
     Returns:
         One tuple of clients per split, in the order of `clients`.
 
     Raises:
-        UserError: fewer than two splits, sets that differ in form or transform, or examples that are in two sets.
+        UserError: fewer than two splits, sets that differ in structure or transform, or examples that are in two sets.
 
     >>> from polyfed.testing import small_clients
     >>> dealt = resplit_clients(small_clients(2), splits=3)
@@ -60,8 +62,7 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
 
 
 def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
-    """The clients, those whose examples are a table's with preprocessing that is fitted on their training rows as they are
-    now; targets keep their scale."""
+    """Fits the preprocessing of clients with table data again on their present training rows; targets keep their scale."""
     refitted = refit_preprocessors({client.id: client.train for client in clients})
     held_out_rows = {
         c.id: [part.input_tensor[storage_rows(part)] for part in (c.test, c.val) if part is not None]
@@ -76,9 +77,29 @@ def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
     )
 
 
+def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePreprocessor]:
+    """Fits each site's preprocessing again to its present training rows; sites without a table are left out."""
+    preprocessors = {
+        i: train.transform for i, train in trains.items() if isinstance(train.transform, TablePreprocessor)
+    }
+    federated: dict[tuple[Column, ...], TablePreprocessor] = {}
+    for i in preprocessors:
+        if preprocessors[i].scope == "federated" and preprocessors[i].columns not in federated:
+            members = [trains[j] for j in preprocessors if preprocessors[j].columns == preprocessors[i].columns]
+            federated[preprocessors[i].columns] = fit_preprocessor(preprocessors[i], members, "federated")
+    return {
+        i: federated[preprocessor.columns]
+        if preprocessor.scope == "federated"
+        else fit_preprocessor(preprocessor, [trains[i]])
+        for i, preprocessor in preprocessors.items()
+    }
+
+
 def prepare_public_like_clients(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
-    """Returns the public examples of a table with the preprocessing that all clients have in common now, and any others as
-    they are: networks must see public rows as they see their clients' own."""
+    """Gives the public examples of a table the preprocessing that all clients share, and returns other examples unchanged.
+
+    Networks must see public rows prepared as their clients' own rows are.
+    """
     if public is None or not isinstance(public.transform, TablePreprocessor) or public.transform.scope != "federated":
         return public
     transforms = {client.train.transform for client in clients}
@@ -154,7 +175,11 @@ def _select(pool: Examples, chosen: NDArray[np.int64]) -> Examples:
 
 
 def _check_disjoint(clients: Sequence[Client]) -> None:
-    """Dealt again, what is in two sets would train one client and test another, or the same."""
+    """Checks that no example is in two sets: redrawn, it would train one client and test another, or the same.
+
+    Raises:
+        UserError: an example is in two sets.
+    """
     stored: dict[tuple[object, ...], list[tuple[str, str, NDArray[np.int64]]]] = {}
     for client in clients:
         for name, part in _sets_of_client(client).items():

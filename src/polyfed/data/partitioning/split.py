@@ -1,4 +1,4 @@
-"""Splits: from a partition to each client's training, validation and test rows."""
+"""Splits each client's rows into training, validation and test rows."""
 
 import dataclasses
 import hashlib
@@ -20,26 +20,26 @@ from polyfed.data.partitioning.partitions import Partition
 @final
 @dataclass(frozen=True)
 class Split:
-    """How many clients, and how much of what each of them holds.
+    """Sets the number of clients and the sizes of their training, validation and test sets.
 
-    Fractions refer to a client's own examples; what is neither validation nor test is training. Validation and test
-    sets are stratified: they follow the client's own distribution of classes, each class within one example.
+    Fractions refer to a client's own examples; what is neither validation nor test is training. Validation and test sets are
+    stratified: they follow the client's own distribution of classes, each class within one example.
 
     Args:
-        clients: number of clients; null for as many as the partition knows of (natural: one a value of the column;
-            listed_classes: one a list), else 10.
+        clients: number of clients; null for the number that the partition defines (natural: one per value of the column;
+            listed_classes: one per list), else 10.
         examples_per_client: *training* examples of each client, exactly; validation and test examples come on top, in
-            proportion. So 20 clients with 1,000 training images and `test_fraction=0.3` take 20 × 1,429 images. None
-            uses all that the partition gives.
+            proportion. So 20 clients with 1,000 training images and `test_fraction=0.3` take 20 × 1,429 images. None uses
+            all that the partition gives.
         val_fraction: share of a client's examples for validation; at least one example if positive and it has 3.
         test_fraction: share of a client's examples for testing; at least one example if positive and it has 2.
-        shrink_fraction: share of the clients, drawn at random, that keep only half their training examples (FedHeNN,
-            Fig. 3); validation and test sets stay as they are.
-        global_test: examples of the source's common test set on which every client is evaluated too (the same for
-            all); 0 none, −1 all of them.
+        shrink_fraction: share of the clients, drawn at random, that keep only half their training examples (FedHeNN, Fig.
+            3); validation and test sets stay unchanged.
+        global_test: examples of the source's common test set on which every client is evaluated too (the same for all); 0
+            none, −1 all of them.
         public_fraction: share of all examples that is held out before the partition as the public pool, no client's.
-        unseen: how many of the clients, the last ones, take no part in the federation: they keep their examples and
-            networks until `polyfed warmstart` (FLHA-GHN, section 5.4).
+        unseen: number of clients, the last ones, that take no part in the federation: they keep their examples and networks
+            until `polyfed warmstart` (FLHA-GHN, section 5.4).
 
     Raises:
         UserError: a number outside its range, or no room left for training.
@@ -82,7 +82,9 @@ class Split:
 
     @property
     def examples_drawn_per_client(self) -> int | None:
-        """Training, validation and test examples that `examples_per_client` takes from each client; None for all."""
+        """Returns the training, validation and test examples that `examples_per_client` takes from each client; None for
+        all.
+        """
         if self.examples_per_client is None:
             return None
         return self.examples_per_client + sum(_val_and_test_on_top(self, self.examples_per_client))
@@ -91,7 +93,7 @@ class Split:
 @final
 @dataclass(frozen=True, eq=False)
 class ClientRows:
-    """A client's rows of the source, ascending int64 arrays, disjoint among each other and among clients; and its id."""
+    """Holds a client's id and its rows of the source: ascending int64 arrays, disjoint within and between clients."""
 
     train: Rows
     val: Rows
@@ -107,20 +109,20 @@ def split_rows_by_client(
     columns: Mapping[str, NDArray[Any]] | None = None,
     group: str | None = None,
 ) -> tuple[list[ClientRows], Rows]:
-    """The rows of every client, and the rows of the public pool.
+    """Returns the rows of every client, and the rows of the public pool.
 
     Args:
         labels: shape (num_examples,) for classes, (num_examples, num_labels) for several labels (then nothing is
             stratified).
         config: sizes and fractions.
-        partition: who owns what.
+        partition: assigns rows to clients.
         seed: of every random choice.
         columns: further columns of the data, for `Natural`.
-        group: the column whose equal values are in one set, at all clients; shares are then of groups. None for none.
+        group: the column whose equal values stay in one set, at all clients; shares are then of groups. None for none.
 
     Raises:
-        UserError: the partition is impossible, what is asked for cannot be had by group, a client has too few examples
-            for `examples_per_client`, or all clients would be unseen clients.
+        UserError: the partition is impossible, an option does not go with groups, a client has too few examples for
+            `examples_per_client`, or all clients would be unseen clients.
 
     >>> from polyfed.data.partitioning.partitions import IID
     >>> clients, public = split_rows_by_client(np.repeat([0, 1], 50), Split(clients=2, public_fraction=0.2), IID(), seed=0)
@@ -162,7 +164,7 @@ def split_rows_by_client(
 
 
 def partition_fingerprint(rows: Sequence[ClientRows]) -> str:
-    """16 hexadecimal digits that tell one partition from another: SHA-256 over every client's rows.
+    """Returns 16 hexadecimal digits that identify a partition: SHA-256 over every client's rows.
 
     >>> a = ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))
     >>> partition_fingerprint([a]) == partition_fingerprint([ClientRows(a.train, a.test, a.val)])
@@ -181,7 +183,8 @@ def class_counts(
     num_classes: int,
     part: Literal["train", "val", "test", "all"] = "train",
 ) -> NDArray[np.int64]:
-    """Examples of each class at each client, shape (num_clients, num_classes); of several labels, the positive ones.
+    """Counts the examples of each class at each client, shape (num_clients, num_classes); for several labels, the positive
+    ones.
 
     >>> rows = [ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))]
     >>> class_counts(np.array([1, 1, 0]), rows, 3).tolist()
@@ -213,7 +216,7 @@ def _split_client(labels: Labels, rows: Rows, config: Split, seed: int, shrink: 
 
 
 def _val_and_test_on_top(config: Split, train: int) -> tuple[int, int]:
-    """Validation and test examples that belong to `train` training examples."""
+    """Returns the numbers of validation and test examples that belong to `train` training examples."""
     scale = train / (1 - config.val_fraction - config.test_fraction)
     return (
         max(round(config.val_fraction * scale), int(config.val_fraction > 0)),
@@ -222,7 +225,10 @@ def _val_and_test_on_top(config: Split, train: int) -> tuple[int, int]:
 
 
 def _val_and_test_out_of(config: Split, count: int) -> tuple[int, int]:
-    """Validation and test examples out of `count`; one stays for training, a test example comes before validation."""
+    """Returns the numbers of validation and test examples out of `count`.
+
+    At least one example is left for training; a test example has priority over a validation example.
+    """
     test = min(max(round(config.test_fraction * count), int(config.test_fraction > 0)), count - 1)
     val = min(max(round(config.val_fraction * count), int(config.val_fraction > 0)), count - 1 - test)
     return val, test
@@ -250,13 +256,15 @@ def _check_unseen(unseen: int, clients: int) -> None:
 
 
 def _with_larger_minimum(partition: Partition, parts: Sequence[Rows], needed: int) -> Partition | None:
-    """Returns the partition with `needed` as the least number of examples of a client, or None if that would change nothing
-    or is impossible. A draw that happens to leave one client short must not refuse the run of that seed."""
+    """Returns the partition with `min_examples=needed`, or None if that would change nothing or is impossible.
+
+    A draw that happens to leave one client short must not refuse the run of that seed.
+    """
     has_minimum = any(field.name == "min_examples" for field in dataclasses.fields(partition))
     sizes = [len(part) for part in parts]
     if not has_minimum or min(sizes) >= needed or sum(sizes) < needed * len(sizes):
         return None
-    return replace(partition, min_examples=needed)  # type: ignore[call-arg]  # which only some partitions have
+    return replace(partition, min_examples=needed)  # type: ignore[call-arg]  # only some partitions have this field
 
 
 def _check_enough_examples(parts: Sequence[Rows], ids: Sequence[str], config: Split, needed: int) -> None:

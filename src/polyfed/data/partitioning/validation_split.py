@@ -1,4 +1,4 @@
-"""Validation examples for clients that have none: a part of their training examples, for choices alone."""
+"""Holds out training examples as validation examples for clients that have none, to choose among settings."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,15 @@ from polyfed.data.partitioning.group_split import group_ids, split_by_group
 from polyfed.data.partitioning.resplit import refit_client_preprocessing
 
 VALIDATION_SHARE = 0.2
-"""Of the training examples that are held out."""
+"""Share of the training examples that is held out."""
 
 
 def hold_out_validation_sets(clients: Sequence[Client], seed: int) -> tuple[Client, ...]:
-    """The clients; those without validation examples hold out a fifth of their training examples, drawn by `seed` and, for
-    classification, each class within one example of its share. A client with fewer than five training examples holds out
-    none. Groups (`Examples.group`) stay together, and preprocessing of a table is fitted again on what is left.
+    """Holds out a fifth of the training examples of clients without validation examples, and returns all clients.
+
+    Examples are drawn by `seed` and, for classification, each class within one example of its share. A client with fewer
+    than five training examples holds out none. Groups (`Examples.group`) stay together, and preprocessing of a table is
+    fitted again on the remaining rows.
 
     >>> from polyfed.testing import small_clients
     >>> bare = [Client(c.id, c.model, c.train, c.test) for c in small_clients(2)]

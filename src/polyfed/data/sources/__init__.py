@@ -1,1 +1,1 @@
-"""The data sets that a configuration can name."""
+"""Reads data sets: published ones, and the user's tables, images and arrays."""

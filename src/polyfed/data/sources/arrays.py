@@ -1,4 +1,4 @@
-"""The user's own data: Parquet files and npz archives."""
+"""Reads users' arrays: Parquet files and npz archives."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,20 +32,20 @@ from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, encod
 @final
 @dataclass(frozen=True)
 class Parquet(Source):
-    """A table: one file, or a folder with train-*.parquet and, for the common test set, test-*.parquet.
+    """Reads a Parquet file, or a folder with train-*.parquet and, for the common test set, test-*.parquet.
 
-    Every further column of whole numbers or strings can be used by `ByColumn`.
+    Every further column of whole numbers or strings can be used by `Natural`.
 
     Args:
         path: file or folder.
         x: column of inputs: encoded images, or lists of numbers of one length.
         label: column of labels: whole numbers, names, or lists of 0 and 1 (multi-label).
-        user: column of natural users, if you want a missing one reported at once.
+        user: column of natural users; if given, a missing one is an error at once.
         image_size: images are resized to this many pixels a side; None keeps their common size.
         grey: read images with one grey channel instead of three colours.
         lazy: images stay encoded and are decoded whenever a batch needs them, for sets that do not fit into memory; needs
             `image_size` and `cache`.
-        cache: Arrow file (.arrow) of the encoded images, written if it is not there, as large as they are together.
+        cache: Arrow file (.arrow) of the encoded images, written if it does not exist, as large as they are together.
     """
 
     path: str = ""
@@ -65,7 +65,7 @@ class Parquet(Source):
             )
 
     def load(self) -> PooledDataset:
-        """The table."""
+        """Reads the table."""
         if not self.path:
             raise UserError("give --data.path with a Parquet file or a folder of them")
         path = resolve_existing_path(self.path, "give --data.path with a Parquet file or a folder of them")
@@ -121,7 +121,7 @@ class Parquet(Source):
 @final
 @dataclass(frozen=True)
 class Npz(Source):
-    """A numpy archive with x_train and y_train, and optionally x_test and y_test; further arrays are columns.
+    """Reads a NumPy archive with x_train and y_train, and optionally x_test and y_test; further arrays are columns.
 
     Images are uint8 with channels first, shape (num, channels, height, width); other inputs are kept as float32, whole
     numbers (tokens) as int64. Labels are whole numbers, or 0 and 1 in shape (num, num_labels) for a multi-label task.
@@ -133,14 +133,14 @@ class Npz(Source):
     path: str = ""
 
     def load(self) -> PooledDataset:
-        """The arrays."""
+        """Reads the arrays."""
         advice = "give --data.path with an .npz file that holds x_train and y_train"
         if not self.path:
             raise UserError(advice)
         try:
             arrays = read_npz(
                 resolve_existing_path(self.path, advice)
-            )  # np.load alone takes what memory a header claims
+            )  # np.load alone would allocate the memory that a header claims
         except UserError:
             raise
         except (OSError, ValueError) as error:
@@ -171,12 +171,12 @@ def _as_input_tensor(values: NDArray[Any], name: str) -> Tensor:
 def _build_dataset(
     inputs: list[Tensor], labels: list[NDArray[Any]], names: tuple[str, ...] | None, columns: dict[str, NDArray[Any]]
 ) -> PooledDataset:
-    """A pool of one or two splits; images get the normalisation measured on the training split."""
+    """Builds a data set of one or two splits; images get the normalisation measured on the training split."""
     if labels[0].ndim == 2:
         targets = [torch.from_numpy(values.astype(np.float32)) for values in labels]
         names = names or tuple(map(str, range(labels[0].shape[1])))
     else:
-        # Numbered together, so that a name means the same class in both splits.
+        # Both splits are encoded together, so that a name is the same class in both.
         numbers, names = encode_labels(np.concatenate(labels), names)
         targets = [torch.from_numpy(part) for part in np.split(numbers, [len(labels[0])])][: len(labels)]
     image = inputs[0].dtype == torch.uint8 and inputs[0].dim() == 4

@@ -1,4 +1,4 @@
-"""The user's own pictures: folders of classes and sites, or a table of paths, labels and sites."""
+"""Reads users' images: folders of classes and sites, or a table of paths, labels and sites."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,15 +33,16 @@ Layout = Literal["class", "site/class", "class/site"]
 @final
 @dataclass(frozen=True)
 class ImageFolder(Source):
-    """Pictures in one folder per class, PATH/CLASS/*.png, or per site and class; each also below PATH/train and PATH/test.
+    """Reads images in one folder per class, PATH/CLASS/*.png, or per site and class; each also below PATH/train and
+    PATH/test.
 
     Args:
         path: the folder.
-        image_size: pictures are resized to this many pixels a side.
+        image_size: images are resized to this many pixels a side.
         grey: one grey channel instead of three colours.
-        layout: what folders mean: "class"; "site/class" for PATH/SITE/CLASS/*, "class/site" for PATH/CLASS/SITE/*. Sites are
-            then the clients.
-        lazy: pictures stay in their files and are decoded whenever a batch needs them, for sets that do not fit into memory.
+        layout: meaning of the folders: "class"; "site/class" for PATH/SITE/CLASS/*, "class/site" for PATH/CLASS/SITE/*.
+            Sites are then the clients.
+        lazy: images stay in their files and are decoded whenever a batch needs them, for sets that do not fit into memory.
     """
 
     path: str = ""
@@ -56,7 +57,7 @@ class ImageFolder(Source):
             raise UserError(f"layout {self.layout!r} is unknown; {did_you_mean(str(self.layout), get_args(Layout))}")
 
     def load(self) -> PooledDataset:
-        """The pictures."""
+        """Reads the images."""
         advice = "give --data.path with a folder that has one folder of pictures per class"
         if not self.path:
             raise UserError(advice)
@@ -85,7 +86,7 @@ class ImageFolder(Source):
         return build_pooled_dataset(sets[0], sets[1] if len(sets) > 1 else None, names, transform, columns)
 
     def _find_pictures(self, folder: Path, advice: str) -> list[tuple[Path, str, str]]:
-        """File, class and site of each picture."""
+        """Returns file, class and site of each image."""
         entries = []
         for outer in _subfolders(folder):
             inner = [outer] if self.layout == "class" else _subfolders(outer)
@@ -111,7 +112,11 @@ def _list_pictures(folder: Path, *, deep: bool) -> list[Path]:
 
 
 def _check_one_level(folder: Path) -> None:
-    """Raises if the folders look like sites with classes in them, or the other way round."""
+    """Checks that the folders do not look like sites with classes in them, or the other way round.
+
+    Raises:
+        UserError: they do.
+    """
     names_by_folder = {
         outer.name: {subfolder.name for subfolder in _subfolders(outer)} for outer in _subfolders(folder)
     }
@@ -127,20 +132,20 @@ def _check_one_level(folder: Path) -> None:
 @final
 @dataclass(frozen=True)
 class ImageTable(Source):
-    """Pictures that a table lists: a CSV or Parquet file with columns of paths, of labels, and of sites.
+    """Reads images that a table lists: a CSV or Parquet file with columns of paths, of labels, and of sites.
 
     Args:
         path: CSV or Parquet file.
         target: column of labels; several with commas between are several labels of 0 and 1.
-        site: column that says which client a picture belongs to.
-        image: column of the pictures' paths.
-        folder: where relative paths begin; null for the folder of the table.
+        site: column with the client of each image.
+        image: column of the images' paths.
+        folder: base of relative paths; null for the folder of the table.
         task: see the source `table`.
         group: column whose equal values never come into both training and test sets, such as the patient.
         positive: value of the target that is class 1 of two; null for the last in alphabetical order.
-        image_size: pictures are resized to this many pixels a side.
+        image_size: images are resized to this many pixels a side.
         grey: one grey channel instead of three colours.
-        lazy: pictures stay in their files and are decoded whenever a batch needs them, for sets that do not fit into memory.
+        lazy: images stay in their files and are decoded whenever a batch needs them, for sets that do not fit into memory.
     """
 
     path: str = ""
@@ -161,7 +166,7 @@ class ImageTable(Source):
             raise UserError(f"task {self.task!r} is unknown; {did_you_mean(str(self.task), get_args(TaskName))}")
 
     def load(self) -> PooledDataset:
-        """The pictures."""
+        """Reads the images."""
         advice = "give --data.path with a CSV or Parquet file that lists pictures, a row each"
         if not self.path:
             raise UserError(advice)
@@ -199,7 +204,7 @@ class ImageTable(Source):
 
 
 def check_image_size(image_size: int) -> None:
-    """Raises a `UserError` unless images of this size have a pixel."""
+    """Raises a `UserError` unless images of this size have at least one pixel."""
     if image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, got {image_size}")
 
@@ -207,7 +212,7 @@ def check_image_size(image_size: int) -> None:
 def load_pictures(
     parts: Sequence[Sequence[Path]], grey: bool, size: int, lazy: bool
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """What is stored of the pictures of each part, and the transform of all: measured on the first."""
+    """Returns the stored tensor of each part's images, and the transform of all parts, measured on the first."""
     mode: Mode = "L" if grey else "RGB"
     if not lazy:
         x = [read_images(part, mode, size) for part in parts]

@@ -1,4 +1,4 @@
-"""Mosaics of clothes: a multi-label data set made of Fashion-MNIST, where no published one is at hand."""
+"""Builds mosaics of clothes: a multi-label data set made of Fashion-MNIST, for use offline."""
 
 from dataclasses import dataclass
 from typing import final
@@ -18,19 +18,19 @@ _PLACES = 4
 @final
 @dataclass(frozen=True)
 class FashionMosaics(Source):
-    """Multi-label pictures of 28×28, each with four places of 14×14; in a place is a picture of Fashion-MNIST at half its
-    size, or nothing. A label says whether a picture of the class is in it; all zeros where every place is empty.
+    """Builds multi-label images of 28×28 from four places of 14×14, each with a half-sized image of Fashion-MNIST, or empty.
 
-    A stand-in, made by polyfed, for multi-label images that cannot be had offline (chest X-rays). Training mosaics are made
-    of training pictures and test mosaics of test pictures, the same ones at every call.
+    A label says whether an image of the class is in it; all are zero if every place is empty. The set is a stand-in, made by
+    polyfed, for multi-label images that cannot be had offline (chest X-rays). Training mosaics are made of training images
+    and test mosaics of test images, the same ones at every call.
 
     Args:
         path: folder with Fashion-MNIST's four IDX files or Parquet files; None for the Hugging Face hub.
-        filled: probability that a place has a picture. At 0.3 a label is 1 in 11 % of the mosaics, and 24 % have none.
-        num_train, num_test: how many mosaics.
+        filled: probability that a place has an image. At 0.3 a label is 1 in 11 % of the mosaics, and 24 % have none.
+        num_train, num_test: numbers of mosaics.
 
     Raises:
-        UserError: a probability or number that is none.
+        UserError: `filled` is no probability above 0, or a number is below 1.
     """
 
     path: str | None = None
@@ -45,7 +45,7 @@ class FashionMosaics(Source):
             raise UserError(f"num_train and num_test must be at least 1, got {self.num_train} and {self.num_test}")
 
     def load(self) -> PooledDataset:
-        """The mosaics."""
+        """Builds the mosaics."""
         pictures = FashionMNIST(path=self.path).load()
         assert pictures.test is not None
         parts = (("train", pictures.train, self.num_train), ("test", pictures.test, self.num_test))
@@ -61,18 +61,18 @@ class FashionMosaics(Source):
 def build_mosaics(
     x: Tensor, y: Tensor, num_mosaics: int, *, filled: float, seed: int, classes: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Mosaics of pictures, and which classes are in each.
+    """Builds mosaics of images, and their labels.
 
     Args:
-        x: uint8 (num, 1, h, w) with even h and w.
+        x: images, uint8 (num, 1, h, w) with even h and w.
         y: their classes, int64 (num,).
-        num_mosaics: of mosaics.
-        filled: probability that a place has a picture, drawn with replacement.
+        num_mosaics: number of mosaics.
+        filled: probability that a place has an image, drawn with replacement.
         seed: of the draws.
         classes: number of labels.
 
     Returns:
-        uint8 (number, 1, h, w), and float 0 or 1 (number, classes).
+        uint8 (num_mosaics, 1, h, w), and float 0 or 1 (num_mosaics, classes).
 
     >>> x, y = build_mosaics(torch.full((1, 1, 4, 4), 8, dtype=torch.uint8), torch.tensor([2]), 3, filled=1, seed=0,
     ...                      classes=3)

@@ -1,4 +1,4 @@
-"""Every data set by name."""
+"""Lists every data source by name."""
 
 from polyfed.data.pool import Source
 from polyfed.data.sources.arrays import Npz, Parquet

@@ -1,4 +1,4 @@
-"""Tables of users as data: a CSV or Parquet file, or a pandas frame, with a target and a column that says whose a row is."""
+"""Reads users' tables as data sets: a CSV or Parquet file, with a target and a column of sites."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,30 +33,30 @@ from polyfed.data.tabular.table_reader import (
 @final
 @dataclass(frozen=True)
 class TableFile(Source):
-    """A table with one row per example: a CSV file or a Parquet file with a column per feature.
+    """Reads a table with one row per example: a CSV file or a Parquet file with a column per feature.
 
-    Numbers are scaled and missing ones filled in with the mean, both by the training rows of each site, and marked by a
-    feature of their own; texts become categories, with one feature each. Dates and free text are refused.
+    Numbers are scaled and missing ones filled in with the mean, both by the training rows of each site, and marked by an
+    extra feature; texts become categories, with one feature each. Dates and free text are refused.
 
     Args:
         path: CSV (.csv, .tsv, .txt) or Parquet file.
         target: column to predict; several with commas between are several labels of 0 and 1, or several numbers.
         site: column that says which client a row belongs to; its values are the clients' names.
-        task: "auto" decides by the target: texts, true and false, and up to 20 different whole numbers are classes, numbers
-            with a fraction are regression; several targets of 0 and 1 are labels.
+        task: "auto" infers it from the target: texts, true and false, and up to 20 different whole numbers are classes,
+            numbers with a fraction are regression; several targets of 0 and 1 are labels.
         group: column whose equal values never come into both training and test sets, such as the patient.
         columns: features; none takes all columns but target, site and group.
-        drop: columns that are no features. They stay at hand for scores of subgroups, if they have few values.
+        drop: columns that are no features. Those with few values are kept for scores of subgroups.
         categorical: columns of numbers that are categories, such as codes; and texts to take as categories in any case.
         positive: value of the target that is class 1 of two; null for the last in alphabetical order.
         missing: texts that stand for no value, beside an empty cell, NA, NaN and null.
         preprocess: "site" by each site's own training rows; "federated" by means and variances over the training rows of all
             sites, from sums that the sites send.
-        delimiter: between the cells of a CSV file; "auto" finds out.
+        delimiter: between the cells of a CSV file; "auto" infers it from the first line.
         decimal: "." or ",".
         encoding: of a CSV file, such as utf-8 or latin-1.
         schema: JSON file of columns, categories and classes that tables in different places have agreed on
-            (`polyfed.data.merge_schemas`), in place of what this table has.
+            (`polyfed.data.merge_schemas`), in place of those of this table.
 
     Raises:
         UserError: a value that is none of the choices; on `load` a column that does not exist or cannot be used.
@@ -93,7 +93,7 @@ class TableFile(Source):
             )
 
     def load(self) -> PooledDataset:
-        """The table."""
+        """Reads the table."""
         if not self.path:
             raise UserError(PATH_ADVICE)
         table = read_table(
@@ -106,7 +106,11 @@ class TableFile(Source):
         return self.build_dataset(table)
 
     def build_dataset(self, table: Table) -> PooledDataset:
-        """The data of a table that has been read."""
+        """Builds a data set from a table that has been read.
+
+        Raises:
+            UserError: a column does not exist or cannot be used.
+        """
         target_names = parse_names(self.target, table)
         if not target_names:
             names = ", ".join(table.column_names)
@@ -131,7 +135,7 @@ class TableFile(Source):
             features, (0.0,) * num_numeric, (1.0,) * num_numeric, (), self.preprocess, classes, task
         )
         x = encode_table(table, features)
-        if self.preprocess == "site":  # else the type would depend on which rows lie here
+        if self.preprocess == "site":  # otherwise the type would depend on the rows at this site
             x = to_float32_if_precise(x, features)
         warn_of_duplicate_rows(table, self.site)
         columns = self._subgroup_columns(table, target_names)
@@ -156,7 +160,7 @@ class TableFile(Source):
         return tuple(infer_feature_column(table, name, name in categorical) for name in chosen)
 
     def _subgroup_columns(self, table: Table, targets: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Sites and groups, and what may be a subgroup: columns of few different values."""
+        """Returns the columns of sites and groups, and the columns of few different values, which may define subgroups."""
         columns = {}
         for name in table.column_names:
             if name in targets:
@@ -170,7 +174,8 @@ class TableFile(Source):
 
 
 def parse_names(names: Sequence[str] | str, table: Table | None = None) -> tuple[str, ...]:
-    """Names that are given as a list, or as one text with commas between; a column whose name has a comma is one name.
+    """Splits names that are given as one text with commas, or returns those of a list; an existing column with a comma is
+    one name.
 
     >>> parse_names("age, sex"), parse_names(["a"]), parse_names("")
     (('age', 'sex'), ('a',), ())

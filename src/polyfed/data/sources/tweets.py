@@ -1,4 +1,4 @@
-"""Sentiment140: tweets, positive or negative, from natural users."""
+"""Reads Sentiment140: tweets, positive or negative, by user."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,19 +33,19 @@ _FIELDS = ("sentiment", "id", "date", "query", "user", "text")
 @final
 @dataclass(frozen=True)
 class Sentiment140(Source):
-    """1.6 million tweets with sentiment by emoticon (Go et al. 2009); column "user" for `Natural`, where it is given.
+    """Reads 1.6 million tweets with sentiment by emoticon (Go et al. 2009); column "user" for `Natural`, where it is given.
 
-    Inputs are token numbers, int64, shape (num, length); classes are negative (0) and positive (1). Neutral tweets
-    (the published test set has some) are left out.
+    Inputs are token numbers, int64, shape (num, length); classes are negative (0) and positive (1). Neutral tweets (the
+    published test set has some) are left out.
 
     Args:
-        path: the published CSV file or its folder, or a Parquet file or folder with columns text and label (or
-            sentiment); None for the Hugging Face hub.
+        path: the published CSV file or its folder, or a Parquet file or folder with columns text and label (or sentiment);
+            None for the Hugging Face hub.
         vocabulary: JSON file of the vocabulary: read if it exists, else built from the training texts and written.
-        vocabulary_size: most frequent tokens that are reported apart, with padding and unknown.
+        vocabulary_size: number of most frequent tokens that get a number, with padding and unknown.
         length: tokens of a tweet; longer ones are cut, shorter ones padded. 25 as in LEAF and FedHeNN.
-        deal_test: the published test tweets are dealt to clients too; there is then no common test set. The vocabulary is
-            of the training texts with it, too.
+        deal_test: the published test tweets go to clients too; there is then no common test set. The vocabulary is still
+            built from the training texts alone.
     """
 
     path: str | None = None
@@ -61,7 +61,7 @@ class Sentiment140(Source):
             raise UserError(f"length must be at least 1 token, got {self.length}")
 
     def load(self) -> PooledDataset:
-        """The tweets, tokenised."""
+        """Reads the tweets, tokenised."""
         tables = self._load_tables()
         texts, labels, columns = _read_tweets(tables["train"])
         vocabulary = self._load_or_build_vocabulary(texts)
@@ -117,7 +117,7 @@ def _read_csv_splits(path: Path) -> dict[str, Table]:
 
 
 def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any]]]:
-    """Texts, labels 0 and 1, and columns by which users can be distinguished, of the tweets that are not neutral."""
+    """Returns texts, labels 0 and 1, and columns that may identify users, of the tweets that are not neutral."""
     text, label = find_column(table, ("text",), "text"), find_column(table, ("label", "sentiment"), "label")
     values = column_to_numpy(table, label)
     # Published labels are 0 negative, 2 neutral, 4 positive; other copies have 0 and 1.

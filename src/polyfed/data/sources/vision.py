@@ -1,4 +1,4 @@
-"""Published image data sets: digits (shipped with scikit-learn), the MNIST family, CIFAR."""
+"""Reads published image data sets: digits (shipped with scikit-learn), the MNIST family, CIFAR."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ _CIFAR_ADVICE = "give --data.path with the folder of the hub's Parquet files (tr
 @final
 @dataclass(frozen=True)
 class Digits(Source):
-    """1,797 handwritten digits of 8×8 pixels, shipped with scikit-learn (UCI optdigits): works offline, in no time.
+    """Reads 1,797 handwritten digits of 8×8 pixels, shipped with scikit-learn (UCI optdigits), offline and at once.
 
     The 17 grey levels are spread over 0 to 255. The set has no test set of its own.
 
@@ -66,7 +66,7 @@ class Digits(Source):
             raise UserError(f"common_test must be at least 0 and below 1, got {self.common_test}")
 
     def load(self) -> PooledDataset:
-        """The digits."""
+        """Reads the digits."""
         # Read the file itself: importing scikit-learn takes two seconds.
         package = importlib.util.find_spec("sklearn")
         folders = [] if package is None else package.submodule_search_locations or []
@@ -85,18 +85,18 @@ class Digits(Source):
 @final
 @dataclass(frozen=True)
 class FashionMNIST(Source):
-    """60,000 + 10,000 grey pictures of clothes, 28×28 (Xiao et al. 2017).
+    """Reads 60,000 + 10,000 grey images of clothes, 28×28 (Xiao et al. 2017).
 
     Args:
         path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
-        deal_test: the published test examples are dealt to clients too; there is then no common test set.
+        deal_test: the published test examples go to clients too; there is then no common test set.
     """
 
     path: str | None = None
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """The pictures."""
+        """Reads the images."""
         advice = _idx_advice("train", "t10k", " (Debian: apt-get install dataset-fashion-mnist)")
         data = _load_images(self.path, "zalando-datasets/fashion_mnist", "L", advice, ("train", "t10k"))
         return _build_dataset(data, _FASHION, Normalise((0.2860,), (0.3530,)), self.deal_test)
@@ -105,18 +105,18 @@ class FashionMNIST(Source):
 @final
 @dataclass(frozen=True)
 class MNIST(Source):
-    """60,000 + 10,000 handwritten digits, 28×28 (LeCun et al. 1998).
+    """Reads 60,000 + 10,000 handwritten digits, 28×28 (LeCun et al. 1998).
 
     Args:
         path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
-        deal_test: the published test examples are dealt to clients too; there is then no common test set.
+        deal_test: the published test examples go to clients too; there is then no common test set.
     """
 
     path: str | None = None
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """The digits."""
+        """Reads the digits."""
         data = _load_images(self.path, "ylecun/mnist", "L", _idx_advice("train", "t10k"), ("train", "t10k"))
         return _build_dataset(data, _DIGITS, Normalise((0.1307,), (0.3081,)), self.deal_test)
 
@@ -124,13 +124,13 @@ class MNIST(Source):
 @final
 @dataclass(frozen=True)
 class EMNIST(Source):
-    """Handwritten letters and digits, 28×28 (Cohen et al. 2017), turned upright.
+    """Reads handwritten letters and digits, 28×28 (Cohen et al. 2017), turned upright.
 
     Args:
-        path: folder with the files emnist-SUBSET-train-images-idx3-ubyte.gz and so on, or with Parquet files; None for
-            the Hugging Face hub, which has the subsets letters and mnist.
+        path: folder with the files emnist-SUBSET-train-images-idx3-ubyte.gz and so on, or with Parquet files; None for the
+            Hugging Face hub, which has the subsets letters and mnist.
         subset: byclass (62 classes), bymerge and balanced (47), letters (26), digits and mnist (10).
-        deal_test: the published test examples are dealt to clients too; there is then no common test set.
+        deal_test: the published test examples go to clients too; there is then no common test set.
     """
 
     path: str | None = None
@@ -142,7 +142,7 @@ class EMNIST(Source):
             raise UserError(f"EMNIST has no subset {self.subset!r}; {did_you_mean(str(self.subset), _EMNIST)}")
 
     def load(self) -> PooledDataset:
-        """The characters."""
+        """Reads the characters."""
         prefixes = f"emnist-{self.subset}-train", f"emnist-{self.subset}-test"
         advice = _idx_advice(*prefixes)
         if self.path is None and self.subset not in ("letters", "mnist"):
@@ -158,18 +158,18 @@ class EMNIST(Source):
 @final
 @dataclass(frozen=True)
 class CIFAR10(Source):
-    """50,000 + 10,000 colour pictures of 10 classes, 32×32 (Krizhevsky 2009).
+    """Reads 50,000 + 10,000 colour images of 10 classes, 32×32 (Krizhevsky 2009).
 
     Args:
         path: folder with Parquet files; None for the Hugging Face hub.
-        deal_test: the published test examples are dealt to clients too; there is then no common test set.
+        deal_test: the published test examples go to clients too; there is then no common test set.
     """
 
     path: str | None = None
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """The pictures."""
+        """Reads the images."""
         data = _load_images(self.path, "uoft-cs/cifar10", "RGB", _CIFAR_ADVICE)
         return _build_dataset(
             data, _CIFAR10, Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), self.deal_test
@@ -179,18 +179,18 @@ class CIFAR10(Source):
 @final
 @dataclass(frozen=True)
 class CIFAR100(Source):
-    """50,000 + 10,000 colour pictures of 100 classes, 32×32 (Krizhevsky 2009); column "coarse_label" for `ByColumn`.
+    """Reads 50,000 + 10,000 colour images of 100 classes, 32×32 (Krizhevsky 2009); column "coarse_label" for `Natural`.
 
     Args:
         path: folder with Parquet files; None for the Hugging Face hub.
-        deal_test: the published test examples are dealt to clients too; there is then no common test set.
+        deal_test: the published test examples go to clients too; there is then no common test set.
     """
 
     path: str | None = None
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """The pictures."""
+        """Reads the images."""
         data = _load_images(self.path, "uoft-cs/cifar100", "RGB", _CIFAR_ADVICE)
         names = data.names or tuple(map(str, range(100)))
         return _build_dataset(
@@ -200,7 +200,7 @@ class CIFAR100(Source):
 
 @dataclass(frozen=True, eq=False)
 class _ImageSplits:
-    """What a file or the hub holds: images and labels of training and test set, and what else it says."""
+    """Holds images and labels of training and test set, class names and further columns, from a file or the hub."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor] | None
@@ -212,7 +212,7 @@ class _ImageSplits:
 def _load_images(
     path: str | None, repo: str, mode: Mode, advice: str, idx: tuple[str, str] | None = None
 ) -> _ImageSplits:
-    """From the hub, or from `path`: Parquet files if it has some, else IDX files with these prefixes."""
+    """Loads images from the hub, or from `path`: Parquet files if it has some, else IDX files with these prefixes."""
     if path is None:
         return _from_tables(load_hub_tables(repo, advice), mode)
     folder = resolve_existing_path(path, advice)
@@ -257,7 +257,7 @@ def _from_idx(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
 
 
 def _turn_upright(images: tuple[Tensor, Tensor], subset: str) -> tuple[Tensor, Tensor]:
-    """EMNIST is published with rows and columns exchanged, and with letters counted from 1."""
+    """Exchanges rows and columns of EMNIST's images, as published, and counts its letters from 0 instead of 1."""
     x, y = images
     return x.transpose(2, 3).contiguous(), y - 1 if subset == "letters" and int(y.max()) == 26 else y
 

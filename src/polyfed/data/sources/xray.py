@@ -1,4 +1,4 @@
-"""ChestX-ray14: 112,120 chest X-rays with up to 14 findings each, from one folder or from the hub."""
+"""Reads ChestX-ray14: 112,120 chest X-rays with up to 14 findings each, from one folder or from the hub."""
 
 import os
 from dataclasses import dataclass
@@ -40,16 +40,16 @@ _ADVICE = "give --data.path with the folder of Data_Entry_2017.csv and the image
 @final
 @dataclass(frozen=True)
 class ChestXray14(Source):
-    """Chest X-rays (Wang et al. 2017), multi-label: 14 findings, no finding is all zeros; column "patient".
+    """Reads chest X-rays (Wang et al. 2017), multi-label: 14 findings, no finding is all zeros; column "patient".
 
-    Inputs are grey images, uint8, shape (num, 1, image_size, image_size). Where the folder has the published
-    test_list.txt, its images are the test set, and no patient is in both.
+    Inputs are grey images, uint8, shape (num, 1, image_size, image_size). If the folder has the published test_list.txt, its
+    images are the test set, and no patient is in both.
 
     Args:
         path: folder with Data_Entry_2017.csv and the images in it or in folders below it; images of the table that are
-            not there are left out. None for the Hugging Face hub (45 GB).
+            missing are left out. None for the Hugging Face hub (45 GB).
         image_size: images are resized to this many pixels a side; the 112,120 take 0.5 GB at 64.
-        cache: .npy file for the resized images, written if it is not there; decoding all images takes half an hour.
+        cache: .npy file for the resized images, written if it does not exist; decoding all images takes half an hour.
     """
 
     path: str | None = None
@@ -63,7 +63,7 @@ class ChestXray14(Source):
             raise UserError(f"cache must be a file that ends in .npy, got {self.cache!r}")
 
     def load(self) -> PooledDataset:
-        """The X-rays."""
+        """Reads the X-rays."""
         if self.path is None:
             return self._from_hub()
         folder = resolve_existing_path(self.path, _ADVICE)

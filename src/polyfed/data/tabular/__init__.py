@@ -1,1 +1,1 @@
-"""Tables: columns, schemas, preprocessing that sites agree on."""
+"""Reads tables, infers what their columns are, and prepares their rows for networks."""

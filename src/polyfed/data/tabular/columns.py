@@ -1,5 +1,6 @@
-"""What the columns of a table are: features, categories, targets; and what about them is worth a warning."""
+"""Infers what the columns of a table are (features, categories, targets), and warns of suspicious ones."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from polyfed.core.errors import UserError
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
+    DECIMAL_COMMA,
+    MAX_MISSING_WORDS,
     arrow_column,
     check_no_missing_values,
     column_as_numbers,
@@ -22,24 +25,25 @@ from polyfed.data.tabular.table_reader import (
     has_no_letter_or_digit,
     is_empty_column,
     is_numeric_column,
+    is_numeric_text,
     is_numeric_type,
     is_text_type,
-    reason_not_categorical,
 )
 
 _MOST_CATEGORIES = 50
-_MOST_CLASSES = 20  # different whole numbers that are taken as classes unasked
-_MOST_SUBGROUP_VALUES = 10  # different values up to which a column of numbers is kept for scores of subgroups
-_PRECISE = 1e-5  # of its spread: a column that float32 holds less precisely is kept as float64
+_MOST_CLASSES = 20  # different whole numbers that are taken as classes by default
+_MOST_SUBGROUP_VALUES = 10  # different values of a column of numbers that is kept for scores of subgroups
+_PRECISE = 1e-5  # of a column's standard deviation: with a larger rounding error it is kept as float64
 _IDENTIFIERS = frozenset({"id", "nr", "no", "number", "mrn"})
+_DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 TaskName = Literal["auto", "classification", "regression", "multilabel"]
 
 
 def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
-    """What a column is to networks: numbers, or categories if it holds texts or is `as_categories` to be.
+    """Infers a feature column: numbers, or categories if it holds texts or `as_categories` is set.
 
     Raises:
-        UserError: it holds dates, free text, or nothing.
+        UserError: it holds dates, free text, or no value.
     """
     import pyarrow.types as kinds
 
@@ -60,7 +64,7 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
         _warn_if_identifier(cells, name)
         return Column(name, None, bool(np.isnan(cells).any()))
     column = column_as_texts(table, name)
-    if not as_categories and (reason := reason_not_categorical(column, name, _MOST_CATEGORIES)):
+    if not as_categories and (reason := _reason_not_categorical(column, name)):
         raise UserError(reason)
     present_values = [value for value in column.tolist() if value is not None]
     if signs := sorted(filter(has_no_letter_or_digit, set(present_values))):
@@ -73,8 +77,45 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
     return Column(name, sorted_unique_texts(present_values), len(present_values) < len(column))
 
 
+def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
+    """Returns why a column of texts is no column of categories, as a sentence, or "".
+
+    Args:
+        column: texts, None where there is no value.
+        name: of the column.
+    """
+    rows = [row for row, value in enumerate(column.tolist()) if value is not None]
+    present = [str(column[row]) for row in rows]
+    cure = f"leave it out (--data.drop {name}), or make numbers of it before"
+    if all(_DATE.fullmatch(value) for value in present[:100]):
+        return f"column {name!r} holds dates, such as {present[0]!r}: {cure}, such as an age or days since admission"
+    odd = [row for row, value in zip(rows, present, strict=True) if not is_numeric_text(value)]
+    if odd and all(DECIMAL_COMMA.fullmatch(str(column[row])) for row in odd):
+        return (
+            f"column {name!r} has numbers with a comma, such as {str(column[odd[0]])!r}: give --data.decimal , (in Python "
+            "decimal=',')"
+        )
+    different, words = len(set(present)), sorted({str(column[row]) for row in odd})
+    many = different > _MOST_CATEGORIES or (different > 10 and 2 * different > len(present))
+    if odd and (
+        len(odd) <= 0.2 * len(present) or (many and len(words) <= MAX_MISSING_WORDS and different > len(words))
+    ):
+        strange, words = str(column[odd[0]]), words[:MAX_MISSING_WORDS]
+        return (
+            f"column {name!r} holds numbers, and {strange!r} in {format_row_numbers(np.array(odd))}: if that means no "
+            f"value, give --data.missing {','.join(words)} (in Python missing={words}); otherwise correct it, or take "
+            f"all as categories (--data.categorical {name})"
+        )
+    if many:
+        return (
+            f"column {name!r} has {different} different texts in {len(present)} rows, such as {present[0][:40]!r}: "
+            f"that is free text or an identifier; {cure}, or take it as categories (--data.categorical {name})"
+        )
+    return ""
+
+
 def sorted_unique_texts(items: Sequence[str]) -> tuple[str, ...]:
-    """Different texts: numbers in ascending order, all else by name.
+    """Returns different texts, numbers in ascending order, all else by name.
 
     >>> sorted_unique_texts(["10", "9", "10"]), sorted_unique_texts(["b", "10", "9"])
     (('9', '10'), ('10', '9', 'b'))
@@ -87,7 +128,7 @@ def sorted_unique_texts(items: Sequence[str]) -> tuple[str, ...]:
 
 
 def has_few_values(table: Table, name: str) -> bool:
-    """Whether a column has so few different values that scores of subgroups may go by them."""
+    """Returns whether a column has few enough different values for scores of subgroups."""
     import pyarrow.compute
 
     kind = arrow_column(table, name).type
@@ -109,8 +150,10 @@ def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
 
 
 def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
-    """A warning of rows that are equal in all columns but the one of sites: they could come into both training and test
-    sets. Tables whose rows repeat by nature are not told of."""
+    """Warns of rows that are equal in all columns except `ignored_column`: they could be in both training and test sets.
+
+    If more than half of the rows are copies, rows repeat by nature, and there is no warning.
+    """
     names = [name for name in table.column_names if name != ignored_column]
     table_with_row_numbers = table.select(names).append_column("\0row", [np.arange(table.num_rows)])
     unique_rows = table_with_row_numbers.group_by(names, use_threads=False).aggregate(
@@ -131,7 +174,9 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
 
 
 def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
-    """As float32, unless a column of numbers would lose digits that matter for its spread."""
+    """Converts cells to float32, unless a column of numbers would lose digits that matter relative to its standard
+    deviation.
+    """
     numeric_positions = [i for i, column in enumerate(features) if column.categories is None]
     numeric_cells = stored[:, numeric_positions].numpy()
     if not numeric_cells.size:
@@ -148,7 +193,11 @@ def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
 def read_targets(
     table: Table, names: Sequence[str], task: TaskName, positive: str | None
 ) -> tuple[Tensor, tuple[str, ...], Task]:
-    """Targets, the names of classes, labels or targets, and the task."""
+    """Returns targets, the names of classes, labels or targets, and the task.
+
+    Raises:
+        UserError: a row without a target, or targets that do not fit the task.
+    """
     for name in names:
         check_no_missing_values(column_as_texts(table, name), name, "target")
     resolved_task = _infer_task(table, names) if task == "auto" else task

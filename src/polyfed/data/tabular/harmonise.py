@@ -1,7 +1,7 @@
-"""One preprocessing for tables in several places: what it is fitted on, and examples that are given it.
+"""Gives tables in several places one common preprocessing: its definition, statistics, and recoded examples.
 
-Each place has coded its rows by its own categories and classes. Once all know the common ones, rows are coded by these, and
-targets of regression are scaled by what is known of all places.
+Each place has coded its rows by its own categories and classes. Once all know the common ones, rows are recoded by these,
+and regression targets are scaled by statistics over all places.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from polyfed.data.tabular.schema import merge_schemas, read_schema, recode_targe
 
 
 def preprocessor_of(examples: Examples) -> TablePreprocessor:
-    """The preprocessing of examples of a table.
+    """Returns the preprocessing of examples of a table.
 
     Raises:
-        UserError: they are of none.
+        UserError: the examples are not from a table.
     """
     if not isinstance(examples.transform, TablePreprocessor):
         raise UserError("federated preprocessing needs examples of one table at all clients (pf.data.split_table)")
@@ -27,15 +27,17 @@ def preprocessor_of(examples: Examples) -> TablePreprocessor:
 
 
 def count_and_sum_with_targets(train: Examples, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """How many training rows of a table have each column of numbers, and the sum of their values, or around a mean of the
-    squares of what they differ from it by; after them the same of targets of regression, in the table's unit.
+    """Counts the values of each column of numbers in the training rows and sums them up, then the same for regression
+    targets.
+
+    With `mean` it sums the squared differences from it instead. Targets are in the table's unit.
 
     Args:
-        train: of a table.
-        mean: of the same columns and targets.
+        train: examples of a table.
+        mean: of the same columns and targets; None for plain sums.
 
     Returns:
-        Two float64 tensors of shape (columns of numbers + targets,).
+        Counts and sums, two float64 tensors of shape (columns of numbers + targets,).
     """
     preprocessor = preprocessor_of(train)
     num_numeric = len(preprocessor.mean)
@@ -49,23 +51,24 @@ def count_and_sum_with_targets(train: Examples, mean: Tensor | None = None) -> t
 
 
 def _unscale_targets(y: Tensor, preprocessor: TablePreprocessor) -> Tensor:
-    """Targets in the table's unit, float64, shape (n, targets)."""
+    """Returns targets in the table's unit, float64, shape (n, targets)."""
     mean, spread = torch.tensor(preprocessor.target or ((0.0, 1.0),), dtype=torch.float64).T
     targets: Tensor = y.double().reshape(len(y), -1) * spread + mean
     return targets
 
 
 def needs_common_preprocessing(tables: Sequence[TablePreprocessor]) -> bool:
-    """Whether tables have yet to agree on one preprocessing: that of sums over all sites, which was read one by one."""
+    """Returns whether tables with federated preprocessing were read one by one, and have yet to agree on a common one."""
     federated_tables = [table for table in tables if table.scope == "federated"]
     return len(set(federated_tables)) > 1 or any(set(table.target) == {(0.0, 1.0)} for table in federated_tables)
 
 
 def merge_table_definitions(tables: Mapping[str, TablePreprocessor]) -> TablePreprocessor:
-    """What tables have in common: the same columns, with the categories and classes of any, and nothing fitted yet.
+    """Merges the definitions of tables: their common columns, with the categories and classes of any, and no fitted
+    statistics.
 
     Args:
-        tables: by the site that has it.
+        tables: the preprocessing of each site's table, by site.
 
     Raises:
         UserError: a site has other columns, or in another order, another task or other targets.
@@ -106,11 +109,16 @@ def _table_difference(first: TablePreprocessor, second: TablePreprocessor) -> st
 
 
 def recode_examples(examples: Sequence[Examples], common: TablePreprocessor) -> list[Examples]:
-    """Examples of one table, coded, scaled and prepared by what is common to all places. Those that share a store share one
-    afterwards.
+    """Recodes, scales and prepares examples of one table by the common preprocessing.
+
+    Examples that share a store share a store afterwards.
+
+    Args:
+        examples: of one table.
+        common: the common preprocessing.
 
     Raises:
-        UserError: the common table is not that of these, or lacks a category or class of theirs.
+        UserError: the common table is not that of these examples, or lacks one of their categories or classes.
 
     >>> own = TablePreprocessor((Column("sex", ("f", "x")),), (), (), classes=("no", "yes"))
     >>> rows = Examples(torch.tensor([[0.0], [1.0]]), torch.tensor([1, 0]), transform=own)
@@ -148,7 +156,7 @@ def _recode_inputs(x: Tensor, preprocessor: TablePreprocessor, common: TablePrep
 
 
 def _code_translation(before: Column, after: Column) -> Tensor:
-    """The new code of each category, of rows without one, and, at the end, of those that are of none (-1)."""
+    """Returns the new code of each category, of rows without one, and, at the end, of rows with an unknown category (-1)."""
     old, new = before.categories or (), after.categories or ()
     if lost := [value for value in old if value not in new]:
         raise UserError(f"column {before.name!r} has {len(lost)} categories that the common table does not know")

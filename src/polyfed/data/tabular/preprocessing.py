@@ -1,10 +1,10 @@
-"""From the rows of a table to a network's inputs: numbers scaled, missing values filled in, categories as zeros and ones.
+"""Converts the rows of a table to a network's inputs: scales numbers, fills in missing values, encodes categories one-hot.
 
-A table is stored as it was read, one number a cell: a number itself (NaN where there is none), or the position of a
-category. `TablePreprocessor` makes a batch of these ready. So one store serves all sites, equal rows are found, and a
-network can be given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`,
-`SimpleImputer(add_indicator=True)` and `OneHotEncoder(handle_unknown="ignore")` in a `ColumnTransformer` (tested),
-without the two seconds that they take to import and in a form that can be saved as JSON.
+A table is stored as it was read, one number a cell: a number itself (NaN where there is none), or the index of a category.
+`TablePreprocessor` converts batches of these. So one store serves all sites, equal rows are found, and a network can be
+given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`, `SimpleImputer(add_indicator=True)` and
+`OneHotEncoder(handle_unknown="ignore")` in a `ColumnTransformer` (tested), without the two seconds that they take to import
+and in a form that can be saved as JSON.
 """
 
 import math
@@ -36,20 +36,20 @@ from polyfed.data.tabular.table_reader import (
 )
 
 MISSING_CATEGORY = "(missing)"
-_CONSTANT = 1e-9  # of the mean, below which numbers do not vary
-_SHOWN = 5  # names in a sentence
+_CONSTANT = 1e-9  # relative to the mean; numbers with a smaller standard deviation do not vary
+_SHOWN = 5  # names shown in a sentence
 Scope = Literal["site", "federated"]
 
 
 @final
 @dataclass(frozen=True)
 class Column:
-    """A column of a table that networks see.
+    """Describes a feature column of a table.
 
     Args:
         name: of the column.
         categories: the texts that it may hold, in order; None for numbers.
-        missing: whether rows without a value are marked by a feature of their own.
+        missing: whether an extra feature marks rows without a value.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Column:
 
 
 class _PreprocessorJSON(TypedDict):
-    """A `TablePreprocessor` as JSON holds it."""
+    """Describes the JSON form of a `TablePreprocessor`."""
 
     columns: list[dict[str, Any]]
     mean: list[float]
@@ -72,20 +72,21 @@ class _PreprocessorJSON(TypedDict):
 @final
 @dataclass(frozen=True)
 class TablePreprocessor:
-    """What turns stored rows into inputs; fitted on training rows. It is the `transform` of a table's `Examples`.
+    """Converts stored rows of a table to inputs of a network, with statistics fitted on training rows.
 
-    Inputs are in this order: the numbers, (value − mean) / spread, 0 where there is none, and always 0 for a column that did
-    not vary in the training rows, whose scale nobody knows; for those with `missing` 1 where
-    there is none, else 0; one 0 or 1 for each category (and for no category, if `missing`). A category that is not in
-    the list gives zeros.
+    It is the `transform` of a table's `Examples`. Inputs are in this order: the numbers, (value − mean) / spread, 0 where
+    there is none, and always 0 for a column that did not vary in the training rows, whose scale is unknown; for those with
+    `missing` 1 where there is none, else 0; one 0 or 1 for each category (and for no category, if `missing`). A category
+    that is not in the list gives zeros.
 
     Args:
         columns: of the table, in the order of the store.
-        mean, spread: of the columns of numbers, in their order; a spread of 0 is of a column that did not vary.
-        target: mean and spread by which regression targets were scaled, a pair a target.
+        mean, spread: mean and standard deviation of the columns of numbers, in order; a spread of 0 for a column that did
+            not vary.
+        target: mean and spread by which regression targets were scaled, one pair per target.
         scope: "site" if fitted on one site's rows, "federated" if on sums over all sites.
-        classes: names of the classes, labels or targets, for those who read predictions.
-        task: of the targets, for the same.
+        classes: names of the classes, labels or targets, to label predictions.
+        task: of the targets, to interpret predictions.
 
     Raises:
         UserError: another number of means or spreads than of columns of numbers, a spread that is negative, or one of a
@@ -117,7 +118,7 @@ class TablePreprocessor:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in their order."""
+        """Returns the names of the inputs, in their order."""
         plain = [c.name for c in self.columns if c.categories is None]
         marked = [f"{c.name} is missing" for c in self.columns if c.categories is None and c.missing]
         shares = [f"{c.name}={value}" for c in self.columns for value in _category_names(c)]
@@ -125,7 +126,7 @@ class TablePreprocessor:
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """By what numbers are divided: their spread; infinity for a column that did not vary, which so is 0."""
+        """Returns the divisors of numbers: their spread, or infinity for a column that did not vary, which so becomes 0."""
         return tuple(spread or math.inf for spread in self.spread)
 
     @cached_property
@@ -133,7 +134,7 @@ class TablePreprocessor:
         return {}
 
     def _column_tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Which columns are numbers, their means and spreads, which are marked, and column and code of each category."""
+        """Returns the columns of numbers, their means and spreads, the marked ones, and column and code of each category."""
         key = (x.device, x.dtype)
         if key not in self._tensors:
             numeric = [i for i, c in enumerate(self.columns) if c.categories is None]
@@ -159,7 +160,7 @@ class TablePreprocessor:
         return {name: value for name, value in self.__dict__.items() if name != "_tensors"}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Inputs of a batch of stored rows: float32, shape (batch, features)."""
+        """Returns the inputs for a batch of stored rows: float32, shape (batch, features)."""
         numeric, mean, spread, marked, owners, codes = self._column_tensors(x)
         scaled = (x[:, numeric] - mean) / spread
         parts = [torch.where(scaled.isnan(), 0.0, scaled).to(torch.float32)]
@@ -170,7 +171,7 @@ class TablePreprocessor:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def encode(self, rows: Any) -> Tensor:
-        """Raw rows as they are stored.
+        """Encodes raw rows as they are stored.
 
         Args:
             rows: a pandas frame, a mapping of columns, a list of {name: value}, or the path of a CSV or Parquet file. Other
@@ -182,7 +183,7 @@ class TablePreprocessor:
         return encode_table(read_table(rows), self.columns).to(torch.float64)
 
     def changed_constant_columns(self, x: Tensor) -> tuple[str, ...]:
-        """Names of the columns that had one value, or none, in the training rows and have another in stored rows.
+        """Returns the columns with one value, or none, in the training rows, and another value in the stored rows `x`.
 
         >>> ready = TablePreprocessor((Column("age"), Column("chol")), (50.0, 0.0), (10.0, 0.0))
         >>> ready.changed_constant_columns(torch.tensor([[70.0, 240.0]])), ready(torch.tensor([[70.0, 240.0]])).tolist()
@@ -196,12 +197,12 @@ class TablePreprocessor:
         return tuple(changed_names)
 
     def warn_of_changed_constants(self, x: Tensor, name: str) -> None:
-        """Warns of stored rows with another value in a column that did not vary; `name` is what the rows are called."""
+        """Warns of stored rows with another value in a column that did not vary; `name` stands for the rows."""
         if changed := self.changed_constant_columns(x):
             warn_of_changed_constants({name: changed})
 
     def unscale_outputs(self, outputs: Tensor) -> Tensor:
-        """What a network gives for regression, in the unit of the table; other outputs as they are."""
+        """Converts a network's regression outputs to the unit of the table; returns other outputs unchanged."""
         if not self.target:
             return outputs
         mean, spread = torch.tensor(self.target, dtype=torch.float64).T
@@ -209,7 +210,7 @@ class TablePreprocessor:
         return unscaled.to(torch.float32)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """For JSON; `preprocessor_from_json` reads it."""
+        """Returns a dict for JSON, which `preprocessor_from_json` reads."""
         columns = [
             {"name": c.name, "categories": None if c.categories is None else list(c.categories), "missing": c.missing}
             for c in self.columns
@@ -222,7 +223,7 @@ class TablePreprocessor:
 
 
 def preprocessor_from_json(content: Any) -> TablePreprocessor:
-    """The preprocessing that a run wrote beside a model, `models/ID.preprocessing.json`.
+    """Builds the preprocessing that a run wrote beside a model, `models/ID.preprocessing.json`.
 
     Raises:
         UserError: it is no such description.
@@ -249,14 +250,14 @@ def preprocessor_from_json(content: Any) -> TablePreprocessor:
 
 
 def _category_names(column: Column) -> tuple[str, ...]:
-    """The categories of a column, and after them that of rows without one."""
+    """Returns the categories of a column, and after them, if rows lack one, the missing category."""
     if column.categories is None:
         return ()
     return (*column.categories, MISSING_CATEGORY) if column.missing else column.categories
 
 
 def encode_table(table: Any, columns: Sequence[Column]) -> Tensor:
-    """The cells of a table as they are stored: float64, shape (rows, columns).
+    """Encodes the cells of a table as they are stored: float64, shape (rows, columns).
 
     Raises:
         UserError: a column is missing, or of another kind.
@@ -287,7 +288,7 @@ def encode_table(table: Any, columns: Sequence[Column]) -> Tensor:
 
 
 def _describe_non_numbers(table: Any, name: str) -> str:
-    """What a column holds that is no column of numbers."""
+    """Describes the content of a column that is no column of numbers."""
     kind = arrow_column(table, name).type
     if not is_text_type(kind):
         return str(kind)
@@ -299,10 +300,10 @@ def _describe_non_numbers(table: Any, name: str) -> str:
 
 
 def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> None:
-    """Warns of columns that did not vary in training rows and do in others; none where there are none.
+    """Warns of columns that did not vary in training rows and vary in others, if there are any.
 
     Args:
-        columns_by_owner: names of such columns, by what has them, such as "site 'north'".
+        columns_by_owner: names of such columns, by their owner, such as "site 'north'".
     """
     sentences = [
         f"{whose}: {_join_first(list(map(repr, names)))}" for whose, names in columns_by_owner.items() if names
@@ -324,8 +325,10 @@ def _join_first(names: Sequence[str], between: str = ", ") -> str:
 
 
 def count_and_sum(train: Examples, columns: Sequence[Column], mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """How many training rows have each column of numbers, and the sum of their values: or, around a mean, of the squares of
-    what they differ from it by. Both float64, shape (columns of numbers,)."""
+    """Counts the values of each column of numbers in the training rows, and sums them up.
+
+    With `mean` it sums the squared differences from it instead. Both float64, shape (columns of numbers,).
+    """
     numeric = [i for i, column in enumerate(columns) if column.categories is None]
     x = (train.input_tensor if train.index is None else train.input_tensor[train.index])[:, numeric].double()
     is_present = ~x.isnan()
@@ -334,12 +337,15 @@ def count_and_sum(train: Examples, columns: Sequence[Column], mean: Tensor | Non
 
 
 def mean_or_zero(count: Tensor, total: Tensor) -> Tensor:
-    """Means of sums; 0 where no row has a value."""
+    """Returns means, `total / count`; 0 where no row has a value."""
     return torch.where(count > 0, total / torch.where(count > 0, count, 1.0), 0.0)
 
 
 def set_statistics(template: TablePreprocessor, mean: Tensor, variance: Tensor, scope: Scope) -> TablePreprocessor:
-    """The preprocessing with these means and variances; after those of columns may be those of targets."""
+    """Returns the preprocessing with these means and variances of its columns.
+
+    Further means and variances, after those of the columns, are of the targets.
+    """
     num_numeric, spread = len(template.mean), standard_deviation(mean, variance).tolist()
     units = [value or 1.0 for value in spread[num_numeric:]]  # targets that do not vary keep their unit
     target = tuple(zip(mean[num_numeric:].tolist(), units, strict=True)) or template.target
@@ -350,7 +356,7 @@ def set_statistics(template: TablePreprocessor, mean: Tensor, variance: Tensor, 
 
 
 def standard_deviation(mean: Tensor, variance: Tensor) -> Tensor:
-    """Standard deviations; 0 for numbers that do not vary."""
+    """Returns standard deviations; 0 for numbers that do not vary."""
     spread = variance.sqrt()
     return torch.where(spread <= _CONSTANT * mean.abs(), torch.zeros_like(spread), spread)
 
@@ -358,7 +364,7 @@ def standard_deviation(mean: Tensor, variance: Tensor) -> Tensor:
 def fit_preprocessor(
     template: TablePreprocessor, trains: Sequence[Examples], scope: Scope = "site"
 ) -> TablePreprocessor:
-    """The preprocessing fitted on training rows: of one site, or on the sums over several, in their order.
+    """Fits preprocessing to the training rows of one site, or to sums over several sites, in their order.
 
     >>> like = TablePreprocessor((Column("age"),), (0.0,), (1.0,))
     >>> rows = Examples(torch.tensor([[40.0], [60.0], [torch.nan]]), torch.tensor([0, 1, 0]))
@@ -375,22 +381,3 @@ def _add_pairs(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     for part_count, part_total in parts:
         count, total = count + part_count, total + part_total
     return count, total
-
-
-def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePreprocessor]:
-    """For sites whose training rows have changed: each site's preprocessing, fitted on its new ones. Sites whose examples
-    are of no table are left out."""
-    preprocessors = {
-        i: train.transform for i, train in trains.items() if isinstance(train.transform, TablePreprocessor)
-    }
-    federated: dict[tuple[Column, ...], TablePreprocessor] = {}
-    for i in preprocessors:
-        if preprocessors[i].scope == "federated" and preprocessors[i].columns not in federated:
-            members = [trains[j] for j in preprocessors if preprocessors[j].columns == preprocessors[i].columns]
-            federated[preprocessors[i].columns] = fit_preprocessor(preprocessors[i], members, "federated")
-    return {
-        i: federated[preprocessor.columns]
-        if preprocessor.scope == "federated"
-        else fit_preprocessor(preprocessor, [trains[i]])
-        for i, preprocessor in preprocessors.items()
-    }

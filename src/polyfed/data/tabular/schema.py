@@ -1,5 +1,7 @@
-"""What tables in different places must have in common to be trained on together: columns, categories and classes. It holds
-names and categories, and nothing of a row."""
+"""Describes the columns, categories and classes that tables in different places must share to be trained on together.
+
+A schema holds names and categories, and nothing of a row.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, prepro
 
 
 def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:
-    """The schema of a table, for JSON: how it is prepared, without what was fitted.
+    """Returns the schema of a table, for JSON: its preprocessing without fitted statistics.
 
     >>> table_schema(TablePreprocessor((Column("age"),), (61.0,), (10.0,)))["mean"]
     [0.0]
@@ -35,7 +37,7 @@ def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:
 
 
 def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
-    """A schema from a file that holds it as JSON, or from what `table_schema` gave.
+    """Reads a schema from a JSON file, or from the result of `table_schema`.
 
     Raises:
         UserError: the file cannot be read, or holds no schema.
@@ -52,15 +54,16 @@ def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
 
 
 def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | None = None) -> dict[str, Any]:
-    """One schema for several tables: the columns that all have, with the categories and classes of any, and a mark for
-    missing values where any table has some.
+    """Merges the schemas of several tables: the columns that all have, with the categories and classes of any.
+
+    A column has a mark for missing values if any table has missing values in it.
 
     Args:
-        sources: schemas (`Sites.schema`) or files of them.
+        sources: schemas (`ClientTables.schema`) or files of them.
         to: a JSON file to write.
 
     Raises:
-        UserError: none, a column that is of numbers here and of categories there, another task, or no column in common.
+        UserError: none, a column of numbers in one and of categories in another, different tasks, or no common column.
 
     >>> one = table_schema(TablePreprocessor((Column("sex", ("f", "m")), Column("age")), (0.0,), (1.0,)))
     >>> two = table_schema(TablePreprocessor((Column("sex", ("f", "x")), Column("bmi")), (0.0,), (1.0,)))
@@ -104,7 +107,7 @@ def _merge_column(columns: Sequence[Column]) -> Column:
 
 
 def _union(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The first list, then what the others have more; in order, if the lists are, as one table of all rows has them."""
+    """Returns the first list, then what the others add; sorted if all lists are, as for one table of all rows."""
     items = list(dict.fromkeys(value for part in lists for value in part))
     return (
         sorted_unique_texts(items) if all(tuple(part) == sorted_unique_texts(part) for part in lists) else tuple(items)
@@ -112,7 +115,7 @@ def _union(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def recode_targets_to_schema(y: Tensor, class_names: Sequence[str], schema: TablePreprocessor, task: str) -> Tensor:
-    """Targets of a table in the classes of a schema.
+    """Recodes targets of a table to the classes of a schema.
 
     Raises:
         UserError: another task, or a class, label or target that the schema does not have.

@@ -1,5 +1,4 @@
-"""Tables of users: CSV and Parquet files, pandas frames and the like, as one Arrow table, with errors that name columns and
-rows."""
+"""Reads users' tables (CSV and Parquet files, pandas frames and the like) as Arrow tables; errors name columns and rows."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,27 +14,26 @@ from polyfed.data.formats.files import Table, read_parquet_splits, resolve_exist
 
 PATH_ADVICE = "give --data.path with a CSV or Parquet file that has one row per example"
 _DELIMITERS = (",", ";", "\t", "|")
-_SHOWN = 5  # rows or values in a sentence
-_WORDS = 3  # different words among numbers that may all mean no value
-_DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
-_COMMA = re.compile(r"[+-]?\d+,\d+")
+_SHOWN = 5  # rows or values shown in a sentence
+MAX_MISSING_WORDS = 3  # different words among numbers that may all stand for no value
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 def read_table(
     source: Any, *, missing: Sequence[str] = (), delimiter: str = "auto", decimal: str = ".", encoding: str = "utf-8"
 ) -> Table:
-    """A `pyarrow.Table` of a CSV or Parquet file, a pandas frame, a mapping of columns, a list of rows, or an Arrow table.
+    """Reads a CSV or Parquet file, a pandas frame, a mapping of columns, or a list of rows as a `pyarrow.Table`.
 
     Args:
-        source: one of these; a file by its path.
-        missing: texts that stand for no value, beside the usual ones (an empty cell, NA, NaN, null); numbers among them are
-            looked for in columns of numbers too.
-        delimiter: between the cells of a CSV file; "auto" finds out from its first line.
+        source: one of these, or an Arrow table; a file by its path.
+        missing: texts that stand for no value, beside the usual ones (an empty cell, NA, NaN, null); a number among them
+            stands for no value in columns of numbers too.
+        delimiter: between the cells of a CSV file; "auto" infers it from the first line.
         decimal: "." or ",", also of numbers that are texts.
         encoding: of the CSV file.
 
     Raises:
-        UserError: it cannot be read, has no rows, or a name twice.
+        UserError: it cannot be read, has no rows, or has a column name twice.
 
     >>> read_table({"age": [50, None], "sex": ["f", "m"]}).column_names
     ['age', 'sex']
@@ -87,22 +85,25 @@ def _check_column_names(frame: Any) -> Any:
 
 
 def _mixed_columns_as_texts(frame: Any, missing: Sequence[str]) -> Any:
-    """The frame, columns of texts and numbers as texts."""
+    """Returns the frame with columns that mix texts and numbers as texts."""
     if len(set(frame.columns)) < len(frame.columns):
-        return frame  # which is refused, with the name
+        return frame  # `read_table` refuses a name twice
     mixed = {name: _as_texts(frame[name].tolist(), missing) for name in frame.columns if frame[name].dtype.kind == "O"}
     changed = {name: texts_ for name, texts_ in mixed.items() if texts_ is not None}
     return frame.assign(**changed) if changed else frame
 
 
 def _as_texts(cells: Sequence[Any], missing: Sequence[str]) -> list[str | None] | None:
-    """Cells as a CSV file has them, if they are numbers, and a few texts that may stand for no value; None if not."""
+    """Converts cells to texts, as in a CSV file, if they are numbers and a few texts that may stand for no value.
+
+    Returns None for other cells.
+    """
     present = [cell for cell in cells if not _is_absent(cell)]
     if not all(isinstance(cell, str | int | float | np.number) for cell in present):
         return None
     amounts = {cell for cell in present if not isinstance(cell, str)}
     words = {cell.strip() for cell in present if isinstance(cell, str) and not is_numeric_text(cell)} - set(missing)
-    few = len(words) <= _WORDS and (len(words) < len(amounts) or all(map(has_no_letter_or_digit, words)))
+    few = len(words) <= MAX_MISSING_WORDS and (len(words) < len(amounts) or all(map(has_no_letter_or_digit, words)))
     if not amounts or not few or len(amounts) == len(set(present)):
         return None
     return [
@@ -112,7 +113,7 @@ def _as_texts(cells: Sequence[Any], missing: Sequence[str]) -> list[str | None] 
 
 
 def _is_absent(cell: Any) -> bool:
-    """None, NaN, and the NA and NaT of pandas."""
+    """Returns whether a cell has no value: None, NaN, and pandas' NA and NaT."""
     return cell is None or type(cell).__name__ in ("NAType", "NaTType") or (isinstance(cell, float) and cell != cell)
 
 
@@ -130,8 +131,10 @@ def _arrow_array(values: Any, missing: Sequence[str]) -> Any:
 
 
 def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) -> Table:
-    """The table with no value where a cell is one of these texts, or the number that one of them is; and texts of numbers
-    with a decimal comma with a point. A CSV file is read so at once."""
+    """Removes the values of cells that are one of these texts, or the number in it, and replaces decimal commas in texts.
+
+    `_read_csv` does so while it reads.
+    """
     import pyarrow
     import pyarrow.compute as compute
 
@@ -144,7 +147,11 @@ def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) ->
             cells = column_as_texts(table, name)
             cleaned = [None if cell in missing else cell for cell in cells.tolist()]
             present = [cell for cell in cleaned if cell is not None]
-            if decimal == "," and present and all(_COMMA.fullmatch(cell) or is_numeric_text(cell) for cell in present):
+            if (
+                decimal == ","
+                and present
+                and all(DECIMAL_COMMA.fullmatch(cell) or is_numeric_text(cell) for cell in present)
+            ):
                 cleaned = [None if cell is None else cell.replace(",", ".") for cell in cleaned]
             if cleaned != cells.tolist():
                 table = table.set_column(place, name, pyarrow.array(cleaned, pyarrow.string()))
@@ -185,7 +192,7 @@ def _read_csv(file: Path, missing: Sequence[str], delimiter: str, decimal: str, 
         strings_can_be_null=True,
         decimal_point=decimal,
     )
-    # One block: the types of columns are inferred from the first, and a text in a later one would be an error.
+    # One block: Arrow infers the types of columns from the first block, and a text in a later one would be an error.
     reading = pyarrow.csv.ReadOptions(block_size=min(2**31 - 1, max(2**20, 2 * file.stat().st_size)), encoding=encoding)
     parsing = pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True)
     try:
@@ -203,10 +210,10 @@ _ENCODING = "give --data.encoding latin-1, or save the file as UTF-8"
 
 
 def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
-    """Raises unless the table has columns of these names.
+    """Checks that the table has columns of these names.
 
     Raises:
-        UserError: with the nearest names.
+        UserError: it lacks one; the message has the nearest names.
 
     >>> check_columns_exist(read_table({"age": [1]}), ["agee"], "target")
     Traceback (most recent call last):
@@ -218,7 +225,7 @@ def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
 
 
 def arrow_column(table: Table, name: str) -> Any:
-    """A column as one `pyarrow.Array`, with categories as their values."""
+    """Returns a column as one `pyarrow.Array`, with categories as their values."""
     import pyarrow
     import pyarrow.types as kinds
 
@@ -229,7 +236,7 @@ def arrow_column(table: Table, name: str) -> Any:
 
 
 def is_numeric_type(kind: Any) -> bool:
-    """Whether an Arrow type is one of numbers, true and false included."""
+    """Returns whether an Arrow type holds numbers, true and false included."""
     import pyarrow.types as kinds
 
     tests = (kinds.is_integer, kinds.is_floating, kinds.is_boolean, kinds.is_decimal)
@@ -237,14 +244,14 @@ def is_numeric_type(kind: Any) -> bool:
 
 
 def is_text_type(kind: Any) -> bool:
-    """Whether an Arrow type is one of texts."""
+    """Returns whether an Arrow type holds texts."""
     import pyarrow.types as kinds
 
     return any(test(kind) for test in (kinds.is_string, kinds.is_large_string, kinds.is_string_view))
 
 
 def is_empty_column(table: Table, name: str) -> bool:
-    """Whether no row has a value in a column that is not one of numbers."""
+    """Returns whether a column that is not one of numbers has no value in any row."""
     import pyarrow.types as kinds
 
     column = arrow_column(table, name)
@@ -252,8 +259,9 @@ def is_empty_column(table: Table, name: str) -> bool:
 
 
 def is_numeric_column(table: Table, name: str) -> bool:
-    """Whether a column has numbers, be they written as texts, as the cells of a CSV file are. Categories of a frame that are
-    texts are none.
+    """Returns whether a column holds numbers, or texts that are numbers, as the cells of a CSV file are.
+
+    Categories of a frame that are texts are not numbers.
 
     >>> rows = read_table({"age": ["61.5", None, "70"], "ward": ["1", "b", "2"]})
     >>> is_numeric_column(rows, "age"), is_numeric_column(rows, "ward")
@@ -270,10 +278,10 @@ def is_numeric_column(table: Table, name: str) -> bool:
 
 
 def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
-    """A column of numbers; NaN where there is no value.
+    """Returns a column as numbers; NaN where there is no value.
 
     Args:
-        table: that has it.
+        table: that has the column.
         name: of a column of numbers, or of texts that are numbers.
 
     Raises:
@@ -298,7 +306,7 @@ def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
 
 
 def column_as_texts(table: Table, name: str) -> NDArray[Any]:
-    """A column as texts, None where there is no value. Whole numbers are written without a point, whatever their type.
+    """Returns a column as texts, None where there is no value; whole numbers have no decimal point, whatever their type.
 
     >>> column_as_texts(read_table({"a": [1.0, None, 2.5]}), "a").tolist()
     ['1', None, '2.5']
@@ -315,10 +323,10 @@ def _cell_text(value: Any) -> str | None:
 
 
 def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
-    """Raises if a row has no value.
+    """Checks that every row has a value.
 
     Raises:
-        UserError: with the numbers of the rows, the first being 1.
+        UserError: a row has none; the message has the numbers of such rows, the first being 1.
 
     >>> check_no_missing_values(np.array(["a", None], dtype=object), "hospital", "site")
     Traceback (most recent call last):
@@ -336,7 +344,7 @@ def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
 
 
 def format_row_numbers(rows: NDArray[Any]) -> str:
-    """Rows for a sentence, counted from 1.
+    """Formats row numbers for a sentence, counted from 1.
 
     >>> format_row_numbers(np.array([0])), format_row_numbers(np.array([1, 4])), format_row_numbers(np.arange(10))
     ('row 1', 'rows 2 and 5', 'rows 1, 2, 3, 4, 5 and 5 more')
@@ -347,49 +355,13 @@ def format_row_numbers(rows: NDArray[Any]) -> str:
     return f"row {shown[0]}" if len(shown) == 1 else f"rows {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def reason_not_categorical(column: NDArray[Any], name: str, max_categories: int) -> str:
-    """What makes a column of texts no column of categories, as a sentence; empty if nothing does.
-
-    Args:
-        column: texts, None where there is no value.
-        name: of the column.
-        max_categories: different texts that categories may have.
-    """
-    rows = [row for row, value in enumerate(column.tolist()) if value is not None]
-    present = [str(column[row]) for row in rows]
-    cure = f"leave it out (--data.drop {name}), or make numbers of it before"
-    if all(_DATE.fullmatch(value) for value in present[:100]):
-        return f"column {name!r} holds dates, such as {present[0]!r}: {cure}, such as an age or days since admission"
-    odd = [row for row, value in zip(rows, present, strict=True) if not is_numeric_text(value)]
-    if odd and all(_COMMA.fullmatch(str(column[row])) for row in odd):
-        return (
-            f"column {name!r} has numbers with a comma, such as {str(column[odd[0]])!r}: give --data.decimal , (in Python "
-            "decimal=',')"
-        )
-    different, words = len(set(present)), sorted({str(column[row]) for row in odd})
-    many = different > max_categories or (different > 10 and 2 * different > len(present))
-    if odd and (len(odd) <= 0.2 * len(present) or (many and len(words) <= _WORDS and different > len(words))):
-        strange, words = str(column[odd[0]]), words[:_WORDS]
-        return (
-            f"column {name!r} holds numbers, and {strange!r} in {format_row_numbers(np.array(odd))}: if that means no "
-            f"value, give --data.missing {','.join(words)} (in Python missing={words}); otherwise correct it, or take "
-            f"all as categories (--data.categorical {name})"
-        )
-    if many:
-        return (
-            f"column {name!r} has {different} different texts in {len(present)} rows, such as {present[0][:40]!r}: "
-            f"that is free text or an identifier; {cure}, or take it as categories (--data.categorical {name})"
-        )
-    return ""
-
-
 def has_no_letter_or_digit(text: str) -> bool:
-    """Whether a text has no letter and no digit, as one that stands for no value: "?", "-"."""
+    """Returns whether a text has no letter and no digit, as texts that stand for no value: "?", "-"."""
     return not any(map(str.isalnum, text))
 
 
 def is_numeric_text(value: str) -> bool:
-    """Whether a text is a number."""
+    """Returns whether a text is a number."""
     try:
         float(value)
     except ValueError:
