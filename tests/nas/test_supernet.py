@@ -280,7 +280,7 @@ def test_what_was_found_computes_what_the_supernet_does():
     }  # so large that it decides
     assert torch.equal(other(images()), network(images()))
     network.noise = None
-    with pytest.raises(UserError, match="architecture for each example"):
+    with pytest.raises(UserError, match="one architecture per example"):
         most_probable_network(supernet("aware"))
 
 
@@ -343,11 +343,11 @@ def test_written_and_read_back(kind, tmp_path):
 def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(UserError, match=r"models/ID\.json"):
         load_network(tmp_path / "none.json")
-    with pytest.raises(UserError, match="no description"):
+    with pytest.raises(UserError, match="not a description"):
         rebuild_network({"format": "something"})
     with pytest.raises(UserError, match="its format is 'list'"):
         rebuild_network([])
-    with pytest.raises(UserError, match="not whole"):
+    with pytest.raises(UserError, match="incomplete or damaged"):
         rebuild_network({"format": "polyfed.search 1", "plan": {"channels": 3}})
     network = most_probable_network(supernet())
     (tmp_path / "a.json").write_text(json.dumps(describe_network(network, network.known)))

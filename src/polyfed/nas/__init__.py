@@ -1,7 +1,7 @@
-"""Search spaces, samplers and supernets of FedPNAS, and the networks that were found.
+"""Defines search spaces, samplers and supernets of FedPNAS, and the networks derived from supernets.
 
-`operations`: what an edge may do. `sampling`: choosing one operation an edge. `cells`, `network`: the supernet. `found`: the
-architecture of a client as a network of its own.
+`operations`: the operations that an edge can choose. `sampling`: the choice of one operation per edge. `cells`,
+`supernet`: the supernet. `derived`: the architecture of a client as a network of its own.
 """
 
 from polyfed.nas.cells import Cell, CellPlan

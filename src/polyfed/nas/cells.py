@@ -1,4 +1,6 @@
-"""A cell: a directed acyclic graph of feature maps whose edges hold one chosen operation each (FedPNAS, section 2)."""
+"""Defines a cell: a directed acyclic graph of feature maps whose edges each apply one chosen operation (FedPNAS,
+section 2).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,20 +16,21 @@ from polyfed.nas.operations import GroupedNorm, operations, untracked_batch_stat
 from polyfed.nas.sampling import OperationChoice
 
 EdgeJoin = Literal["sum", "mean"]
-enlarge_kernel_cache()  # how many examples choose an operation differs from step to step
+enlarge_kernel_cache()  # the number of examples that choose an operation differs from step to step
 
 
 @final
 @dataclass(frozen=True)
 class CellPlan:
-    """The form of a cell. Node j takes an edge from each input and from each node before it; the last node is the output.
+    """Describes a cell: node j has an edge from each input and from each node before it; the last node is the output.
 
     Args:
-        inputs: 2 for a base cell (output of the last cell, and of the one before), 1 for a personal cell (section 3.1).
-        nodes: nodes that are computed, at least 1.
+        inputs: 2 for a base cell (outputs of the previous cell and of the one before it), 1 for a personal cell
+            (section 3.1).
+        nodes: number of computed nodes, at least 1.
         candidates: for each edge, in the order of `edges`, the names of the operations from which it chooses.
         reduces: whether edges from the inputs have stride 2.
-        skip_stride: stride of the 1×1 convolution on the second input, 2 where the last cell has halved the image.
+        skip_stride: stride of the 1×1 convolution on the second input; 2 if the previous cell has halved the image.
 
     >>> CellPlan(2, 2, (("skip",),) * 5).edges
     ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
@@ -44,21 +47,23 @@ class CellPlan:
             raise UserError(f"a cell has 1 or 2 inputs and at least 1 node, got {self.inputs} and {self.nodes}")
         number = (
             self.nodes * self.inputs + self.nodes * (self.nodes - 1) // 2
-        )  # before `edges` lists them, in a file too many
+        )  # counted before `edges` lists them, since a file may claim too many
         if len(self.candidates) != number:
             raise UserError(f"a cell of {self.inputs} inputs and {self.nodes} nodes has {number} edges, got "
                             f"candidates for {len(self.candidates)}")  # fmt: skip
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """(from, to) of each edge; the inputs are 0 (the last cell's output) and 1 (the one before), then come the nodes."""
+        """Returns (from, to) of each edge; 0 is the previous cell's output, 1 the one before it (if any), then come
+        the nodes.
+        """
         last = self.inputs + self.nodes
         return tuple((i, j) for j in range(self.inputs, last) for i in range(j))
 
 
 @final
 class Cell(nn.Module):
-    """v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) (section 2); with `join="mean"` the mean instead of the sum."""
+    """Computes v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) (section 2); with `join="mean"` the mean instead of the sum."""
 
     def __init__(self, plan: CellPlan, channels: int, skip_channels: int, join: EdgeJoin = "sum") -> None:
         super().__init__()
@@ -73,12 +78,13 @@ class Cell(nn.Module):
         )
 
     def forward(self, previous: Tensor, skip: Tensor, choice: OperationChoice | None) -> Tensor:
-        """The output of the cell, (batch, channels, height, width), halved where the cell reduces.
+        """Returns the cell's output, (batch, channels, height, width), with halved height and width if the cell
+        reduces.
 
         Args:
-            previous: the last cell's output.
-            skip: that of the cell before it; not used by a cell of one input.
-            choice: one operation per edge; None where no edge has more than one.
+            previous: output of the previous cell.
+            skip: output of the cell before that; a cell with one input does not use it.
+            choice: one operation per edge; None if every edge has only one.
         """
         values = [previous] if self.plan.inputs == 1 else [previous, self.skip(skip)]
         index = None if choice is None else choice.indices.tolist() if choice.indices.dim() == 1 else choice.indices
@@ -119,13 +125,14 @@ class Cell(nn.Module):
 
 
 def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Tensor:
-    """Each example through the operation that it chose: the examples of one operation run together, in one call of it, and
-    an operation that nobody chose is not called.
+    """Applies to each example the operation that it chose; the examples of one operation run together, in one call.
+
+    Operations that no example chose are not called.
 
     Args:
         candidates: the operations.
-        value: (batch, channels, height, width).
-        index: int64, (batch,), below len(candidates).
+        value: feature maps, (batch, channels, height, width).
+        index: each example's operation, int64, (batch,), below len(candidates).
 
     >>> double = nn.Conv2d(1, 1, 1, bias=False)
     >>> with torch.no_grad(): _ = double.weight.fill_(2.0)
@@ -147,38 +154,41 @@ def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, inde
 
 @final
 class _SplitRows(torch.autograd.Function):
-    """The rows of each group as a tensor of its own. A row is in one group, so that the gradient is a copy, and no sum."""
+    """Splits rows into groups. Each row is in one group, so that the gradient is a copy and not a sum."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """value[rows], for each of `rows`, which hold each row of `value` once."""
+        """Returns value[rows] for each tensor of `rows`, which together hold each row of `value` once."""
         ctx.rows = rows
         return _split_rows(value, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The gradients in the order of `value`."""
+        """Returns the gradients in the order of `value`."""
         return _merge_rows(gradients, ctx.rows), None
 
 
 @final
 class _MergeRows(torch.autograd.Function):
-    """The inverse of `_SplitRows`."""
+    """Merges groups of rows: the inverse of `_SplitRows`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Sequence[Tensor], *groups: Tensor) -> Tensor:
-        """The groups in the order that `rows` say."""
+        """Returns the groups' rows in the order of `rows`."""
         ctx.rows = rows
         return _merge_rows(groups, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of each group."""
+        """Returns the gradient of each group."""
         return None, *_split_rows(gradient, ctx.rows)
 
 
 def _split_rows(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """In the memory layout of `value`. `index_select` is several times as fast as indexing, but forgets channels-last."""
+    """Splits rows into groups, in the memory format of `value`.
+
+    `index_select` is several times as fast as indexing, but loses channels-last.
+    """
     if not value.is_contiguous(memory_format=torch.channels_last):
         return tuple(value.index_select(0, of) for of in rows)
     last = value.permute(0, 2, 3, 1)
@@ -186,7 +196,10 @@ def _split_rows(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _merge_rows(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """In the memory layout of the first group. Types may differ under autocast: a skip connection keeps its input's."""
+    """Merges groups of rows, in the memory format of the first group.
+
+    Dtypes may differ under autocast: a skip connection keeps its input's.
+    """
     first, dtype = groups[0], reduce(torch.promote_types, (group.dtype for group in groups))
     last = first.is_contiguous(memory_format=torch.channels_last)
     form = torch.channels_last if last else torch.contiguous_format
@@ -204,33 +217,36 @@ def _scale_by_choice(out: Tensor, scale: Tensor) -> Tensor:
 
 @final
 class _UnitScale(torch.autograd.Function):
-    """out·Z for a Z that is 1: nothing needs multiplying but in the gradient to Z."""
+    """Computes out·Z for a Z that is 1: the forward pass multiplies nothing, and the backward pass has the gradient of
+    Z.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, scale: Tensor) -> Tensor:
-        """`out`; `scale` is 1 for all of it, (), or for each example, (batch, 1, 1, 1)."""
+        """Returns `out`; `scale` is 1, of shape () for the whole batch or (batch, 1, 1, 1) for each example."""
         ctx.save_for_backward(out)
         ctx.form = scale.shape
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """To `out`, and its product with `out`, summed over what has one Z."""
+        """Returns the gradient of `out`, and its product with `out` summed over all entries that share one Z."""
         return gradient, (gradient * ctx.saved_tensors[0]).sum_to_size(ctx.form)
 
 
 @final
 class _OneHotSelection(torch.autograd.Function):
-    """Zᵀ·[o_1(v) ... o_D(v)] of a one-hot Z for each example, with ∂L/∂Z[k] for every k (eq. 2).
+    """Computes Zᵀ·[o_1(v) ... o_D(v)] for a one-hot Z of each example, with ∂L/∂Z[k] for every k (eq. 2).
 
-    The others of an edge are multiplied by 0: neither their weights nor v have a gradient from them. They are evaluated for
-    the gradient to Z alone, in the backward pass and one after the other, which takes no memory in between. One that
-    some examples did not choose sees the whole minibatch: its BatchNorm goes by that, and does not count it.
+    Operations that are not chosen are multiplied by 0, so that neither their weights nor v get a gradient from them. The
+    backward pass evaluates them for the gradient of Z alone, one after the other, so that no memory is kept in between. An
+    operation that some examples did not choose processes the whole minibatch: its BatchNorm normalises by these statistics
+    but does not track them.
     """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, z: Tensor, value: Tensor, candidates: Sequence[nn.Module]) -> Tensor:
-        """`out`, what each example has from the operation that it chose; z is (batch, operations), value is v."""
+        """Returns `out`, each example's output of its chosen operation; `z` is (batch, operations), `value` is v."""
         ctx.save_for_backward(out, z, value)
         ctx.candidates = candidates
         kind = value.device.type
@@ -239,7 +255,7 @@ class _OneHotSelection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        """To `out`, and to z the products of the gradient with what each operation gives."""
+        """Returns the gradient of `out`, and for `z` the inner products of the gradient with each operation's output."""
         out, z, value = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return gradient, None, None, None
@@ -254,7 +270,7 @@ def _choice_gradient(
     operation: nn.Module, value: Tensor, gradient: Tensor, of_chosen: Tensor, chosen: Tensor,
     autocast: tuple[str, torch.dtype, bool],
 ) -> Tensor:  # fmt: skip
-    """⟨gradient, o(v)⟩ of each example, (batch,); where it is the operation that it chose, `of_chosen`."""
+    """Computes ⟨gradient, o(v)⟩ for each example, (batch,); for examples that chose the operation it is `of_chosen`."""
     if bool(chosen.all()):
         return of_chosen
     kind, dtype, enabled = autocast

@@ -1,8 +1,8 @@
-"""Depthwise convolutions whose gradients are quick on a processor.
+"""Implements depthwise convolutions whose gradients are fast on a CPU.
 
-oneDNN has quick kernels for the gradient to a depthwise kernel of at most three columns, and for the gradient to the input
-without dilation; others take 5 to 30 times as long as the convolution itself. They are put together from quick ones, where
-there are enough pixels that this is worth several calls.
+oneDNN has fast kernels for the gradient of a depthwise kernel with at most three columns, and for the gradient of the
+input without dilation; other gradients take 5 to 30 times as long as the convolution itself. Here they are composed of
+fast ones if there are enough pixels to be worth several calls.
 """
 
 from typing import Any, final
@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _COLUMNS = 3
-_FEW, _FEW_DILATED = 4000, 400  # pixels of a batch, up to which torch's own gradients take no longer
+_FEW, _FEW_DILATED = 4000, 400  # pixels of a batch up to which torch's own gradients are as fast
 
 
 @final
 class Depthwise(nn.Conv2d):
-    """A depthwise convolution without a bias, with a square kernel of odd size and zeros around the image: what `nn.Conv2d`
-    computes, and its gradients but for the order in which they are summed.
+    """Computes a depthwise convolution without bias, with a square kernel of odd size and zero padding.
+
+    The result is that of `nn.Conv2d`, and so are the gradients except for the order in which they are summed.
 
     >>> Depthwise(4, 5, stride=2)(torch.zeros(1, 4, 7, 7)).shape
     torch.Size([1, 4, 4, 4])
@@ -29,11 +30,9 @@ class Depthwise(nn.Conv2d):
         super().__init__(channels, channels, size, stride, padding, dilation, groups=channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to ⌈height / stride⌉ by ⌈width / stride⌉."""
+        """Convolves (batch, channels, height, width) to ⌈height / stride⌉ by ⌈width / stride⌉."""
         stride, dilation = self.stride[0], self.dilation[0]
-        if (
-            stride > 1 and dilation % stride == 0
-        ):  # it reads no pixel that the stride leaves out: a convolution of the others
+        if stride > 1 and dilation % stride == 0:  # it reads no pixel that the stride skips: convolve the others alone
             x, stride, dilation = _subsample(x, stride), 1, dilation // stride
         size, pixels = self.kernel_size[0], x.shape[0] * x.shape[2] * x.shape[3]
         if (dilation == 1 and size <= _COLUMNS) or pixels <= (_FEW if dilation == 1 else _FEW_DILATED):
@@ -42,25 +41,25 @@ class Depthwise(nn.Conv2d):
 
 
 def _subsample(x: Tensor, step: int) -> Tensor:
-    """Every `step`-th pixel, in the memory layout of `x`."""
+    """Returns every `step`-th pixel, in the memory format of `x`."""
     last = x.is_contiguous(memory_format=torch.channels_last)
     return x[:, :, ::step, ::step].contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 @final
 class _Depthwise(torch.autograd.Function):
-    """The convolution, by torch, and its gradients. They are made of operations that have gradients in turn."""
+    """Computes the convolution by torch, and its gradients by operations that are differentiable in turn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
-        """x (batch, channels, height, width), weight (channels, 1, size, size)."""
+        """Convolves x (batch, channels, height, width) with weight (channels, 1, size, size)."""
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.dilation = stride, dilation
         return F.conv2d(x, weight, None, stride, dilation * (weight.shape[-1] // 2), dilation, len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """To x and to the weight, where they are wanted."""
+        """Returns the gradients of x and of the weight, where they are needed."""
         x, weight = ctx.saved_tensors
         image, kernel = x.to(gradient.dtype), weight.to(gradient.dtype)  # under autocast the output has another type
         to_x = to_weight = None
@@ -73,14 +72,16 @@ class _Depthwise(torch.autograd.Function):
 
 def _image_gradient(gradient: Tensor, x: Tensor, kernel: Tensor, stride: int, dilation: int) -> Tensor:
     padding = dilation * (kernel.shape[-1] // 2)
-    if dilation > 1 and stride == 1:  # a convolution with the kernel turned by 180 degrees
+    if dilation > 1 and stride == 1:  # a convolution with the kernel rotated by 180 degrees
         return F.conv2d(gradient, kernel.flip(2, 3), None, 1, padding, dilation, len(kernel))
     return _torch_gradients(gradient, x, kernel, stride, (padding, padding), dilation)[0]
 
 
 def _kernel_gradient(gradient: Tensor, x: Tensor, size: int, stride: int, dilation: int) -> Tensor:
-    """A few columns of the kernel at a time. Where it is dilated by d, the d² sets of every d-th pixel are images of their
-    own for a kernel without dilation."""
+    """Computes the gradient of the kernel, a few columns at a time.
+
+    With dilation d, the d² sets of every d-th pixel are images of their own for a kernel without dilation.
+    """
     if dilation > 1 and stride == 1:
         gradient, x, dilation = _stack_subsamples(gradient, dilation), _stack_subsamples(x, dilation), 1
     rows, step = size // 2, _COLUMNS if dilation == 1 and x.device.type == "cpu" else size
@@ -97,13 +98,17 @@ def _kernel_gradient(gradient: Tensor, x: Tensor, size: int, stride: int, dilati
 
 
 def _stack_subsamples(x: Tensor, step: int) -> Tensor:
-    """(batch, channels, height, width) to (step² · batch, channels, ⌈height / step⌉, ⌈width / step⌉), zeros at the ends."""
+    """Stacks all subsamples: (batch, channels, height, width) to (step² · batch, channels, ⌈height / step⌉, ⌈width /
+    step⌉).
+
+    Missing pixels at the ends are zeros.
+    """
     padded = F.pad(x, (0, -x.shape[3] % step, 0, -x.shape[2] % step))
     return torch.cat([padded[:, :, i::step, j::step] for i in range(step) for j in range(step)])
 
 
 def _slice_columns(x: Tensor, first: int, number: int) -> Tensor:
-    """Columns `first` ... `first + number - 1` of images, with zeros for those beyond their sides."""
+    """Returns columns `first` ... `first + number - 1` of images, with zeros for columns beyond their sides."""
     left = min(max(-first, 0), number)
     inner = x[..., max(first, 0) : max(first + number, 0)]
     return F.pad(inner, (left, number - left - inner.shape[-1]))
@@ -113,7 +118,7 @@ def _torch_gradients(
     gradient: Tensor, x: Tensor, kernel: Tensor, stride: int, padding: tuple[int, int], dilation: int = 1, *,
     to_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """torch's own gradients, to the image or to the kernel."""
+    """Computes torch's own gradients, of the image or (`to_kernel`) of the kernel."""
     gradients = torch.ops.aten.convolution_backward(
         gradient, x, kernel, None, [stride, stride], list(padding), [dilation, dilation], False, [0, 0], len(kernel),
         [not to_kernel, to_kernel, False],

@@ -1,4 +1,6 @@
-"""The architecture that was found for a client: as a network of its own, as a description, and read back from files."""
+"""Derives a client's architecture from a supernet: as a network of its own, as a description, and read back from
+files.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ from polyfed.nas.cells import CellPlan
 from polyfed.nas.supernet import Network, Sampled, SupernetPlan
 
 FORMAT = "polyfed.search 1"
-_MOST = 10**9  # numbers of noise of one cell
+_MOST = 10**9  # most entries of one cell's noise that a description may claim
 _Edge = TypedDict(
     "_Edge",
     {
@@ -38,13 +40,13 @@ class _CellDescription(TypedDict):
 
 
 class _CellDescriptions(TypedDict):
-    """What `describe_network` gives for people."""
+    """Types the part of `describe_network`'s result that is for people."""
 
     cells: list[_CellDescription]
 
 
 class _Description(_CellDescriptions):
-    """All that it gives."""
+    """Types the whole result of `describe_network`."""
 
     plan: dict[str, Any]
     sampled: NotRequired[dict[str, list[int]]]
@@ -57,10 +59,10 @@ class _PlanFields(TypedDict):
 
 
 def check_cell_descriptions(description: Any) -> None:
-    """Raises unless the cells have the form of what `describe_network` gives.
+    """Raises a ValueError unless the cells have the structure that `describe_network` returns.
 
     Raises:
-        ValueError: what is wrong with them, as half a sentence.
+        ValueError: the message says in half a sentence what is wrong.
     """
     if wrong := validation_error(description, _CellDescriptions):
         raise ValueError(wrong)
@@ -69,12 +71,13 @@ def check_cell_descriptions(description: Any) -> None:
 
 
 def fix_operations(network: Network, choices: Sequence[Tensor | None]) -> Network:
-    """The plain network in which every edge has one operation, with copies of the supernet's weights: it computes what the
-    supernet does with that choice, and holds nothing else.
+    """Builds the plain network in which every edge has one operation, with copies of the supernet's weights.
+
+    It computes the same as the supernet with these choices, and holds no other weights.
 
     Args:
         network: a supernet.
-        choices: per cell, base first, int64 (edges,); None for a cell that has nothing to choose.
+        choices: for each cell, base first, the chosen operations, int64 (edges,); None for a cell without a choice.
 
     >>> from polyfed.nas.supernet import plan_cell_stacks
     >>> base, personal = plan_cell_stacks(base_cells=1)
@@ -105,14 +108,14 @@ def _fix_cell(plan: CellPlan, choice: Tensor | None) -> CellPlan:
 
 
 def most_probable_network(network: Network) -> Network:
-    """`fix_operations` at the most probable operations of context-free samplers.
+    """Builds the plain network (see `fix_operations`) of the most probable operations of context-free samplers.
 
     Raises:
-        UserError: context-aware samplers, which choose for each example.
+        UserError: the samplers are context-aware and choose for each example.
     """
     if network.plan.context != "free":
-        raise UserError("a context-aware supernet has an architecture for each example, not one; give fixed(network, "
-                        "choices) those that you want")  # fmt: skip
+        raise UserError("a context-aware supernet has one architecture per example; choose operations yourself and call "
+                        "fix_operations(network, choices)")  # fmt: skip
     choices = []
     for _, sampler in network.cells_with_samplers():
         logits = None if sampler is None else sampler.logits
@@ -123,21 +126,22 @@ def most_probable_network(network: Network) -> Network:
 
 
 def operation_probabilities(network: Network, examples: Examples | None = None) -> list[Tensor | None]:
-    """Per cell softmax(logits) of its sampler, (edges, operations) on the CPU; None for a cell that has nothing to choose.
+    """Returns for each cell softmax(logits) of its sampler, (edges, operations) on the CPU; None for a cell without a
+    choice.
 
     Args:
         network: a supernet.
-        examples: over which the probabilities of context-aware samplers are averaged; not needed by context-free ones.
+        examples: examples over which probabilities of context-aware samplers are averaged; context-free ones need none.
     """
     samplers = [sampler for _, sampler in network.cells_with_samplers()]
     batch_sums: dict[int, list[Tensor]] = {k: [] for k, sampler in enumerate(samplers) if sampler is not None}
     if network.plan.context == "free":
         return [None if s is None else F.softmax(s.logits.detach(), -1).cpu() for s in samplers]  # type: ignore[operator]
     if examples is None:
-        raise UserError("the probabilities of a context-aware supernet depend on examples: give some")
+        raise UserError("the probabilities of a context-aware supernet depend on examples; give examples=...")
     to_preferred_memory_format(
         network, examples.batch(torch.arange(min(2, len(examples)), device=examples.device))[0]
-    )  # tries the network
+    )  # finds the network's memory format by running it
     hooks = [
         sampler.register_forward_hook(
             lambda _, __, logits, k=k: batch_sums[k].append(F.softmax(logits, -1).sum(0).cpu())
@@ -159,17 +163,17 @@ def operation_probabilities(network: Network, examples: Examples | None = None) 
 
 
 def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) -> dict[str, Any]:
-    """What a network that was found looks like, as JSON can hold it: enough to build it again, and for people its cells.
+    """Describes a derived network as JSON: enough to build it again, and its cells for people.
 
     Args:
-        module: a `Network` or `Sampled` of one.
-        probabilities: the probabilities of the supernet's operations, as `operation_probabilities` gives them.
+        module: a `Network`, or a `Sampled` of one.
+        probabilities: the probabilities of the supernet's operations, as `operation_probabilities` returns them.
 
     Returns:
-        `format`; `plan`, the fields of `Plan`; `cells`, base first, each with its `stack`, number of `inputs` and `edges`:
-        `from`, `to`, the `operations` that the network has, and with what `operation_probabilities` the `candidates` of
-        the supernet were to be chosen (where there was a choice); of a `Sampled` also `sampled`, the shapes of its
-        noise, and `mean`.
+        A dict of `format`; `plan`, the fields of `SupernetPlan`; and `cells`, base first, each with its `stack`, number of
+        `inputs` and `edges`. An edge has `from`, `to`, the network's `operations` and, where there was a choice, the
+        supernet's `candidates` and their `probabilities`. A `Sampled` also has `sampled`, the shapes of its noise, and
+        `mean`.
     """
     network = module.network if isinstance(module, Sampled) else module
     assert isinstance(network, Network)
@@ -197,15 +201,15 @@ def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) 
 
 
 def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
-    """The network of a description, its weights not yet those that were found.
+    """Builds the network of a description; its weights are not yet loaded.
 
     Raises:
-        UserError: not such a description.
+        UserError: `description` is not one of `describe_network`.
     """
     format_name = description.get("format") if isinstance(description, Mapping) else type(description).__name__
     if format_name != FORMAT:
         raise UserError(
-            f"this is no description of a network by polyfed.nas: its format is {format_name!r}, expected {FORMAT!r}"
+            f"this is not a description of a network by polyfed.nas: its format is {format_name!r}, expected {FORMAT!r}"
         )
     try:
         check_cell_descriptions(description)
@@ -228,11 +232,11 @@ def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"the description of the network is not whole: {error}") from error
+        raise UserError(f"the description of the network is incomplete or damaged: {error}") from error
 
 
 def _noise_buffers(shapes: Mapping[str, Sequence[int]]) -> dict[int, Tensor]:
-    """Of the sampled cells, by their number."""
+    """Returns zero buffers for the noise of the sampled cells, by the cell's number."""
     if wrong := next((s for s in shapes.values() if len(s) > 8 or not 0 < math.prod(s) <= _MOST or min(s) < 1), None):
         raise ValueError(f"noise of the shape {wrong}")
     return {int(k): torch.zeros(tuple(shape)) for k, shape in shapes.items()}
@@ -243,14 +247,14 @@ class _CellFields(TypedDict):
 
 
 def _edge_probabilities(edges: Sequence[_Edge]) -> Tensor | None:
-    """The probabilities of a cell's edges, None where there was no choice."""
+    """Returns the probabilities of a cell's edges; None where there was no choice."""
     if not edges or "probabilities" not in edges[0]:
         return None
     return torch.tensor([edge.get("probabilities", []) for edge in edges])  # of one length, or a ValueError
 
 
 def _supernet_plan(plan: SupernetPlan, cells: Sequence[_CellDescription]) -> SupernetPlan:
-    """The form of the supernet from which a network was found."""
+    """Returns the plan of the supernet from which a network was derived."""
     supernet_cells = [
         replace(cell, candidates=tuple(tuple(e.get("candidates", e["operations"])) for e in description["edges"]))
         for cell, description in zip(plan.base + plan.personal, cells, strict=True)
@@ -267,13 +271,13 @@ def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:
 
 
 def load_network(path: str | Path) -> nn.Module:
-    """The network that a run has found for a client, ready to use.
+    """Loads the network that a run has derived for a client, ready to use.
 
     Args:
-        path: `models/ID.json` of a run directory; the weights lie next to it in `ID.safetensors`.
+        path: `models/ID.json` of a run directory; the weights are next to it in `ID.safetensors`.
 
     Raises:
-        UserError: one of the files is missing, or they do not belong together.
+        UserError: one of the files is missing, or the two do not belong together.
     """
     path = expand_user_path(path)
     try:

@@ -1,4 +1,6 @@
-"""The operations of a search space: what an edge of a cell may do to a feature map (FedPNAS, Table 3; as in SNAS)."""
+"""Defines the operations of a search space that an edge of a cell can apply to a feature map (FedPNAS, Table 3; as in
+SNAS).
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +17,13 @@ from polyfed.nas.depthwise import Depthwise
 
 @final
 class GroupedNorm(nn.BatchNorm2d):
-    """BatchNorm of a group of examples, which may be a single one: where a channel has one value only, and thus no
-    variance, the running statistics take the place of the group's."""
+    """Applies BatchNorm to a group of examples, which may have only one example.
+
+    If a channel has only one value and so no variance, the running statistics take the place of the group's.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape, (group, channels, height, width)."""
+        """Returns the normalised feature maps, (group, channels, height, width)."""
         if self.training and x.numel() == x.shape[1]:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return super().forward(x)
@@ -27,7 +31,9 @@ class GroupedNorm(nn.BatchNorm2d):
 
 @contextmanager
 def untracked_batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Inside the block BatchNorm goes by its batch, as in training, but does not count it."""
+    """Makes BatchNorm normalise by its batch inside the block, as in training, without updating its running
+    statistics.
+    """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     for norm in norms:
         norm.track_running_stats = False
@@ -39,7 +45,7 @@ def untracked_batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _separable_layers(channels: int, size: int, stride: int, dilation: int = 1) -> list[nn.Module]:
-    """ReLU, depthwise convolution, 1×1 convolution, BatchNorm."""
+    """Returns ReLU, depthwise convolution, 1×1 convolution and BatchNorm."""
     depthwise = Depthwise(channels, size, stride, dilation)
     return [nn.ReLU(), depthwise, nn.Conv2d(channels, channels, 1, bias=False), GroupedNorm(channels)]
 
@@ -63,8 +69,10 @@ def _pool(pool: nn.Module, channels: int) -> nn.Module:
 
 @final
 class _Halve(nn.Module):
-    """The skip connection where the edge has stride 2: every second pixel, and its diagonal neighbour, through a 1×1
-    convolution each, side by side (the factorised reduction of DARTS and SNAS)."""
+    """Computes the skip connection of an edge with stride 2 (the factorised reduction of DARTS and SNAS).
+
+    Every second pixel and its diagonal neighbour each go through a 1×1 convolution, and the results are concatenated.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -73,7 +81,7 @@ class _Halve(nn.Module):
         self.norm = GroupedNorm(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(group, channels, ⌈height / 2⌉, ⌈width / 2⌉); a last odd row or column has zeros as neighbours."""
+        """Returns (group, channels, ⌈height / 2⌉, ⌈width / 2⌉); a last odd row or column has zeros as neighbours."""
         x = F.relu(x)
         height, width = x.shape[2:]
         shifted = F.pad(x, (0, width % 2, 0, height % 2))[:, :, 1:, 1:]
@@ -86,15 +94,16 @@ OPERATION_NAMES = (
 """The nine operations, in the order of their indices."""
 
 SMALL_OPERATION_NAMES = ("avg_pool_3", "max_pool_3", "sep_conv_3", "dil_conv_3", "skip")
-"""Those without a kernel of 5 or 7: what a personal cell chooses from (section 3.1)."""
+"""The operations without a kernel of 5 or 7, from which a personal cell chooses (section 3.1)."""
 
 
 def build_operation(name: str, channels: int, stride: int = 1) -> nn.Module:
-    """One operation: (group, channels, height, width) to the same, or with stride 2 to half of height and width, rounded
-    up.
+    """Builds one operation on feature maps (group, channels, height, width).
+
+    With stride 2 it halves height and width, rounded up.
 
     Raises:
-        UserError: an unknown name.
+        UserError: `name` is unknown.
 
     >>> build_operation("sep_conv_5", 16, stride=2)(torch.zeros(3, 16, 7, 7)).shape
     torch.Size([3, 16, 4, 4])
@@ -116,7 +125,7 @@ def build_operation(name: str, channels: int, stride: int = 1) -> nn.Module:
 
 
 def check_operation_names(names: Sequence[str]) -> None:
-    """Raises a `UserError` unless an edge can choose from these operations."""
+    """Raises a `UserError` unless `names` is a list of different operations from which an edge can choose."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise UserError(f"operations must be a list of names, got {names!r}; choices: {', '.join(OPERATION_NAMES)}")
     if not names or len(set(names)) < len(names):
@@ -126,15 +135,15 @@ def check_operation_names(names: Sequence[str]) -> None:
 
 
 def operations(channels: int, names: Sequence[str] = OPERATION_NAMES, stride: int = 1) -> nn.ModuleDict:
-    """The operations from which one edge chooses, by name.
+    """Builds the operations from which one edge chooses, by name.
 
     Args:
-        channels: of the feature maps, before and after; the paper has 32 for CIFAR-10 and 16 for MNIST.
-        names: some of `OPERATION_NAMES`; the index of an operation is its place here.
+        channels: channels of the input and output feature maps (paper: 32 for CIFAR-10 and 16 for MNIST).
+        names: some of `OPERATION_NAMES`; an operation's index is its position here.
         stride: 1, or 2 for an edge that halves height and width.
 
     Raises:
-        UserError: channels or stride out of range, no name, a name twice, or an unknown one.
+        UserError: `channels` or `stride` is out of range, or `names` is empty, has a name twice or an unknown one.
 
     >>> edge = operations(32)
     >>> {name: sum(p.numel() for p in edge[name].parameters()) for name in ("avg_pool_3", "sep_conv_3", "skip")}

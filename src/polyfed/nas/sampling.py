@@ -1,4 +1,6 @@
-"""Choosing operations: straight-through Gumbel-softmax, and where its logits come from (FedPNAS, eq. 2 and section 3.3)."""
+"""Chooses operations by straight-through Gumbel-softmax, and defines the samplers that give its logits (FedPNAS, eq. 2
+and section 3.3).
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,19 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Gradient = Literal["chosen", "full"]
-_SIZE = 8  # height and width to which a context-aware sampler shrinks what it sees
+_SIZE = 8  # height and width to which a context-aware sampler shrinks its inputs
 
 
 @final
 @dataclass(frozen=True)
 class OperationChoice:
-    """One operation per edge, for all examples of a batch or for each of them.
+    """Holds one chosen operation per edge, for all examples of a batch or for each of them.
 
     Attributes:
-        indices: int64, (edges,) or (batch, edges): the k with Z[k] = 1.
-        scale: the same shape: Z[k] itself, which is 1 and has the gradient of eq. 2; None where no gradient is wanted.
-        one_hot: (edges, operations) or (batch, edges, operations): all of Z with the gradient of eq. 2, for which every
-            operation has to be evaluated; None where that of Z[k] is enough.
+        indices: the k with Z[k] = 1, int64, (edges,) or (batch, edges).
+        scale: Z[k] itself in the same shape, which is 1 and has the gradient of eq. 2; None if no gradient is needed.
+        one_hot: all of Z with the gradient of eq. 2, (edges, operations) or (batch, edges, operations), for which every
+            operation has to be evaluated; None if the gradient of Z[k] is enough.
     """
 
     indices: Tensor
@@ -31,7 +33,7 @@ class OperationChoice:
 
 
 def gumbel_noise_like(like: Tensor) -> Tensor:
-    """g ~ Gumbel(0, 1), independent, of the shape of `like`, from torch's default generator.
+    """Draws independent g ~ Gumbel(0, 1) in the shape of `like`, from torch's default generator.
 
     >>> gumbel_noise_like(torch.zeros(2, 3)).shape
     torch.Size([2, 3])
@@ -40,15 +42,15 @@ def gumbel_noise_like(like: Tensor) -> Tensor:
 
 
 def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> OperationChoice:
-    """A sample Z of the categorical distribution softmax(logits), straight through (eq. 2).
+    """Draws Z from the categorical distribution softmax(logits) by straight-through Gumbel-softmax (eq. 2).
 
-    Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is that of softmax((g + log π)/τ)[k].
+    Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is the gradient of softmax((g + log π)/τ)[k].
 
     Args:
         logits: log π up to a constant, (..., operations).
         temperature: τ > 0.
-        gradient: "chosen" takes ∇Z[k] for the chosen k: an operation that is not chosen is not computed, so that ∂L/∂Z[k] of
-            the others is not known (as in DSNAS). "full" takes it for every k (eq. 2 as it is printed).
+        gradient: "chosen" has ∇Z[k] for the chosen k only: the other operations are not computed, so that their ∂L/∂Z[k] is
+            unknown (as in DSNAS). "full" has it for every k (eq. 2 as printed).
 
     >>> choice = sample_operations(torch.tensor([[0.0, 50.0], [50.0, 0.0]]), temperature=1.0)
     >>> choice.indices, choice.scale
@@ -64,8 +66,10 @@ def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "
 
 
 def most_probable_operations(logits: Tensor, noise: Tensor | None = None) -> OperationChoice:
-    """The operation with the largest logit. With `noise` of gumbel's distribution, (edges, operations), it is a sample, and
-    for the same noise always the same function of the logits.
+    """Chooses the operation with the largest logit.
+
+    With Gumbel `noise`, (edges, operations), the choice is a sample, and a fixed function of the logits for the same
+    noise.
 
     >>> most_probable_operations(torch.tensor([[0.0, 1.0]])).indices
     tensor([1])
@@ -74,24 +78,27 @@ def most_probable_operations(logits: Tensor, noise: Tensor | None = None) -> Ope
 
 
 class Sampler(nn.Module, ABC):
-    """The distribution of a cell's operations: `edges` × `operations` logits."""
+    """Computes the distribution of a cell's operations as logits, (edges, operations)."""
 
     edges: int
     operations: int
 
     @abstractmethod
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """Logits (edges, operations), or (batch, edges, operations) where each example has its own.
+        """Returns logits (edges, operations), or (batch, edges, operations) if each example has its own.
 
         Args:
-            image: the network's input x, (batch, channels, height, width); it may be `pool_to_8x8`, once for all cells.
+            image: the network's input x, (batch, channels, height, width), or its `pool_to_8x8`, computed once for all
+                cells.
             previous: the cell's input v_1, (batch, channels', height', width').
         """
 
 
 @final
 class ContextFree(Sampler):
-    """log Π of eq. 2: learnable, the same for every input. At first all operations are equally probable."""
+    """Holds log Π of eq. 2 as learnable logits, the same for every input; at first all operations are equally
+    probable.
+    """
 
     def __init__(self, edges: int, operations: int) -> None:
         super().__init__()
@@ -99,16 +106,16 @@ class ContextFree(Sampler):
         self.logits = nn.Parameter(torch.zeros(edges, operations))
 
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """(edges, operations)."""
+        """Returns the logits, (edges, operations)."""
         return self.logits
 
 
 @final
 class ContextAware(Sampler):
-    """φ(v_1, x) of section 3.3: from the cell's input and the image to logits for each example.
+    """Computes logits for each example from the cell's input and the image: φ(v_1, x) of section 3.3.
 
-    Both are shrunk to 8 × 8 and go through two convolutions each; one linear layer gives the logits. It starts at zero:
-    at first all operations are equally probable. (The paper calls φ "a deep classification network" and no more.)
+    Both are shrunk to 8 × 8 and go through two convolutions each; one linear layer gives the logits. This layer starts at
+    zero: at first all operations are equally probable. (The paper says only that φ is "a deep classification network".)
     """
 
     def __init__(self, edges: int, operations: int, image_channels: int, channels: int, width: int = 16) -> None:
@@ -120,15 +127,14 @@ class ContextAware(Sampler):
         nn.init.zeros_(self.logits.bias)
 
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """(batch, edges, operations)."""
+        """Returns the logits, (batch, edges, operations)."""
         features = torch.cat([self.image(image), self.previous(previous)], 1)
         logits: Tensor = self.logits(features)
         return logits.view(-1, self.edges, self.operations)
 
 
 def pool_to_8x8(x: Tensor) -> Tensor:
-    """What a context-aware sampler makes of images first: the means of 8 × 8 fields, as `F.adaptive_avg_pool2d`, but by
-    products of matrices, whose gradient is quick.
+    """Averages images over 8 × 8 fields, as `F.adaptive_avg_pool2d`, but by matrix products, whose gradient is fast.
 
     >>> pool_to_8x8(torch.arange(256.0).view(1, 1, 16, 16))[0, 0, 0, :3]
     tensor([ 8.5000, 10.5000, 12.5000])
@@ -143,8 +149,11 @@ def pool_to_8x8(x: Tensor) -> Tensor:
 
 @lru_cache
 def _pooling_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(8, size): row k has the shares of pixels in field k. Kept where it is used: a copy at each step would wait."""
-    with torch.inference_mode(False):  # it is kept for those who train, too
+    """Returns the matrix (8, size) whose row k has the shares of the pixels in field k.
+
+    It is cached on its device, since a copy at each step would block.
+    """
+    with torch.inference_mode(False):  # the cached matrix is used in training, too
         shares = torch.zeros(_SIZE, size, dtype=torch.float64)
         for k in range(_SIZE):
             first, end = k * size // _SIZE, -(-(k + 1) * size // _SIZE)
@@ -155,7 +164,7 @@ def _pooling_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tens
 @final
 class _Shrink(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        """See `pool_to_8x8`."""
+        """Returns `pool_to_8x8(x)`."""
         return pool_to_8x8(x)
 
 

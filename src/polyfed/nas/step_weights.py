@@ -1,5 +1,6 @@
-"""How far a client's own gradient and the federated one agree: the weights α_i of FedPNAS's third step (eq. 5), and what
-Proposition 1 says of them (Hoang and Kingsford, appendix D)."""
+"""Compares each client's own gradient with the federated one: the weights α_i of FedPNAS's third step (eq. 5), and
+Proposition 1 about them (Hoang and Kingsford, appendix D).
+"""
 
 from dataclasses import dataclass
 from typing import final
@@ -13,14 +14,13 @@ from polyfed.core.errors import UserError
 @final
 @dataclass(frozen=True, eq=False)
 class StepWeights:
-    """α_i of M clients, at one θ. All are float64 of shape (M,).
+    """Holds α_i and the cosines of Proposition 1 for M clients at one θ, all float64 of shape (M,).
 
     Attributes:
         alpha: α_i = g_iᵀg̃_i, where g_i = ∇_{θ_p}L_i(θ_b, θ_p) and g̃_i = ∇L_i(θ_b, θ̃_{p,i}) (eq. 5).
         cosine: α_i of normalised gradients, which is the cosine of g_i and g̃_i.
-        federated_cosine: ĝ_iᵀL of normalised gradients, where L = (1/M) Σ_j g̃_j/‖g̃_j‖ (eq. 8). Negative where the
-            client's own
-            gradient contradicts the federated one.
+        federated_cosine: ĝ_iᵀL of normalised gradients, where L = (1/M) Σ_j g̃_j/‖g̃_j‖ (eq. 8). It is negative if the
+            client's own gradient contradicts the federated one.
     """
 
     alpha: Tensor
@@ -29,19 +29,19 @@ class StepWeights:
 
     @property
     def cosine_gap(self) -> Tensor:
-        """|α_i − ĝ_iᵀL| of normalised gradients: what Proposition 1 bounds by O(‖θ_b − θ_b*‖/δ)."""
+        """Returns |α_i − ĝ_iᵀL| of normalised gradients, which Proposition 1 bounds by O(‖θ_b − θ_b*‖/δ)."""
         return (self.cosine - self.federated_cosine).abs()
 
 
 def compute_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -> StepWeights:
-    """α_i and the two sides of Proposition 1. A gradient of length 0 has cosine 0 with every other.
+    """Computes α_i and both sides of Proposition 1; a gradient of length 0 has cosine 0 with every other.
 
     Args:
         local_gradients: g_i, one row per client, (M, size of θ_p).
         lookahead_gradients: g̃_i, the same shape.
 
     Raises:
-        UserError: they are not matrices of one shape.
+        UserError: the arguments are not matrices of one shape.
 
     >>> found = compute_step_weights(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [-4.0, 0.0]]))
     >>> found.alpha.tolist(), found.cosine.tolist(), found.federated_cosine.tolist()

@@ -1,6 +1,7 @@
-"""The supernet: a base stack that all clients share and a personal stack that each adapts (FedPNAS, section 3.1, Fig. 2).
+"""Defines the supernet: a base stack that all clients share and a personal stack that each client adapts (FedPNAS,
+section 3.1, Fig. 2).
 
-The same classes are the network that was found: a supernet whose edges have one candidate each.
+A derived network is an object of the same classes: a supernet whose edges have one candidate each.
 """
 
 import math
@@ -37,18 +38,18 @@ _MOST_EDGES = 10_000  # Table 3 of the paper counts 32, the authors' code has 48
 @final
 @dataclass(frozen=True)
 class SupernetPlan:
-    """The form of a supernet; calling it builds one.
+    """Describes a supernet; calling the plan builds one.
 
     Args:
-        in_channels: of the images.
-        outputs: logits.
-        channels: C of every feature map; the paper has 32 for CIFAR-10, 16 for MNIST (Table 3).
-        base, personal: their cells, in order.
-        join: how a node joins its edges.
-        context: "free" samplers have learnable logits, "aware" ones compute them from the cell's input and the image.
+        in_channels: channels of the images.
+        outputs: number of logits.
+        channels: C, channels of every feature map (paper: 32 for CIFAR-10, 16 for MNIST, Table 3).
+        base, personal: cells of the two stacks, in order.
+        join: "sum" or "mean" of a node's edges.
+        context: "free" samplers have learnable logits; "aware" ones compute logits from the cell's input and the image.
         per: context-aware training draws an architecture for each "example", or one for the "batch" from the mean of its
             probabilities.
-        sampler_width: channels within a context-aware sampler.
+        sampler_width: channels inside a context-aware sampler.
         stem_stride: 2 halves the image before the first cell.
     """
 
@@ -64,10 +65,10 @@ class SupernetPlan:
     stem_stride: int = 1
 
     def __call__(self) -> "Network":
-        """A network of this form, its weights drawn from torch's default generator.
+        """Builds a network of this plan, with weights drawn from torch's default generator.
 
         Raises:
-            UserError: no machine like this could hold it.
+            UserError: the network does not fit into this machine's memory.
         """
         cells = f"{len(self.base)} base cells and {len(self.personal)} personal cells"
         description = f"a supernet of {cells} with channels={self.channels} and sampler_width={self.sampler_width}"
@@ -82,14 +83,15 @@ def plan_cell_stacks(
     base_operations: Sequence[str] = OPERATION_NAMES,
     personal_operations: Sequence[str] = SMALL_OPERATION_NAMES,
 ) -> tuple[tuple[CellPlan, ...], tuple[CellPlan, ...]]:
-    """The paper's two stacks. Base cells have two inputs, personal cells one. The cells at a third and at two thirds of the
-    base stack halve the image, and so does the last personal cell (which ones is from the authors' code).
+    """Plans the paper's two stacks: base cells have two inputs, personal cells one.
 
-    The defaults are section 3.1's form, in which personal cells have no large operations. Table 3 counts another one: 32
-    edges of all nine operations, which are 4 base and 4 personal cells of 2 nodes (see `count_edge_parameters`).
+    The cells at one third and two thirds of the base stack halve the image, and so does the last personal cell (these
+    positions are from the authors' code). The defaults follow section 3.1, in which personal cells have no large operations.
+    Table 3 counts another supernet: 32 edges of all nine operations, which are 4 base and 4 personal cells of 2 nodes (see
+    `count_edge_parameters`).
 
     Raises:
-        UserError: a size below 1, or too many edges.
+        UserError: a size is below 1, or there are too many edges.
 
     >>> base, personal = plan_cell_stacks()
     >>> [cell.reduces for cell in base + personal], sum(len(cell.edges) for cell in base + personal)
@@ -125,16 +127,17 @@ def plan_cell_stacks(
 
 
 def count_edge_parameters(plan: SupernetPlan) -> int:
-    """How many parameters the operations of all edges have together, as Table 3 counts its MASTERARCHITECTURE: each edge as
-    one of stride 1, without stem, 1×1 convolutions on skip inputs, samplers and classifier. A skip of stride 2, which is a
-    convolution here, is not counted either: the table has 0 for it.
+    """Counts the parameters of all edges' operations together, as Table 3 counts its MASTERARCHITECTURE.
+
+    Every edge counts as one of stride 1; stem, 1×1 convolutions on skip inputs, samplers and classifier do not count.
+    A skip of stride 2, which is a convolution here, does not count either: the table has 0 for it.
 
     >>> base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
     >>> [count_edge_parameters(SupernetPlan(1, 10, channels, base, personal)) for channels in (32, 16)]
     [948224, 293888]
     """
     edges = Counter(names for cell in plan.base + plan.personal for names in cell.candidates)
-    with torch.device("meta"):  # counted without memory, and without a draw
+    with torch.device("meta"):  # no memory, no random draw
         return sum(n * p.numel() for names, n in edges.items() for p in operations(plan.channels, names).parameters())
 
 
@@ -144,20 +147,24 @@ def _num_edges(inputs: int, nodes: int) -> int:
 
 @final
 class Network(nn.Module):
-    """Images (batch, channels, height, width) to logits (batch, outputs).
+    """Classifies images (batch, channels, height, width) to logits (batch, outputs) by a supernet, or by a network
+    derived from it.
 
-    In training every cell draws its operations (`draw`); in evaluation it takes the most probable ones, those of each
-    example where the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` θ_p, samplers among them
-    (θ_b = {W_b, Π_b}, θ_p = {W_p, Π_p}, section 3.2).
+    In training every cell draws its operations (`sample_operations`); in evaluation it takes the most probable ones,
+    for each example if the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` are θ_p,
+    samplers included (θ_b = {W_b, Π_b}, θ_p = {W_p, Π_p}, section 3.2).
 
-    Attributes: `plan`; `temperature`, τ of eq. 2; `gradient`, through which operations it goes (`draw`); `noise`, by a
-    cell's number gumbel noise (edges, operations) with which an evaluation samples, None for the most probable; `supernet`
-    and `known`, of a network that was found: the form of the supernet, and per cell the probabilities of its operations from
-    which this network's were chosen.
+    Attributes:
+        plan: the plan of this network.
+        temperature: τ of eq. 2.
+        gradient: the operations through which the samplers' gradient flows, see `sample_operations`.
+        noise: cell's number -> Gumbel noise (edges, operations) with which evaluation samples; None takes the most probable.
+        supernet: for a derived network, the plan of the supernet.
+        known: for a derived network, the probabilities per cell from which its operations were chosen.
     """
 
     gradient: Gradient = "chosen"
-    # Of the class: what a new network itself holds is part of the seed of its first weights.
+    # An attribute of the class, since a new network's own attributes are part of the seed of its first weights.
 
     def __init__(self, plan: SupernetPlan) -> None:
         super().__init__()
@@ -166,14 +173,14 @@ class Network(nn.Module):
         self.noise: Mapping[int, Tensor] | None = None
         self.supernet: SupernetPlan | None = None
         self.known: Sequence[Tensor | None] = ()
-        # The paper feeds x itself to the first cells; operations keep the number of channels, so x needs C of them.
+        # The paper feeds x itself to the first cells; but operations keep the number of channels, so x needs C channels.
         stem = nn.Conv2d(plan.in_channels, plan.channels, 5, plan.stem_stride, 2)
         self.base = nn.ModuleDict({"stem": stem, **_build_stack(plan, plan.base)})
         classifier = nn.Linear(plan.channels, plan.outputs)
         self.personal = nn.ModuleDict({**_build_stack(plan, plan.personal), "classifier": classifier})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (algorithm 2): sampling and evaluation by turns, cell by cell."""
+        """Returns the logits (algorithm 2), alternating cell by cell between sampling and evaluation."""
         previous = skip = self.base["stem"](x)
         image = pool_to_8x8(x) if self.plan.context == "aware" else x
         for number, (cell, sampler) in enumerate(self.cells_with_samplers()):
@@ -183,7 +190,7 @@ class Network(nn.Module):
         return logits
 
     def cells_with_samplers(self) -> Iterator[tuple[Cell, Sampler | None]]:
-        """All cells, base first, each with its sampler; None where it has nothing to choose."""
+        """Yields all cells, base first, each with its sampler; None for a cell without a choice."""
         for stack in (self.base, self.personal):
             samplers = dict(cast(nn.ModuleDict, stack["samplers"]).items())
             for k, cell in enumerate(cast(nn.ModuleList, stack["cells"])):
@@ -219,15 +226,14 @@ def _build_stack(plan: SupernetPlan, cells: Sequence[CellPlan]) -> dict[str, nn.
 
 @final
 class Sampled(nn.Module):
-    """The mean of several sampled networks: log of the mean of their class probabilities, (batch, outputs).
+    """Averages several sampled networks: the output is the log of their mean class probabilities, (batch, outputs).
 
-    The noise of each is drawn once, so that this is a function: the same input gives the same output, whatever else is in
-    the batch.
+    Each network's noise is drawn once, so that an input always has the same output, whatever else is in the batch.
 
     Args:
         network: the supernet.
-        noise: by the number of each cell with a sampler gumbel noise, (networks, edges, operations).
-        probabilities: whether outputs are logits of classes; False takes the mean of the outputs themselves.
+        noise: number of each cell with a sampler -> Gumbel noise, (networks, edges, operations).
+        probabilities: whether outputs are logits of classes; False averages the outputs themselves.
     """
 
     def __init__(self, network: Network, noise: Mapping[int, Tensor], probabilities: bool = True) -> None:
@@ -238,7 +244,7 @@ class Sampled(nn.Module):
             self.register_buffer(name, noise[k])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mean of the networks' outputs."""
+        """Returns the mean of the networks' outputs."""
         noise = {k: self.get_buffer(name) for k, name in self.names.items()}
         outs: list[Tensor] = []
         try:

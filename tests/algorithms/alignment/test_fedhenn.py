@@ -373,5 +373,5 @@ def test_a_module_is_named_for_all_or_for_some() -> None:
     assert torch.equal(run.last.state["representations"]["client-1"], PUBLIC[0])
     weights = federate(FedHeNN(share="weights", **OPTIONS | {"module": {"client-1": "0"}}), rounds=1)
     assert torch.equal(weights.last.state["representations"]["client-1"], PUBLIC[0])
-    with pytest.raises(pf.UserError, match=r"module='hat': the network of .* has none.*head"):
+    with pytest.raises(pf.UserError, match=r"module='hat': the network of .* has no such module.*head"):
         federate(FedHeNNHomo(**OPTIONS | {"module": "hat"}), small_clients(), rounds=1)

@@ -377,7 +377,7 @@ def test_a_network_whose_representation_is_its_input_is_warned_of() -> None:
 def test_a_module_for_a_client_that_is_not_there_is_refused() -> None:
     x, y = torch.randn(20, 4, generator=torch_generator(1)), torch.arange(20) % 2
     clients = [pf.Client("north", lambda: torch.nn.Linear(4, 2), (x, y), (x, y))]
-    with pytest.raises(pf.UserError, match=r"module names 'noth', but no client is called so.*north"):
+    with pytest.raises(pf.UserError, match=r"module names 'noth', but no client has this id.*north"):
         pf.federate(clients, FedHeNN(rad_size=20, module={"noth": "0"}), rounds=1, public=(x, y))
 
 

@@ -86,10 +86,10 @@ def test_a_network_that_fails_at_the_server_ends_the_run_with_what_to_do() -> No
     with pytest.raises(pf.UserError) as failed:
         method.aggregate(state, replies, at.server_context())
     assert f"client 'fussy', a Fussy (architecture {key})" in str(failed.value)
-    assert "IndexError: 40 examples at a time; mend the network, or set share='representations'" in str(failed.value)
+    assert "IndexError: 40 examples at a time; fix the network, or set share='representations'" in str(failed.value)
     assert isinstance(failed.value.__cause__, IndexError)
     named = FedHeNN(share="weights", module="hat", **OPTIONS)
-    with pytest.raises(pf.UserError, match="module='hat': the network of 'fussy' has none"):  # as it is
+    with pytest.raises(pf.UserError, match="module='hat': the network of 'fussy' has no such module"):  # as it is
         named.aggregate(state, replies, at.server_context())
 
 

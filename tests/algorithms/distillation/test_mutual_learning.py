@@ -161,7 +161,7 @@ def test_who_was_in_the_last_round_gets_the_update_and_others_the_network():
     for c in clients:
         assert_same_tensors(dict(method._shared_weights(downs[c.id], own[c.id], c)), state["model"])
     lost = {name: value for name, value in own["client-0"].items() if name != "common"}
-    with pytest.raises(pf.UserError, match="had the common network, and lost it"):
+    with pytest.raises(pf.UserError, match="had the shared network, and lost it"):
         method.local_update(downs["client-0"], lost, clients[0], 1)
 
 

@@ -88,7 +88,7 @@ def test_the_representation_can_be_named():
         named, _ = Moon(module="0", mu=9.0, lr=0.1, batch_size=0).local_update(down, {"previous": before}, client(), 3)
         plain, _ = FedAvg(lr=0.1, batch_size=0).local_update(down, {}, client(), 3)
         assert_near(named.tensors["model"], plain.tensors["model"])
-        with pytest.raises(pf.UserError, match="module='head': the network of 'one' has none"):
+        with pytest.raises(pf.UserError, match="module='head': the network of 'one' has no such module"):
             Moon(module="head").local_update(down, {"previous": before}, client(), 3)
 
 

@@ -254,7 +254,7 @@ def test_refinement_trains_the_head_alone_and_generated_is_beside(buffers):
 def test_a_ghn_of_another_form_is_refused():
     (client,) = everyone = clients(ARCHITECTURES[0])
     _, downs, _ = first_round(FLHAGHN(), everyone)
-    with pytest.raises(ValueError, match="not of the form"):
+    with pytest.raises(ValueError, match="does not fit"):
         FLHAGHN(latent=50).local_update(downs["c0"], FLHAGHN().client_init(client, 0), client, 0)
 
 
@@ -332,7 +332,7 @@ def test_a_client_of_which_nothing_is_generated_is_warned(tmp_path):
     """The likely mistake of a deployment: a network of another width than the catalogue's."""
     LayerCatalogue(graph_of_client(clients(Distinct)[0]).layer_types).write(tmp_path / "catalogue.yaml")
     method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
-    with pytest.warns(RuntimeWarning, match="nothing of the network of client 'c0' is generated"):
+    with pytest.warns(RuntimeWarning, match="no layer of the network of client 'c0' is generated"):
         first_round(method, clients(RawHead))
 
 
@@ -365,5 +365,5 @@ def test_other_graph_networks_train_and_do_not_take_each_others_weights(fields):
     assert all(torch.isfinite(tensor).all() for tensor in ups["c0"][0].tensors["ghn"].values())
     before, after = downs["c0"].tensors["ghn"], ups["c0"][0].tensors["ghn"]
     assert {name for name in before if not torch.equal(before[name], after[name])} >= {"embed.weight"}
-    with pytest.raises(ValueError, match="not of the form of this client"):
+    with pytest.raises(ValueError, match="does not fit this client"):
         FLHAGHN(**OPTIONS).local_update(downs["c0"], {}, everyone[0], 1)

@@ -222,7 +222,7 @@ def test_a_client_with_an_impossible_request_is_left_out(monkeypatch):
 
     monkeypatch.setattr(FedFomo, "_choose", choose)
     run = pf.federate(small_clients(), FedFomo(**OPTIONS), rounds=2, workers=0, on_error="skip")
-    assert [(f["client"], "mend the client" in f["reason"]) for f in run.history[0]["failures"]] == [("client-1", True)]
+    assert [(f["client"], "fix the client" in f["reason"]) for f in run.history[0]["failures"]] == [("client-1", True)]
     with pytest.raises(pf.ClientError, match="asks for the models of clients"):
         pf.federate(small_clients(), FedFomo(**OPTIONS), rounds=2, workers=0)
 

@@ -181,7 +181,7 @@ def kernel(size):
     ("one", "other", "flaw"),
     [
         (NARROW, lambda: nn.Sequential(nn.Linear(6, 3)), "is in one of them alone"),
-        (lambda: Recurrent(4), lambda: Recurrent(8), r"in a LSTM, whose tensors are not known to nest"),
+        (lambda: Recurrent(4), lambda: Recurrent(8), r"in a LSTM, whose tensors may not nest"),
         (lambda: Tied(4), lambda: Tied(8), "it has several names"),
         (lambda: grouped(4), lambda: grouped(8), "in a convolution of 2 groups"),
         (lambda: kernel(1), lambda: kernel(3), r"'1.weight' is \(4, 1, 1\) and \(4, 1, 3\)"),
@@ -189,7 +189,7 @@ def kernel(size):
     ids=["layers", "lstm", "tied", "groups", "kernel"],
 )
 def test_networks_that_do_not_nest_are_refused(one, other, flaw):
-    with pytest.raises(pf.UserError, match=f"no family that differs in width alone: .*{flaw}"):
+    with pytest.raises(pf.UserError, match=f"do not differ in width alone: .*{flaw}"):
         run(HeteroFL(**OPTIONS), family((one, one, other)))
 
 

@@ -168,7 +168,7 @@ def test_other_numbers_of_outputs_are_refused_before_round_1(tmp_path, nodes, ru
 
 def test_networks_that_are_no_family_are_refused_with_the_names_of_their_sites():
     kinds = {"north": "a", "south": "b"}
-    with pytest.raises(UserError, match="the networks of 'north' and 'south' are no family"):
+    with pytest.raises(UserError, match="the networks of 'north' and 'south' do not differ in width alone"):
         check_width_family(
             {"a": partial(nn.Linear, 2, 3), "b": partial(nn.Linear, 2, 3, bias=False)}, kinds, (2,), "heterofl"
         )

@@ -1,1 +1,1 @@
-"""Methods that align representations of different networks: FedHeNN in both forms."""
+"""Methods that align the representations of different networks: FedHeNN in both forms."""

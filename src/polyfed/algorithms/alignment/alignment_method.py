@@ -1,5 +1,6 @@
-"""What the two forms of FedHeNN share: the schedule of η, the public examples on which networks are aligned, and the term
-η·d of the local loss, d being 1 − CKA or the Procrustes distance."""
+"""Defines the common part of both forms of FedHeNN: the schedule of η, the public examples (RAD), and the term η·d of
+the local loss.
+"""
 
 import math
 from abc import ABC
@@ -32,32 +33,32 @@ from polyfed.core.vectorized.stacked_module import has_batch_statistics
 
 @dataclass(frozen=True, kw_only=True)
 class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
-    """Hyper-parameters of the alignment term, η_t·d(K_i, ·) on the RAD, with η_t = η_0·f(t), d = 1 − CKA by default.
+    """Adds the alignment term η_t·d(K_i, ·) on the RAD to the local loss, with η_t = η_0·f(t), and d = 1 − CKA by
+    default.
 
     Args:
         eta0: η_0 (0.001, paper, tuned for CIFAR; 0.01 for Sentiment140). It is small: with few rounds, tune it upwards.
-        growth: f(t): "sqrt" √t (authors' code; the paper leaves f open, and says that η is low in the first
-            rounds), "linear" t, "constant" 1.
-        rad: where the RAD comes from ("public", unlabelled examples that are no client's; polyfed's choice; the
-            paper's server "generates" it "by random sampling", the authors' code draws it from the clients' training
-            images). "noise" needs no public
-            data: 2·rad_size random inputs that each client makes from a common seed.
-        rad_size: L, examples in the RAD of a round (5000, paper; the authors' code has 1,000); not more than there are
-            public examples.
-        rad_batch: examples of the RAD, drawn afresh whenever the term is computed (256, polyfed's choice: all 5,000 at
-            every minibatch are out of reach); 0 takes the whole RAD (paper).
-        term: when it is computed: at every "minibatch" (polyfed's choice), or once an "epoch" (paper, algorithms 1 and 2),
-            at its start: each of its minibatches then adds the same gradient.
+        growth: f(t): "sqrt" √t (authors' code; the paper leaves f open, and says that η is low in the first rounds),
+            "linear" t, "constant" 1.
+        rad: source of the RAD: "public", unlabelled examples that belong to no client (polyfed's choice; the paper's server
+            "generates" the RAD "by random sampling", the authors' code draws it from the clients' training images); or
+            "noise", which needs no public data: 2·rad_size random inputs that each client generates from a common seed.
+        rad_size: L, examples in the RAD of a round (5000, paper; the authors' code has 1,000), at most the number of public
+            examples.
+        rad_batch: examples of the RAD that are drawn each time the term is computed (256, polyfed's choice: all 5,000 at
+            every minibatch would take too long); 0 takes the whole RAD (paper).
+        term: when the term is computed: at every "minibatch" (polyfed's choice), or once per "epoch" at its start (paper,
+            algorithms 1 and 2), so that each minibatch of the epoch adds the same gradient.
         distance: d: "cka", 1 − CKA (paper), or "procrustes", the orthogonal Procrustes distance of centred representations
             of norm 1, from 0 to 2, which the paper finds comparable for one architecture (93.7 against 94.7). It depends on
-            linear kernels alone, so that here it is also for networks of different widths.
-        kernel: "linear" or "rbf" (both in the paper, which finds them alike).
+            linear kernels alone, so that here it also works for networks of different widths.
+        kernel: "linear" or "rbf" (both in the paper, which finds little difference).
         sigma: width of the RBF kernel, as a fraction of the median distance between two examples (0.5, polyfed's
             choice; the paper tried several).
         module: name of the module whose input is the representation, for all clients or by client's id; None finds the
             last linear layer of each network (polyfed's choice, after the paper's "all but the last layer").
         local_epochs: passes over the client's training examples in a round (20, paper).
-        momentum: of SGD (0.5, authors' code; the paper has momentum, and does not tell its size).
+        momentum: momentum of SGD (0.5, authors' code; the paper uses momentum without stating its value).
     """
 
     local_epochs: int = 20
@@ -86,24 +87,26 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         )
         if isinstance(self.module, Mapping):
             object.__setattr__(self, "module", FrozenMapping(self.module))
-        if self.rad == "noise":  # instead of public data, inputs of one form
+        if self.rad == "noise":  # all clients' inputs need one structure instead of public data
             object.__setattr__(self, "requires", self.requires - {"public_data"} | {"one_input_spec"})
 
     requires: ClassVar[frozenset[str]] = frozenset()
 
     def eta_at(self, round_number: int) -> float:
-        """η_t = η_0·f(t), t counted from 1."""
+        """Returns η_t = η_0·f(t), with t counted from 1."""
         f = {"sqrt": math.sqrt(round_number), "linear": float(round_number), "constant": 1.0}
         return self.eta0 * f[self.growth]
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def _init_public_state(self, server: ServerContext) -> dict[str, Any]:
-        """The public examples as they are stored, the run's seed, and who has the pool already."""
+        """Builds the server's state of the public examples: the stored tensors, the run's seed, and the clients that
+        hold the pool.
+        """
         ids = [info.id for info in server.clients]
         if isinstance(self.module, Mapping) and (unknown := sorted(set(self.module) - set(ids))):
             raise UserError(
-                f"{type(self).__name__}: module names {unknown[0]!r}, but no client is called so; "
+                f"{type(self).__name__}: module names {unknown[0]!r}, but no client has this id; "
                 f"{did_you_mean(unknown[0], ids)}"
             )
         if self.rad == "noise":
@@ -118,15 +121,18 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         return {"public": public, "seed": server.seed, "holders": []}
 
     def _rad_rows(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> Tensor:
-        """The rows of the pool that are X, the RAD of this round: the same for everyone."""
+        """Draws the rows of the pool that are X, the RAD of this round; they are the same for all clients."""
         pool_size = len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
         return draw_public_rows(server_state["seed"], client_info.round, pool_size, self.rad_size)
 
     def _rad_tensors(
         self, server_state: Mapping[str, Any], client_info: ClientInfo, needs_pool: bool
     ) -> dict[str, Tensor]:
-        """What says X to the clients: X itself, or its rows in the pool, where a client has all of that: because it needs
-        it (`needs_pool`), was sent it once, or makes it from noise."""
+        """Returns the tensors that tell clients X: its examples, or only its rows if the clients hold the whole pool.
+
+        Clients hold the pool if they need it (`needs_pool`), were sent it once (`pool_once`), or generate it from
+        noise.
+        """
         rows = self._rad_rows(server_state, client_info)
         if needs_pool or self.pool_once or self.rad == "noise":
             return {"rows": rows}
@@ -135,13 +141,15 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     def _rad_and_pool_groups(
         self, server_state: Mapping[str, Any], client_info: ClientInfo, rad: StateDict
     ) -> dict[str, StateDict]:
-        """X in the form of `_rad_tensors`, and the pool, where a client needs it and does not have it."""
+        """Returns the message's groups: X from `_rad_tensors`, and the pool for a client that needs it and does not
+        have it.
+        """
         needs_pool = "rows" in rad and self.rad == "public"
         return {"rad": rad, **(self._pool_group(server_state, client_info.id) if needs_pool else {})}
 
     def _round_scalars(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> dict[str, float]:
         scalars = {"lr": self.lr_at(client_info.round, client_info.rounds), "eta": self.eta_at(client_info.round)}
-        if self.rad == "noise":  # whole numbers up to 2^53 survive as floats on every wire
+        if self.rad == "noise":  # integers up to 2^53 are exact as floats
             scalars["noise"] = derive_seed(server_state["seed"], "noise") >> 10
         return scalars
 
@@ -150,7 +158,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     def _pool_and_rad_rows(
         self, message: Message, client_state: Mapping[str, Any], client: Client
     ) -> tuple[Examples, Tensor]:
-        """The public examples that the client has, prepared as its own are; and which of them are X."""
+        """Returns the public examples that the client has, prepared as its own examples are, and the rows that are X."""
         rad = message.tensors["rad"]
         if "rows" not in rad:
             pool = prepare_public_examples(rad, client)
@@ -161,19 +169,21 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         return self._public_examples(message, client_state, client), rows
 
     def validate_network(self, client: Client) -> None:
-        """For the module whose input is Φ."""
+        """Checks that the client's network has a module whose input is Φ."""
         assert client.model is not None
         model = cached_module(client.model, client.train.device).module
         name = self._representation_module(model, client.id, client.train)
         check_has_representation(client, name)
 
     def _representation_module(self, model: nn.Module, client: str, examples: Examples) -> str:
-        """Name of the module whose input is Φ, in the network of this client, which takes such examples."""
+        """Returns the name of the module whose input is Φ in this client's network; `examples` are inputs of the
+        network.
+        """
         module_name = self.module.get(client) if isinstance(self.module, Mapping) else self.module
         names = dict(model.named_modules())
         if module_name is not None and module_name not in names:
             raise UserError(
-                f"{type(self).__name__}: module={module_name!r}: the network of {client!r} has none; "
+                f"{type(self).__name__}: module={module_name!r}: the network of {client!r} has no such module; "
                 f"{did_you_mean(module_name, names)}"
             )
         return representation_module_name(model, examples) if module_name is None else module_name
@@ -189,8 +199,10 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         eta: float,
         seed: int,
     ) -> PerClientTerm | None:
-        """η·d(K_i, K̄) at the present parameters (eq. 5, 6), or those at the epoch's start, on `rad_batch` rows of X
-        that are drawn whenever it is computed; None if η is 0."""
+        """Builds the term η·d(K_i, K̄) (eq. 5, 6) on `rad_batch` rows of X, which are drawn each time it is computed.
+
+        It is computed for the current parameters, or for those at the epoch's start. Returns None if η is 0.
+        """
         if eta == 0:
             return None
         batch_rows = min(self.rad_batch or len(rows), len(rows))

@@ -1,5 +1,6 @@
-"""FedHeNN for clients with different architectures: each trains its own network, and all networks learn to see the same
-examples as alike (Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 2)."""
+"""FedHeNN for clients with different architectures: each trains its own network, and all learn similar representations
+(Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 2).
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,37 +30,36 @@ from polyfed.core.nn.module_cache import cached_module, fill_module, initial_sta
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors
 from polyfed.core.training.loop import fit
 
-ServerState = dict[
-    str, Any
-]  # "representations" A_j and "capacities" by client; "received" weights; "forms" of architectures;
-# "public", "seed", "holders": see `AlignmentMethod`
-ClientState = dict[str, Any]  # "model": W_i with buffers; "public", where it is sent once
+# "representations" A_j and "capacities" by client; "forms": shapes and dtypes of architectures; "public", "seed", "holders":
+# see `AlignmentMethod`
+ServerState = dict[str, Any]
+ClientState = dict[str, Any]  # "model": W_i with buffers; "public": the pool, if it is sent once
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, ClientState]):
-    """Each client minimises F(W_i) + η_t·(1 − CKA(K_i, K̄(t−1))) (eq. 6) with a network of its own; K̄ = Σ_j w_j K_j is the
-    mean kernel of all clients' latest networks on X, the RAD of the round. η_0 = 0 is Local, bit for bit. Evaluated model:
-    W_i.
+    """Minimises F(W_i) + η_t·(1 − CKA(K_i, K̄(t−1))) (eq. 6) at each client with a network of its own.
 
-    A network's representation A_j is computed when it has been trained, on the whole public pool, of which every later X is
-    a part: so a client that is not drawn counts in K̄ with its last network exactly, on the same X as the others. Clients
-    that nobody has reached yet do not count (polyfed's choice; the paper's K̄(0) is of untrained networks), so that
-    round 1 has no term.
+    K̄ = Σ_j w_j K_j is the mean kernel of all clients' latest networks on X, the RAD of the round. With η_0 = 0 it is
+    Local, bit for bit. Evaluated model: W_i.
 
-    A capacity is counted by the server where it has the architectures (`share="weights"`); else it is what the client says,
-    and is believed if it is a whole number up to 10^12.
+    A network's representation A_j is computed after training, on the whole public pool, which contains every later X: so a
+    client that is not in the cohort counts in K̄ with its last network, on the same X as the others. Clients that have not
+    taken part yet do not count (polyfed's choice; the paper's K̄(0) is of untrained networks), so that round 1 has no term.
+
+    The server counts capacities if it has the architectures (`share="weights"`); otherwise clients report them, and the
+    server accepts whole numbers up to 10^12.
 
     Args:
-        share: what a client sends: its "representations" (polyfed's choice: the server learns neither weights nor
-            architecture), or its "weights" (paper), of which the server computes the same.
-        weighting: w_j "uniform" (1/N, paper), or in proportion to "capacity", the number of trained parameters (the paper
+        share: content of a reply: the client's "representations" (polyfed's choice: the server learns neither weights nor
+            architecture), or its "weights" (paper), from which the server computes the same representations.
+        weighting: w_j "uniform" (1/N, paper), or proportional to "capacity", the number of trained parameters (the paper
             leaves that open).
-        normalise: scale each A_j to unit centred norm on X before it enters K̄, so that no network dominates by the scale of
-            its features (False, paper). Without effect with an RBF kernel, whose width follows the scale.
-        rank: columns to which each A_j, and with a linear kernel K̄, are reduced before they travel, by principal components
-            (None, paper: not at all).
+        normalise: scales each A_j to unit centred norm on X before it enters K̄, so that no network dominates by the scale
+            of its features (False, paper). It has no effect with an RBF kernel, whose width follows the scale.
+        rank: number of principal components to which each A_j, and with a linear kernel K̄, are reduced before sending
+            (None, paper: no reduction).
         buffers: "local" only (polyfed's choice), since networks stay with their clients.
 
     The other fields are those of `AlignmentMethod` and `LocalTraining`.
@@ -80,7 +80,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
     discloses: ClassVar[frozenset[str]] = frozenset({"representations", "weights"})
-    """Weights too: those of a network with one hidden layer follow from what it makes of known examples."""
+    """Weights are included, since those of a network with one hidden layer follow from its representations of known
+    examples."""
     share: Literal["representations", "weights"] = "representations"
     weighting: Literal["uniform", "capacity"] = "uniform"
     normalise: bool = False
@@ -94,22 +95,22 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         if self.share == "weights":
             if self.rad == "noise":
                 raise UserError(
-                    "FedHeNN: rad='noise' needs share='representations': the server, which would compute them, does not "
-                    "know the form of the clients' inputs"
+                    "FedHeNN: rad='noise' needs share='representations': with share='weights' the server would compute "
+                    "them, and it does not know the structure of the clients' inputs"
                 )
             object.__setattr__(self, "requires", frozenset({"architectures", "public_data"}))
             object.__setattr__(self, "discloses", frozenset({"architecture", "weights"}))
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """The capacity, if it weighs and the server cannot count it."""
+        """Returns the capacity's name if capacities are weights and the server cannot count them."""
         sends_capacity = self.weighting == "capacity" and self.share == "representations"
         return frozenset({"capacity"}) if sends_capacity else frozenset()
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No representations yet."""
+        """Builds the initial server state, without representations."""
         state = {**self._init_public_state(server), "representations": {}, "capacities": {}}
         networks = (server.architectures or {}) if self.share == "weights" else {}
         initial_models = {key: initial_state(factory, server.seed) for key, factory in networks.items()}
@@ -119,7 +120,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return {**state, "forms": forms}
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """X, η and K̄, computed once for all; nothing for evaluation, since a client has its own network."""
+        """Sends X, η and K̄, computed once for all clients; nothing for evaluation, since each client has its own
+        network.
+        """
         rad: dict[str, Tensor] = {}
         target: dict[str, Tensor] = {}
         for client_info in client_infos:
@@ -138,7 +141,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             yield Message({**groups, "target": target} if target else groups, scalars)
 
     def _mean_kernel(self, server_state: ServerState, rows: Tensor) -> dict[str, Tensor]:
-        """K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
+        """Computes K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
         client_ids = sorted(server_state["representations"])
         if not client_ids:
             return {}
@@ -148,24 +151,22 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         if self.kernel == "rbf":
             return {"kernel": mean_rbf_kernel(rad_representations, w, self.sigma)}
         features = mean_kernel_features(rad_representations, w, self.normalise)
-        return {
-            "features": triangular_kernel_factor(
-                features if self.rank is None else principal_components(features, self.rank)
-            )
-        }
+        return {"features": triangular_kernel_factor(self._reduce_rank(features))}
 
     def _reduce_rank(self, a: Tensor) -> Tensor:
         return a if self.rank is None else principal_components(a, self.rank)
 
     def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
-        """The mean CKA between two clients' representations of the public examples (256 of them)."""
+        """Returns the mean CKA between two clients' representations of (at most 256) public examples."""
         similarity = mean_pairwise_cka(list(server_state["representations"].values()))
         return {} if similarity is None else {"mean_cka": similarity}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """A_j of those who replied, or W_j, of which the server makes A_j; the others' are the last ones."""
+        """Stores A_j of the clients that replied, which it computes from W_j if weights were sent; other clients keep
+        their last A_j.
+        """
         ids = sorted(replies)
         if self.share == "weights":
             new_representations, capacities = self._representations_of_models(
@@ -184,7 +185,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def _representations_of_models(
         self, models: Mapping[str, StateDict], server: ServerContext
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """A_j = Φ_j(X; W_j) of the weights that came ("the server uses each client's weights", section 3.3); capacities."""
+        """Computes A_j = Φ_j(X; W_j) from the clients' weights ("the server uses each client's weights", section 3.3),
+        and capacities.
+        """
         assert server.architectures is not None
         assert server.public is not None
         architecture_by_client, by_client, capacities = (
@@ -203,7 +206,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
                 raise UserError(
                     f"FedHeNN: the server ran the network of client {j!r}, a {type(model).__name__} (architecture "
                     f"{architecture_by_client[j]}), on the public examples, and it failed: {type(error).__name__}: "
-                    f"{error}; mend the network, or set share='representations', with which each client runs its own"
+                    f"{error}; fix the network, or set share='representations', with which each client runs its own"
                 ) from error
             if _has_diverged(a):
                 warnings.warn(
@@ -219,7 +222,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return by_client, capacities
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """A_j of the whole pool, of no more columns than agreed; or W_j in the form of the client's architecture."""
+        """Specifies a reply: A_j on the whole pool with at most `rank` columns, or W_j in the shapes of the client's
+        architecture.
+        """
         if self.share == "weights":
             form = server_state["forms"][sorted(server_state["forms"])[int(message.scalars["form"])]]
             return {
@@ -241,7 +246,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             )
         has_values = (
             a is not None and not a.is_meta and a.is_floating_point() and a.numel()
-        )  # else only its form is asked for
+        )  # otherwise only shapes are checked
         if a is not None and has_values and bool(torch.isfinite(a).all()) and _has_diverged(a):
             raise ValueError(
                 f"its representation has values beyond {_MAX_VALUE:g}; its training diverged: lower lr or set clip_norm"
@@ -251,8 +256,11 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     # -- client ---------------------------------------------------------------------------------------------------
 
     def _initial_counters(self, client: Client) -> StateDict:
-        """Buffers of whole numbers as the network has them when it is built, unless the server may know the number of
-        examples, which they show. No representation depends on them."""
+        """Returns the integer buffers as they are in a new network, to replace trained ones; they would reveal the
+        number of examples.
+
+        Returns nothing if the server may know that number. No representation depends on these buffers.
+        """
         assert client.model is not None
         buffers = {} if "num_examples" in self.scalars_needed else cached_module(client.model).buffers
         return {name: buffer.clone() for name, buffer in buffers.items() if not buffer.is_floating_point()}
@@ -260,7 +268,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """W_i(t) after `local_epochs` on the loss of eq. 6; and its representation of the public examples, or itself."""
+        """Trains W_i(t) for `local_epochs` on the loss of eq. 6, and sends its representation of the public examples,
+        or W_i.
+        """
         model = self.personal_model(message, client_state, client, seed)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)
         module, term = self._representation_module(model, client.id, client.train), None
@@ -283,15 +293,16 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
 
 
 _MAX_VALUE = 1e9
-"""Of a representation. Networks that learn are far from it; squares of sums of such numbers are still finite."""
+"""Largest absolute value in a valid representation. Networks that learn stay far below it, and squares of sums of such
+numbers are still finite."""
 
 
 _MAX_CAPACITY = 10**12
-"""Parameters that a client may claim to have: more than any network that is trained on a client."""
+"""Most parameters that a client may report, which is more than any network trained on a client has."""
 
 
 def _count_trained_parameters(model: nn.Module) -> int:
-    """The number of trained parameters."""
+    """Counts the trained parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 

@@ -1,5 +1,6 @@
-"""FedHeNN for clients with one architecture: FedAvg whose clients keep seeing examples as alike as the global model does
-(Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 1)."""
+"""FedHeNN for clients with one architecture: FedAvg whose clients align their kernels with the global model's
+(Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 1).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,25 +19,26 @@ from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit
 
 # The server keeps "model": Ŵ(t); "latest", "examples": see `GlobalModelMethod`; "public", "seed", "holders": see
-# `AlignmentMethod`. A client
-# keeps "trained": W_i with buffers; "buffers"; "public", where it is sent once.
+# `AlignmentMethod`. A client keeps "trained": W_i with buffers; "buffers"; "public": the pool, if it is sent once.
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
-    """Each client minimises F(W_i) + η_t·(1 − CKA(K_i, K_global(t−1))) (eq. 5), started at the global model Ŵ that it
-    received, whose kernel on X, the RAD of the round, is K_global; Ŵ ← Σ_i (n_i/n) W_i over the clients of the round. After
-    the last round Ŵ(T) is the mean over all clients' latest networks (algorithm 1, last line). One architecture. η_0 = 0 is
-    FedAvg, bit for bit. Evaluated model: W_i after its last local training (Ŵ(T) for a client that never trained); next to
-    it Ŵ(T), as `server_...`, and Ŵ(t), the mean over the clients of the last round, as `cohort_...`.
+    """Minimises F(W_i) + η_t·(1 − CKA(K_i, K_global(t−1))) (eq. 5) at each client, starting from the global model Ŵ.
+
+    K_global is the kernel of the received Ŵ on X, the RAD of the round; Ŵ ← Σ_i (n_i/n) W_i over the clients of the
+    round. After the last round Ŵ(T) is the mean over all clients' latest networks (algorithm 1, last line). All
+    clients have one architecture. With η_0 = 0 it is FedAvg, bit for bit. Evaluated model: W_i after its last local
+    training (Ŵ(T) for a client that never trained); next to it Ŵ(T), as `server_...`, and Ŵ(t), the mean over the
+    clients of the last round, as `cohort_...`.
 
     Args:
-        weighted: the mean by the number of training examples (True, paper; the authors' code counts every client the
-            same); False counts every client the same.
-        final: which mean is Ŵ(T): "all", that of all clients' latest networks (paper), for which the server keeps each of
-            them; or "cohort", that of the last round's clients. Training is the same. See `GlobalModelMethod`.
-        buffers: ("average", polyfed's choice, as FedAvg).
+        weighted: weighs clients by their number of training examples (True, paper; the authors' code counts every client
+            the same); False counts every client the same.
+        final: the clients over which Ŵ(T) is averaged: "all", with their latest networks (paper), which the server then
+            stores; or "cohort", those of the last round. Training is the same. See `GlobalModelMethod`.
+        buffers: "average" (polyfed's choice, as FedAvg).
 
     The other fields are those of `AlignmentMethod` and `LocalTraining`.
 
@@ -63,13 +65,13 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The initial global model Ŵ(0)."""
+        """Builds the initial global model Ŵ(0)."""
         return {**self._init_public_state(server), **super().server_init(server)}
 
-    dispatch = Algorithm.dispatch  # that of `dispatch_all`, for one client
+    dispatch = Algorithm.dispatch  # calls `dispatch_all` for one client
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """To train with, Ŵ(t), η and X, drawn once for all; as the result, Ŵ(T)."""
+        """Sends Ŵ(t), η and X, drawn once for all clients, for training; for evaluation, Ŵ(T)."""
         rad: dict[str, Tensor] = {}
         result_tensors: dict[str, StateDict] = {}
         for client_info in client_infos:
@@ -86,7 +88,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
+        """Sets Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
         return {**server_state, **mean, "holders": self._holders_after_round(server_state, client_ids)}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """W_i(t) after `local_epochs` on the loss of eq. 5, started at Ŵ(t−1)."""
+        """Trains W_i(t) for `local_epochs` on the loss of eq. 5, starting from Ŵ(t−1)."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)
         eta, term = message.scalars["eta"], None
@@ -112,7 +114,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """W_i."""
+        """Returns the network with W_i."""
         if "trained" not in client_state:
             return self._load_global_model(message, client_state, client)
         assert client.model is not None
@@ -121,7 +123,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Ŵ(T), and the last cohort's mean where it is another."""
+        """Yields the network with Ŵ(T), and with the last cohort's mean if that differs."""
         yield "server", self._load_global_model(message, client_state, client)
         if "cohort" in message.tensors:
             yield "cohort", self._load_global_model(message, client_state, client, "cohort")

@@ -1,5 +1,6 @@
-"""FD, federated distillation: each client learns from the others' mean outputs for each class (Jeong et al. 2018,
-"Communication-Efficient On-Device Machine Learning", algorithm 1, without its data augmentation)."""
+"""FD, federated distillation: each client learns from the other clients' mean outputs per class (Jeong et al. 2018,
+"Communication-Efficient On-Device Machine Learning", algorithm 1, without its data augmentation).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,23 +27,25 @@ from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDi
 from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 # The server keeps "classes", the last round's mean of the replies, and "who" replied
-# A client keeps "model", W_i and buffers, and "classes", what it sent last
+# A client keeps "model", W_i and buffers, and "classes", the class sums that it sent last
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FD(PersonalNetworkMethod, Averaging):
-    """Each client minimises CE + γ·CE(F̂_y, softmax(z)) with a network of its own, z being its outputs and F̂_y the mean over
-    the *other* clients of their mean softmax for class y. γ = 0 is Local, bit for bit. Evaluated model: W_i.
+    """Minimises CE + γ·CE(F̂_y, softmax(z)) at each client with a network of its own, whose outputs are z.
 
-    The server sends the mean over all clients of the last round; a client that was one of them takes its own part out. The
-    means are those of the network that training ended with; algorithm 1 collects them while weights move. Of a class that
-    no other client has there is nothing to learn, and the second term is 0.
+    F̂_y is the mean over the *other* clients of their mean softmax for class y. With γ = 0 it is Local, bit for bit.
+    Evaluated model: W_i.
+
+    The server sends the mean over all clients of the last round, from which a client that was one of them removes its own
+    part. The means are computed with the network after training; algorithm 1 collects them during training. For a class that
+    no other client has, the second term is 0.
 
     Args:
-        gamma: γ ≥ 0, the weight of the distillation (1.0, public implementations; the paper does not tell it).
-        outputs: what is averaged: "probabilities", the softmax, with cross-entropy as the distance (paper), or "logits" with
-            half the mean squared difference.
+        gamma: γ ≥ 0, the weight of the distillation (1.0, public implementations; the paper does not state it).
+        outputs: the averaged outputs: "probabilities", the softmax, with cross-entropy as the distance (paper), or "logits"
+            with half the mean squared difference.
         weighted: False only (paper): every client's mean counts the same.
         buffers: "local" only (polyfed's choice), since networks stay with their clients.
 
@@ -77,11 +80,11 @@ class FD(PersonalNetworkMethod, Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No means yet."""
+        """Builds a server state without means."""
         return {"classes": {}, "who": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """The mean over the last round's clients, how many they were, and whether this one was among them."""
+        """Sends the mean over the last round's clients, their number, and whether this client was among them."""
         scalars = {"lr": self.lr_at(client_info.round, client_info.rounds)}
         if not server_state["classes"] or client_info.purpose == "personal":
             return Message({}, scalars)
@@ -92,23 +95,23 @@ class FD(PersonalNetworkMethod, Averaging):
         return Message({"others": server_state["classes"]}, scalars | membership)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Sums and weights of the classes, each as wide as there are classes."""
+        """Specifies a reply: sums and weights of the classes, one row per class."""
         return class_means_spec(
             reply, {"classes": state_dict_spec(server_state["classes"])} if server_state["classes"] else None
         )
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Not in round 1."""
+        """Returns False in round 1, when the number of classes is not known yet."""
         return bool(server_state["classes"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """F̄ = (1/m)·Σ_i F_i, and who they were."""
+        """Stores F̄ = (1/m)·Σ_i F_i, and the ids of its clients."""
         return {"classes": mean["classes"], "who": list(client_ids)}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Outputs of one form are needed."""
+        """Builds the error for clients with different numbers of outputs."""
         return incompatible_class_means_error(self, error)
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -116,7 +119,7 @@ class FD(PersonalNetworkMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """W_i after `local_epochs` (algorithm 1), and its mean output for each class."""
+        """Trains W_i for `local_epochs` (algorithm 1), and sends its mean output per class."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(
             model,
@@ -140,7 +143,7 @@ class FD(PersonalNetworkMethod, Averaging):
     def _distillation_loss(
         self, message: Message, client_state: ClientState, client: Client
     ) -> Callable[[ForwardPass], Tensor] | None:
-        """The task's loss and the distance to F̂; None where that has no weight, or there is none."""
+        """Builds the task's loss plus the distance to F̂; None if γ is 0 or there is no F̂."""
         if self.gamma == 0 or "others" not in message.tensors:
             return None
         targets, present = (tensor.to(client.train.device) for tensor in class_means_of_others(message, client_state))
@@ -158,8 +161,10 @@ class FD(PersonalNetworkMethod, Averaging):
 
 
 def class_means_of_others(message: Message, client_state: ClientState) -> tuple[Tensor, Tensor]:
-    """F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), the mean over the other clients that have class c, m_c of them with this one; and
-    which classes have one.
+    """Computes F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), the mean over the other clients that have class c, and which
+    classes have one.
+
+    m_c is the number of clients that have class c, this one included.
 
     >>> import torch
     >>> mean = {"sums": torch.tensor([[2.0], [0.5]]), "weights": torch.tensor([1.0, 0.5])}

@@ -1,5 +1,6 @@
-"""Local distillation: a teacher trained by FedAvg, which each client distils into a network of its own. The baseline
-"FLHA-distillation" of FLHA-GHN (Litany et al. 2022, section 5.1 and appendix E)."""
+"""Local distillation: clients train a teacher by FedAvg, and each distils it into its own network; the baseline
+"FLHA-distillation" of FLHA-GHN (Litany et al. 2022, section 5.1 and appendix E).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,46 +29,44 @@ from polyfed.core.nn.module_cache import cached_module, fill_module, initial_sta
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import ForwardPass, fit
 
-ServerState = dict[
-    str, Any
-]  # "model": the teacher; "rounds_left" of its training; "taught": who has received it after that
-ClientState = dict[
-    str, Any
-]  # "student"; "teacher", once received; "buffers" of the teacher; "seed", "input_shape", "outputs"
+# "model": the teacher; "rounds_left" of its training; "taught": the clients that have received the trained teacher
+ServerState = dict[str, Any]
+# "student"; "teacher", once received; "buffers" of the teacher; "seed", "input_shape", "outputs"
+ClientState = dict[str, Any]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
-    """Phase 1: all clients train one teacher t by FedAvg. Phase 2: each client trains its own network θ_i, of whatever
-    architecture, on its own data by (1−α)·CE(θ_i, y) + α·2T²·KL, KL being the divergence of the teacher's softmax at
-    temperature T from the student's. Evaluated model: θ_i, which is the initial draw until the client has distilled; next to
-    it t, as `teacher_...`.
+    """Trains a teacher t by FedAvg (phase 1), which each client then distils into its own network θ_i (phase 2).
 
-    The paper writes KL(y_pred, y_teacher), in the order in which PyTorch's `kl_div` takes the two; what that computes, and
-    Hinton et al. (2015) minimise, is KL(teacher ‖ student), and so is it here, as the mean over examples. Beyond the paper:
-    with several labels an example, KL is that of each label's Bernoulli distribution at temperature T, the mean over
-    labels; in regression it is that of Gaussians of standard deviation T around the outputs, which makes 2T²·KL their
-    squared distance, whatever T.
+    θ_i, of any architecture, minimises (1−α)·CE(θ_i, y) + α·2T²·KL on the client's own data, where KL is the
+    divergence of the teacher's softmax at temperature T from the student's. Evaluated model: θ_i, which has its
+    initial weights until the client has distilled; next to it t, as `teacher_...`.
 
-    In round 1 nothing goes down, since the server does not know the form of the clients' data: every client starts the
-    teacher from the run's draw for its architecture. When its training is over the teacher goes down once to each client,
-    which keeps it; no tensor travels any more, and a student never does.
+    The paper writes KL(y_pred, y_teacher), in the argument order of PyTorch's `kl_div`; that function computes, and Hinton
+    et al. (2015) minimise, KL(teacher ‖ student), and so does polyfed, as the mean over examples. Beyond the paper: in
+    multilabel tasks, KL is that of each label's Bernoulli distribution at temperature T, averaged over labels; in regression
+    it is that of Gaussians with standard deviation T around the outputs, so that 2T²·KL is their squared distance for any T.
+
+    In round 1 the server sends nothing, since it does not know the shapes of the clients' data: every client starts the
+    teacher from the same initial weights, which depend on the run's seed. After its training the server sends the teacher
+    once to each client, which keeps it; from then on no tensors are sent, and students never are.
 
     Args:
-        teacher: the network that is trained together: a name of the zoo or module:factory, or a mapping with the name and
-            arguments, as {name: resnet18, width: 16}. "mlp" takes inputs of any shape but tokens (polyfed's choice), those
-            of several parts side by side; the paper has
-            resnet18, its Arch 0. A teacher that is no better than what a client learns alone is of no use.
-        teacher_lr: its learning rate, which falls by a cosine over its rounds (0.1, paper).
-        teacher_rounds: rounds of its training, the rest is for distilling; None takes half of them, rounded up
-            (polyfed's choice; the paper has 200 epochs for each).
-        alpha: α, the share of the teacher in the loss (0.7, paper); 0 is Local.
+        teacher: the teacher network: a name of the zoo or module:factory, or a mapping with the name and arguments, as
+            {name: resnet18, width: 16}. "mlp" takes inputs of any shape except tokens, and concatenates inputs of several
+            parts (polyfed's choice); the paper has resnet18, its Arch 0. A teacher that is no better than a client's own
+            training does not help.
+        teacher_lr: the teacher's learning rate, with a cosine schedule over its rounds (0.1, paper).
+        teacher_rounds: rounds of the teacher's training, before the rounds of distillation; None takes half of all rounds,
+            rounded up (polyfed's choice; the paper has 200 epochs for each).
+        alpha: α, weight of the teacher in the loss (0.7, paper); 0 is Local.
         temperature: T of both softmaxes (20, paper).
-        weighted: the teacher's mean by the number of training examples (True, paper: FedAvg); False counts every client
-            the same.
+        weighted: weighs clients in the teacher's mean by their number of training examples (True, paper: FedAvg); False
+            counts every client the same.
         lr: learning rate of the student (0.01, paper).
-        buffers: those of the teacher ("average", polyfed's choice); the student's always stay with it.
+        buffers: buffers of the teacher ("average", polyfed's choice); the student's always stay with the client.
 
     The other fields are those of `LocalTraining`, in both phases; `schedule` is the student's, over the rounds of phase 2.
 
@@ -114,7 +113,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No teacher yet: it is that of the first replies."""
+        """Builds a server state without a teacher, which comes from the first replies."""
         validate_network_name(self._teacher_options)
         teacher_rounds = self._num_teacher_rounds(server.rounds)
         if self.teacher_rounds is not None and teacher_rounds >= server.rounds:
@@ -125,7 +124,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": {}, "rounds_left": teacher_rounds, "taught": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Phase 1: t, the same for everyone. Phase 2: t for a client that does not have it yet."""
+        """Sends t to all clients in phase 1, and in phase 2 to clients that do not have it yet."""
         teacher_rounds = self._num_teacher_rounds(client_info.rounds)
         if server_state["rounds_left"]:
             lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, teacher_rounds)
@@ -136,7 +135,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return Message({"model": server_state["model"]} if needs_teacher else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Phase 1: a teacher, in the form of the first. Phase 2: no tensor may go up."""
+        """Specifies a reply: in phase 1 a teacher in the shapes of the first, in phase 2 no tensors."""
         if server_state["rounds_left"] == 0:
             return {}
         if not server_state["model"] and not reply.tensors.get("model"):
@@ -146,19 +145,19 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Not in round 1: the teacher's outputs are those that the clients' networks have."""
+        """Returns False in round 1, when the number of outputs is not known yet."""
         return bool(server_state["model"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Phase 1: t ← Σ_i (n_i/n) t_i. Phase 2: who has t from now on."""
+        """Averages t ← Σ_i (n_i/n) t_i in phase 1; in phase 2 records the clients that now have t."""
         if server_state["rounds_left"] == 0:
             return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
         return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """The first teachers must have one form to have a mean."""
+        """Builds the error for first teachers with different shapes, which cannot be averaged."""
         return UserError(
             f"FedAvgKD: the teachers of clients {error.first_client!r} and {error.other_client!r} differ "
             f"({error.other_client!r}: {error.difference}); clients need inputs of one shape, and networks with the "
@@ -168,15 +167,15 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """As the client's first state does."""
+        """Checks that the teacher fits the client's data, by initialising the private state."""
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
-        """t, in the form of the client's data."""
+        """Returns the factory of t for the client's data."""
         return with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """θ_i: the common draw of the client's architecture, as in Local. And what a teacher must take and give here."""
+        """Initialises θ_i as in Local, and the teacher's input and output sizes for this client."""
         assert client.model is not None
         student = initial_state(client.model, seed)
         return {
@@ -188,7 +187,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Phase 1: t_i, t after `local_epochs` on the client's data, as in FedAvg. Phase 2: θ_i after `local_epochs`."""
+        """Trains t_i from t for `local_epochs` in phase 1, as in FedAvg; in phase 2 trains θ_i for `local_epochs`."""
         if message.scalars["distil"]:
             return self._train_student(message, client_state, client, seed)
         teacher_client, factory = with_shared_network(self._teacher_options, client_state, client)
@@ -212,11 +211,11 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         hard = self.criterion(client)
 
         def loss(batch: ForwardPass) -> Tensor:
-            """(1−α)·CE(y_pred, y) + α·KL·2T² (appendix E), on the same, augmented, inputs."""
+            """Computes (1−α)·CE(y_pred, y) + α·KL·2T² (appendix E), on the same augmented inputs."""
             with torch.no_grad():
                 x = to_preferred_memory_format(
                     teacher, tree_map(Tensor.contiguous, batch.inputs)
-                )  # they have the student's layout
+                )  # they have the student's memory format
                 target = logits_of(call_network(teacher, x))
             soft = (
                 softened_kl_divergence(target, batch.outputs, self.temperature, client.task) * 2 * self.temperature**2
@@ -230,7 +229,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), state_after
 
     def _load_teacher(self, message: Message, client_state: ClientState, client: Client) -> nn.Module:
-        """t, from the message or as the client kept it, ready to be evaluated."""
+        """Loads t, from the message or as the client kept it, in evaluation mode."""
         model = message.tensors.get("model", client_state.get("teacher"))
         if model is None:
             raise UserError(
@@ -246,12 +245,12 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         ).eval()
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ_i."""
+        """Returns the network with θ_i."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["student"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """t, on the client's data."""
+        """Yields t with the client's buffers."""
         yield "teacher", self._load_teacher(message, client_state, client)

@@ -1,6 +1,7 @@
-"""FedDF: models are averaged by architecture, and each average learns the mean outputs of all clients' models on unlabelled
-public examples (Lin, Kong, Stich and Jaggi, NeurIPS 2020, "Ensemble Distillation for Robust Model Fusion in Federated
-Learning", algorithm 3 in appendix B)."""
+"""FedDF: the server averages models by architecture and distils the mean outputs of all clients' models into each
+average (Lin, Kong, Stich and Jaggi, NeurIPS 2020, "Ensemble Distillation for Robust Model Fusion in Federated
+Learning", algorithm 3 in appendix B).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,22 +29,23 @@ from polyfed.core.training.config import LocalTraining
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDF(Averaging):
-    """The clients of each architecture p share a model θ^p, which they train as in FedAvg. The server averages by
-    architecture, then trains each average on KL(σ(mean_i f(θ_i, x)) ‖ σ(f(θ^p, x))) over public examples x, the mean being
-    that of the outputs of all clients of the round, whatever their architecture. `server_steps` = 0 is FedAvg among the
-    clients of each architecture, bit for bit. Evaluated model: θ^p.
-
-    A model whose architecture no client of the round has learns too (polyfed's choice). The clients' models are looked at
-    in evaluation mode; the model that learns is in training mode, so that BatchNorm's statistics are also those of public
+    """Trains one model θ^p per architecture p: FedAvg among its clients, then distillation at the server on public
     examples.
+
+    The server trains each average on KL(σ(mean_i f(θ_i, x)) ‖ σ(f(θ^p, x))) over public examples x, where the mean is
+    over the outputs of all clients of the round, of whatever architecture. With `server_steps` = 0 it is FedAvg among
+    the clients of each architecture, bit for bit. Evaluated model: θ^p.
+
+    Models of architectures that no client of the round has are distilled, too (polyfed's choice). The clients' models run in
+    evaluation mode; the student is in training mode, so that its BatchNorm statistics also come from public examples.
 
     Args:
         server_steps: steps of distillation for each architecture in a round (500, polyfed's choice; the paper has up to
-            10,000, and stops when labelled examples at the server say so).
-        server_lr: their learning rate, by Adam (0.001, paper, where it falls by a cosine; here it is constant).
+            10,000, with early stopping on labelled examples at the server).
+        server_lr: learning rate of these steps, by Adam (0.001, paper, with a cosine schedule; here it is constant).
         server_batch_size: public examples in a step (128, authors' code); 0 takes all.
-        weighted: the mean by the number of training examples (True, paper); False counts every client the same. The mean of
-            outputs is plain (paper).
+        weighted: weighs clients by their number of training examples (True, paper); False counts every client the same. The
+            mean of outputs is unweighted (paper).
         buffers: "average" only (polyfed's choice): the server runs the clients' models.
 
     The other fields are those of `LocalTraining`.
@@ -79,13 +81,13 @@ class FedDF(Averaging):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """The server needs each client's model."""
+        """Returns False, since the server needs each client's model."""
         return False
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """θ^p: the common draw of each architecture. The outputs of all must be as many."""
+        """Initialises θ^p with the common initial weights of each architecture; all must have equally many outputs."""
         assert server.architectures is not None  # `requires` names both
         assert server.public is not None
         initial_models = {
@@ -106,13 +108,13 @@ class FedDF(Averaging):
             )
             raise UserError(
                 f"FedDF: the network of {first!r} has {outputs_by_client[first]} outputs, that of {second!r} "
-                f"{outputs_by_client[second]}, which have no mean; give all networks the same number of outputs, one "
+                f"{outputs_by_client[second]}, which cannot be averaged; give all networks the same number of outputs, one "
                 "for each class of the federation"
             )
         return {"model": initial_models, "seed": server.seed, "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """θ^p of the client's architecture, and the learning rate of the round."""
+        """Sends θ^p of the client's architecture, and the learning rate of the round."""
         return Message(
             {"model": server_state["model"][client_info.architecture]},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -121,7 +123,7 @@ class FedDF(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """θ^p ← Σ_i (n_i/n) θ_i over the clients of architecture p; then `server_steps` of distillation."""
+        """Averages θ^p ← Σ_i (n_i/n) θ_i over the clients of architecture p, and then distils for `server_steps`."""
         assert server.architectures is not None
         assert server.public is not None
         architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}
@@ -150,7 +152,7 @@ class FedDF(Averaging):
 
 
 def _predict_public(factory: Architecture, tree: StateDict, examples: Examples) -> Tensor:
-    """Logits of a client's model on public examples."""
+    """Returns the logits of a client's model on public examples."""
     return predict(reset_for_eval(fill_module(cached_module(factory).module, tree)), examples)
 
 

@@ -1,5 +1,6 @@
-"""FedKD: a network of one's own and a small common one distil into each other, by how well they do, and updates of the
-common one travel as products of thin matrices (Wu, Wu, Lyu, Huang and Xie, Nature Communications 2022)."""
+"""FedKD: a client's own network and a small shared one distil into each other, and low-rank updates of the shared one
+are sent (Wu, Wu, Lyu, Huang and Xie, Nature Communications 2022).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,22 +29,27 @@ from polyfed.core.training.loop import ForwardPass
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedKD(MutualLearningMethod):
-    """Each client trains its own network θ_i ("mentor") and a common one s ("mentee") by CE + (KL + H)/(CE_θ + CE_s): KL is
-    that of the other's softmax from its own, H the mean squared difference of their representations, with a matrix W_i of
-    the client's in between. Clients send the update of s, each matrix by as many singular values as hold a share T(t) of
-    their squares; so does the server with the mean update. How many these are depends on a client's data, and shows. Without
-    the quotient (`distil` = 0) θ_i is Local, bit for bit. Evaluated model: θ_i; next to it s, as `shared_...`.
+    """Trains each client's own network θ_i ("mentor") and a shared one s ("mentee") by adaptive mutual distillation.
 
-    In round 1 nothing goes down, and the first s goes up whole. A client that was not in the last round gets s whole.
+    Both minimise CE + (KL + H)/(CE_θ + CE_s): KL is the divergence of the other network's softmax from its own, and H
+    the mean squared difference of their representations, with a matrix W_i of the client's in between. Clients send
+    the update of s, each matrix by its largest singular values with a share T(t) of the sum of squares; the server
+    sends the mean update in the same way. The number of singular values depends on a client's data and reveals
+    something about them. Without the quotient (`distil` = 0) θ_i is Local, bit for bit. Evaluated model: θ_i; next to
+    it s, as `shared_...`.
+
+    In round 1 the server sends nothing, and clients send the whole s. A client that was not in the last round gets the whole
+    s.
 
     Args:
-        shared: the common network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
-            {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape but tokens).
+        shared: the shared network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
+            {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape except tokens).
         distil: factor of the quotient (1.0, paper); 0 turns mutual learning off.
-        hidden_loss: whether H is part of it (True, paper).
-        t_start, t_end: T in the first round and in the last, linear in between (0.95 and 0.98, authors' code).
-        weighted: the mean of updates by the number of training examples; False counts every client the same (False, paper).
-        buffers: those of s ("average", polyfed's choice); those of θ_i always stay with it.
+        hidden_loss: whether H is part of the quotient (True, paper).
+        t_start, t_end: T in the first and in the last round, linear in between (0.95 and 0.98, authors' code).
+        weighted: weighs clients' updates by their number of training examples; False counts every client the same (False,
+            paper).
+        buffers: buffers of s ("average", polyfed's choice); those of θ_i always stay with the client.
 
     The other fields are those of `LocalTraining`, for both networks.
 
@@ -74,17 +80,19 @@ class FedKD(MutualLearningMethod):
             self._require(0 < getattr(self, field) <= 1, field, "above 0 and at most 1")
 
     def energy_at(self, round_number: int, rounds: int) -> float:
-        """T(t) = T_start + (T_end − T_start)·t, t going from 0 in the first round to 1 in the last (eq. 9)."""
+        """Returns T(t) = T_start + (T_end − T_start)·t, with t from 0 in the first round to 1 in the last (eq. 9)."""
         return self.t_start + (self.t_end - self.t_start) * (round_number - 1) / max(rounds - 1, 1)
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No s yet, no update of it, and nobody who has what it changed."""
+        """Builds a server state without s, without an update of it, and without clients that hold the s that the
+        update changes.
+        """
         return {**super().server_init(server), "update": {}, "holders": [], "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """The last update, to those who have what it changed; s to the others; and T(t)."""
+        """Sends the last update to clients that hold the s before it, and s to the others; and T(t)."""
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
             "energy": self.energy_at(client_info.round, client_info.rounds),
@@ -94,7 +102,7 @@ class FedKD(MutualLearningMethod):
         return Message({"model": server_state["model"]} if server_state["model"] else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """The first s; then its updates."""
+        """Specifies a reply: the first s, and in later rounds an update of it."""
         if not server_state["model"]:
             return super().reply_spec(server_state, message, reply)
         return {"update": compressed_update_spec(reply.tensors.get("update", {}), server_state["model"])}
@@ -102,7 +110,7 @@ class FedKD(MutualLearningMethod):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """s ← s + Δ, Δ being the mean update (algorithm 1, lines 13 to 22) by as many singular values."""
+        """Updates s ← s + Δ, where Δ is the mean update (algorithm 1, lines 13 to 22), compressed by T(t)."""
         round_number = server_state["round"] + 1
         if not server_state["model"]:
             mean = self._average_by_client({i: r.tensors["model"] for i, r in replies.items()}, replies)
@@ -119,26 +127,26 @@ class FedKD(MutualLearningMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """θ_i as in Local; and W_i."""
+        """Initialises θ_i as in Local, and W_i."""
         client_state = super().client_init(client, seed)
         return (
             self._with_initial_bridge(client_state, client, seed) if self.hidden_loss and self.distil else client_state
         )
 
     def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
-        """s as the message has it, or as it is after the update; or as it is at first."""
+        """Returns s from the message, or after the message's update; in round 1 the initial s."""
         if "update" not in message.tensors:
             return super()._shared_weights(message, client_state, client)
         if "common" not in client_state:
             raise UserError(
-                f"client {client.id!r} had the common network, and lost it with its private state; start the run again"
+                f"client {client.id!r} had the shared network, and lost it with its private state; start the run again"
             )
         return apply_update(client_state["common"], message.tensors["update"])
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i and s_i after `local_epochs`, and what of s has changed."""
+        """Trains θ_i and s_i for `local_epochs`, and sends the compressed change of s."""
         reply, state_after = super().local_update(message, client_state, client, seed)
         if not message.tensors:
             return reply, state_after
@@ -148,7 +156,7 @@ class FedKD(MutualLearningMethod):
         return Message(groups, reply.scalars), {**state_after, "common": before}
 
     def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> Pair:
-        """Both networks, with W_i between their representations."""
+        """Builds the pair of both networks, with W_i between their representations."""
         return (
             build_bridged_pair(personal, shared, client_state["bridge"], client)
             if "bridge" in client_state
@@ -156,7 +164,9 @@ class FedKD(MutualLearningMethod):
         )
 
     def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """CE of both, and (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7); the divisor is a constant."""
+        """Builds the loss CE of both networks plus (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7); the
+        divisor has no gradient.
+        """
         label_loss = self.criterion(client)
 
         def loss(batch: ForwardPass) -> Tensor:

@@ -1,5 +1,7 @@
-"""FedMD: networks of any architecture learn their mean outputs on public examples (Li and Wang 2019, "FedMD: Heterogenous
-Federated Learning via Model Distillation", algorithm 1, without its pre-training on labelled public examples)."""
+"""FedMD: networks of any architecture learn their mean outputs on public examples (Li and Wang 2019, "FedMD:
+Heterogenous Federated Learning via Model Distillation", algorithm 1, without its pre-training on labelled public
+examples).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,30 +26,33 @@ from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec
 from polyfed.core.training.loop import fit, reply_scalars
 
-# The server keeps "outputs", f̃ of the last round, empty at first; "done", how many rounds that were; and the public examples
+# The server keeps "outputs", f̃ of the last round, empty at first; "done", the number of rounds; and the public examples
 # A client keeps "model", W_i and buffers; and the public examples
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
-    """Each client first trains its network on |f_i(x) − f̃(x)| ("digest"), f̃ being the clients' mean outputs (logits)
-    on the public examples x of the round, then on its own examples ("revisit"); then it sends its outputs on those of
-    the next round. `digest_epochs` = 0 is Local, bit for bit. Evaluated model: W_i. Classes are those of all clients;
-    public examples need no labels.
+    """Trains each client's network towards the clients' mean outputs f̃ on public examples, and then on its own
+    examples.
 
-    The paper's clients first train on labelled public examples; here they begin with their own, and round 1 has no f̃. A
-    network that is pretrained elsewhere can be brought as the client's own.
+    The first part minimises |f_i(x) − f̃(x)| ("digest"), where f̃ are mean logits on the public examples x of the
+    round; the second is local training ("revisit"). Then the client sends its outputs on the public examples of the
+    next round. With `digest_epochs` = 0 it is Local, bit for bit. Evaluated model: W_i. All networks have the classes
+    of all clients; public examples need no labels.
+
+    The paper's clients first train on labelled public examples; here they start with their own, and round 1 has no f̃. A
+    client's network may be pretrained elsewhere.
 
     Args:
         digest_epochs: passes over the public examples of a round, before those over the client's own (1, authors' code).
         digest_batch_size: public examples in a minibatch (256, authors' code); 0 takes all.
-        distance: of outputs and f̃: "l1", the mean absolute difference (authors' code), or "l2", the mean squared one. The
-            paper does not say which.
-        public_size: public examples of a round, drawn afresh (5000, paper); all if there are fewer.
-        pool_once: send the public examples to a client once, and afterwards their numbers (True, paper: all have them).
-            Clients keep them, in memory and in checkpoints.
-        weighted: f̃ by the number of training examples; False is the plain mean (False, paper).
+        distance: distance of outputs and f̃: "l1", the mean absolute difference (authors' code), or "l2", the mean squared
+            one. The paper does not say which.
+        public_size: public examples of a round, drawn in each round (5000, paper); all if there are fewer.
+        pool_once: sends the public examples to a client once, and afterwards only row numbers (True, paper: all clients have
+            them). Clients keep them, in memory and in checkpoints.
+        weighted: weighs clients in f̃ by their number of training examples; False takes the plain mean (False, paper).
         buffers: "local" only (polyfed's choice), since networks stay with their clients.
 
     The other fields are those of `LocalTraining`.
@@ -65,7 +70,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
 
     requires: ClassVar[frozenset[str]] = frozenset({"model", "public_data"})
     discloses: ClassVar[frozenset[str]] = frozenset({"representations", "weights"})
-    """Weights too: those of a network without hidden layers follow from its outputs on known examples."""
+    """Weights are included, since those of a network without hidden layers follow from its outputs on known examples."""
     groups: ClassVar[tuple[str, ...]] = ("outputs",)
     digest_epochs: int = 1
     digest_batch_size: int = 256
@@ -85,7 +90,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No mean yet."""
+        """Builds a server state without a mean."""
         return {
             "public": self._stored_public_tensors(server),
             "seed": server.seed,
@@ -95,7 +100,9 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """f̃ and the public examples that it is of, by their numbers; and those to be looked at after training."""
+        """Sends f̃ with the rows of its public examples, and the rows on which the client shall send outputs after
+        training.
+        """
         if client_info.purpose == "personal":
             return Message()
         current_rows, next_rows = (
@@ -114,18 +121,18 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         return draw_public_rows(server_state["seed"], round_number, pool_size, min(self.public_size, pool_size))
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """As many outputs as there were at first, for each of the public examples asked for."""
+        """Specifies a reply: outputs on the requested public examples, as many per example as in the first round."""
         width = server_state["outputs"]["logits"].shape[1] if server_state["outputs"] else None
         return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), width), torch.float32)}}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Not in round 1."""
+        """Returns False in round 1, when the number of outputs is not known yet."""
         return bool(server_state["outputs"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
+        """Computes f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
         return {
             **server_state,
             **mean,
@@ -134,7 +141,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Outputs of one form are needed."""
+        """Builds the error for clients with different numbers of outputs."""
         return UserError(
             f"FedMD: the outputs of {error.first_client!r} and {error.other_client!r} differ ({error.difference}); "
             "give all networks the same number of outputs, one for each class of the federation"
@@ -145,7 +152,9 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """W_i after "digest" and "revisit"; and its outputs on the public examples of the next round ("communicate")."""
+        """Trains W_i by "digest" and "revisit", and sends its outputs on the public examples of the next round
+        ("communicate").
+        """
         pool_state = self._pool_state(message, client_state)
         model, pool = (
             self.personal_model(message, client_state, client, seed),

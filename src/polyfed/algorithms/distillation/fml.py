@@ -1,4 +1,4 @@
-"""FML: a network of one's own and a common one teach each other (Shen et al. 2020, "Federated Mutual Learning")."""
+"""FML: a client's own network and a shared one teach each other (Shen et al. 2020, "Federated Mutual Learning")."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,21 +16,24 @@ from polyfed.core.training.loop import ForwardPass
 @final
 @dataclass(frozen=True, kw_only=True)
 class FML(MutualLearningMethod):
-    """Each client trains its own network θ_i, of any architecture, by α·CE + (1−α)·KL(s ‖ θ_i), and with it the common
-    network s ("meme model") by β·CE + (1−β)·KL(θ_i ‖ s); the server averages s. In each divergence the teacher is a
-    constant. α = 1 is Local, bit for bit, and β = 1 FedAvg of s. Evaluated model: θ_i; next to it s, as `shared_...`.
+    """Trains each client's own network θ_i and a shared network s ("meme model") by mutual distillation; the server
+    averages s.
 
-    In round 1 nothing goes down, since the server does not know the form of the clients' data: every client starts s from
-    the run's draw for its architecture. With several labels an example, and in regression, KL is as in `fedavg_kd`.
+    θ_i, of any architecture, minimises α·CE + (1−α)·KL(s ‖ θ_i), and s minimises β·CE + (1−β)·KL(θ_i ‖ s); in each
+    divergence the teacher has no gradient. With α = 1 it is Local, bit for bit, and with β = 1 FedAvg of s. Evaluated
+    model: θ_i; next to it s, as `shared_...`.
+
+    In round 1 the server sends nothing, since it does not know the shapes of the clients' data: every client starts s from
+    the same initial weights, which depend on the run's seed. In multilabel tasks and regression, KL is as in `fedavg_kd`.
 
     Args:
-        shared: the common network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
-            {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape but tokens).
-        alpha: α, the share of the labels in the loss of θ_i (0.5, authors' code).
-        beta: β, the share of the labels in the loss of s (0.5, authors' code).
-        weighted: the mean of s by the number of training examples (True, polyfed's choice: as FedAvg); False counts every
-            client the same.
-        buffers: those of s ("average", polyfed's choice); those of θ_i always stay with it.
+        shared: the shared network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
+            {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape except tokens).
+        alpha: α, weight of the labels in the loss of θ_i (0.5, authors' code).
+        beta: β, weight of the labels in the loss of s (0.5, authors' code).
+        weighted: weighs clients in s by their number of training examples (True, polyfed's choice: as FedAvg); False counts
+            every client the same.
+        buffers: buffers of s ("average", polyfed's choice); those of θ_i always stay with the client.
 
     The other fields are those of `LocalTraining`, for both networks.
 
@@ -55,7 +58,9 @@ class FML(MutualLearningMethod):
         self._require(0 <= self.beta <= 1, "beta", "between 0 and 1")
 
     def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """α·CE(z, y) + (1−α)·KL(s ‖ z), and β·CE(s, y) + (1−β)·KL(z ‖ s), z and s being the two networks' outputs."""
+        """Builds the loss α·CE(z, y) + (1−α)·KL(s ‖ z) + β·CE(s, y) + (1−β)·KL(z ‖ s), where z and s are the networks'
+        outputs.
+        """
         label_loss = self.criterion(client)
 
         def loss(batch: ForwardPass) -> Tensor:

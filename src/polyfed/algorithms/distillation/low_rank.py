@@ -1,4 +1,4 @@
-"""Updates in fewer numbers, by singular value decomposition: each matrix as a product of two thin ones (FedKD)."""
+"""Compresses updates by singular value decomposition: each matrix becomes a product of two thin ones (FedKD)."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,11 @@ _LEFT, _RIGHT = ":left", ":right"
 
 
 def compress_update(update: StateDict, energy: float) -> dict[str, Tensor]:
-    """Each matrix P×Q (a convolution's kernel as one of its output channels) as U·Σ, (P, K), and V, (K, Q), with the least K
-    whose singular values have more than this share of all their squares; whole, if that is not fewer numbers.
+    """Compresses each P×Q matrix of an update to U·Σ, (P, K), and V, (K, Q), by its K largest singular values.
+
+    K is the least number whose singular values have more than the share `energy` of the sum of squares. A
+    convolution's kernel is a matrix with one row per output channel. A matrix stays whole if its factors would not be
+    smaller.
 
     >>> u = compress_update({"w": torch.outer(torch.arange(4.0), torch.ones(5)), "b": torch.ones(3)}, 0.95)
     >>> {name: tuple(tensor.shape) for name, tensor in u.items()}
@@ -35,7 +38,7 @@ def compress_update(update: StateDict, energy: float) -> dict[str, Tensor]:
 
 
 def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
-    """The update that `compress_update` made this of, with the names and shapes of `like`.
+    """Reconstructs the update from the result of `compress_update`, with the names and shapes of `like`.
 
     >>> w = torch.outer(torch.arange(4.0), torch.ones(5))
     >>> torch.allclose(expand_update(compress_update({"w": w}, 0.95), {"w": w})["w"], w, atol=1e-6)
@@ -50,10 +53,11 @@ def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
 
 
 def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
-    """For `Algorithm.reply_spec`: each tensor whole, or as two factors where the reply has them so.
+    """Specifies a compressed update for `Algorithm.reply_spec`: each tensor whole, or as two factors where the reply
+    has factors.
 
     Raises:
-        ValueError: factors that do not fit each other.
+        ValueError: two factors do not fit each other.
     """
     specs: dict[str, tuple[tuple[int | None, ...], torch.dtype]] = {}
     for name, (shape, dtype) in state_dict_spec(like).items():
@@ -70,7 +74,7 @@ def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
 
 
 def subtract_state(after: StateDict, before: StateDict) -> dict[str, Tensor]:
-    """What has changed, tensor by tensor; of booleans, which are others.
+    """Returns the change of each tensor; for booleans, which entries differ.
 
     >>> subtract_state({"seen": torch.tensor([True, False])}, {"seen": torch.tensor([False, False])})
     {'seen': tensor([ True, False])}
@@ -79,6 +83,6 @@ def subtract_state(after: StateDict, before: StateDict) -> dict[str, Tensor]:
 
 
 def apply_update(model: StateDict, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model after an update, compressed or not."""
+    """Returns the model after an update, compressed or not."""
     change = expand_update(update, model)
     return {n: t ^ change[n] if t.dtype == torch.bool else t + change[n] for n, t in model.items()}

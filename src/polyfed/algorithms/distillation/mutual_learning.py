@@ -1,5 +1,6 @@
-"""The base of methods in which each client trains two networks that learn from each other: its own, which stays, and a
-common one, which is averaged (FML, FedKD)."""
+"""Defines the base of methods in which each client trains two networks that learn from each other: its own, and a
+shared one that is averaged (FML, FedKD).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -31,16 +32,20 @@ from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 @dataclass(frozen=True, kw_only=True)
 class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork, ABC):
-    """Two networks at each client, trained together on the same minibatches: θ_i, its own, of any architecture, and s, the
-    common one, which travels. A method says what they minimise (`joint_loss`).
+    """Trains two networks at each client on the same minibatches: its own θ_i, of any architecture, and the shared s,
+    which is sent.
 
-    In round 1 nothing goes down, since the server does not know the form of the clients' data: every client starts s from
-    the run's draw for its architecture. `buffers` is about those of s; those of θ_i stay with the client.
+    Subclasses define the loss (`joint_loss`).
+
+    In round 1 the server sends nothing, since it does not know the shapes of the clients' data: every client starts s from
+    the same initial weights, which depend on the run's seed. `buffers` is the policy for s; buffers of θ_i stay with the
+    client.
 
     Args:
-        shared: the common network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
-            {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape but tokens).
-        weighted: the mean of s by the number of training examples (True, paper: FedAvg); False counts every client the same.
+        shared: the shared network s: a name of the zoo or module:factory, or a mapping with the name and arguments, as
+            {name: cnn_small, channels: [8, 16]} ("mlp", polyfed's choice: it takes inputs of any shape except tokens).
+        weighted: weighs clients in s by their number of training examples (True, paper: FedAvg); False counts every client
+            the same.
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"model"})
@@ -62,25 +67,27 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
     @abstractmethod
     def joint_loss(self, pair: "Pair", client: Client) -> Callable[[ForwardPass], Tensor]:
-        """What both networks minimise: the sum of the loss of θ_i, in which s is a constant, and of that of s, in which θ_i
-        is. A minibatch's `outputs` are those of θ_i, and `pair.outputs` those of s."""
+        """Builds the sum of the loss of θ_i, in which s has no gradient, and the loss of s, in which θ_i has none.
+
+        A minibatch's `outputs` are those of θ_i, and `pair.outputs` those of s.
+        """
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No s yet: it is that of the first replies."""
+        """Builds a server state without s, which comes from the first replies."""
         validate_network_name(self._shared_options)
         return {"model": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """s, the same for everyone, once there is one; and the learning rate."""
+        """Sends s, once there is one, and the learning rate, the same to all clients."""
         return Message(
             {"model": server_state["model"]} if server_state["model"] else {},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """s, in the form of the first."""
+        """Specifies that a reply has s in the shapes of the first."""
         if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', the trained network"
@@ -88,11 +95,11 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Not in round 1: the outputs of s are those that the clients' networks have."""
+        """Returns False in round 1, when the number of outputs is not known yet."""
         return bool(server_state["model"])
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """The first replies must have one form to have a mean."""
+        """Builds the error for first replies with different shapes, which cannot be averaged."""
         return UserError(
             f"{type(self).__name__}: the shared networks of clients {error.first_client!r} and {error.other_client!r} "
             f"differ ({error.other_client!r}: {error.difference}); clients need inputs of one shape, and as many "
@@ -102,22 +109,22 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """As the client's first state does."""
+        """Checks that the shared network fits the client's data, by initialising the private state."""
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
-        """s, in the form of the client's data."""
+        """Returns the factory of s for the client's data."""
         return with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """θ_i: the common draw of the client's architecture, as in Local. And what s must take and give here."""
+        """Initialises θ_i as in Local, and the input and output sizes of s for this client."""
         assert client.model is not None
         state = initial_state(client.model, seed)
         form = infer_shared_network_form(self._shared_options, state, client, type(self).__name__, "shared")
         return {"seed": seed, **form, "own": state}
 
     def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
-        """s as the message has it, or as it is at first."""
+        """Returns s from the message, or in round 1 the initial s."""
         _, factory = with_shared_network(self._shared_options, client_state, client)
         initial_weights = shared_tensors(
             initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
@@ -127,7 +134,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i and s_i after `local_epochs` on the client's data."""
+        """Trains θ_i and s_i for `local_epochs` on the client's data, and sends s_i."""
         shared_client, _ = with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
@@ -154,7 +161,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         }
 
     def _with_initial_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
-        """Private state with W_i, a matrix from the representation of s to that of θ_i, as it is drawn."""
+        """Adds the initial W_i, a matrix from the representation of s to that of θ_i, to the private state."""
         _, factory = with_shared_network(self._shared_options, client_state, client)
         shared, personal = (
             cached_module(factory, client.train.device).module,
@@ -167,18 +174,18 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return {**client_state, "bridge": trainable_state(bridge)}
 
     def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> "Pair":
-        """Both networks as the one that `fit` trains."""
+        """Combines both networks into the one that `fit` trains."""
         return Pair(personal, shared)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ_i."""
+        """Returns the network with θ_i."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["own"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """s, on the client's data."""
+        """Yields s with the client's buffers."""
         shared_client, _ = with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
@@ -188,12 +195,14 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
 @final
 class Pair(nn.Module):
-    """Two networks on the same inputs: as a network it is the first, `personal`; the second's outputs are left in `outputs`.
+    """Runs two networks on the same inputs: it returns the output of `personal` and stores that of `shared` in
+    `outputs`.
 
     Args:
         personal, shared: the networks.
-        bridge: a matrix from the second's representation to the first's, if they are to be compared; it is trained too.
-        modules: names of the modules, in the first and in the second, whose inputs the representations are.
+        bridge: a matrix from the representation of `shared` to that of `personal`, if these are compared; it is trained,
+            too.
+        modules: names of the modules of `personal` and `shared` whose inputs are the representations.
 
     >>> pair = Pair(nn.Linear(2, 3), nn.Linear(2, 3))
     >>> import torch
@@ -201,7 +210,7 @@ class Pair(nn.Module):
     (torch.Size([1, 3]), torch.Size([1, 3]))
     """
 
-    client_network = "own"  # whose names `lr_by_name` means
+    client_network = "own"  # the submodule whose parameter names `lr_by_name` uses
 
     def __init__(
         self,
@@ -218,7 +227,7 @@ class Pair(nn.Module):
         self.bridged: Tensor
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
-        """Outputs of the client's own network; those of the shared one only in training."""
+        """Returns the output of the client's own network; in training also runs the shared one."""
         personal_outputs = logits_of(self.own(*args, **named))
         if self.training:
             watched_module = None if self.bridge is None else self.shared.get_submodule(self._second)
@@ -233,14 +242,14 @@ class Pair(nn.Module):
         self.bridged = self.bridge(inputs[0].flatten(1))
 
     def bridge_state(self) -> ClientState:
-        """What of the pair, beside the networks, a client keeps."""
+        """Returns the state of the pair besides the networks that a client keeps."""
         return {} if self.bridge is None else {"bridge": trainable_state(self.bridge)}
 
 
 def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client) -> Pair:
-    """Both networks with this matrix between their representations."""
+    """Builds the pair of both networks with this matrix between their representations."""
     rows, columns = bridge["weight"].shape
-    template = build_module(partial(nn.Linear, columns, rows, bias=False), 0)  # torch's own random state is left alone
+    template = build_module(partial(nn.Linear, columns, rows, bias=False), 0)  # does not change torch's random state
     bridge_layer = fill_module(template.to(client.train.device), bridge)
     assert isinstance(bridge_layer, nn.Linear)
     names = representation_module_name(personal, client.train), representation_module_name(shared, client.train)

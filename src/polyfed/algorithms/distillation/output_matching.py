@@ -1,4 +1,4 @@
-"""What methods share in which a network learns from the outputs of others."""
+"""Trains networks towards the outputs of other networks: the distillation loss and training on given outputs."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from polyfed.core.training.loop import ForwardPass, fit
 def softened_kl_divergence(
     teacher: Tensor, student: Tensor, temperature: float, task: Task = "classification"
 ) -> Tensor:
-    """KL(teacher ‖ student) at a temperature, the mean over the batch (and over labels or outputs, where each has its own).
+    """Computes KL(teacher ‖ student) at a temperature, averaged over the batch (and over labels or outputs).
 
     Args:
         teacher, student: logits (outputs in regression), shape (batch, outputs).
@@ -24,11 +24,11 @@ def softened_kl_divergence(
     >>> softened_kl_divergence(z, z, 20.0).item(), softened_kl_divergence(torch.log(3 * z), 0 * z, 1.0).item() > 0
     (0.0, True)
     """
-    dtype = torch.promote_types(student.dtype, torch.float32)  # under autocast logits are too coarse to be compared
+    dtype = torch.promote_types(student.dtype, torch.float32)  # autocast's logits are too coarse for a comparison
     teacher, student = teacher.to(dtype), student.to(dtype)
     if task == "regression":
         return (teacher - student).square().mean() / (2 * temperature**2)
-    if task == "multilabel":  # a label is there or not: logits z and 0
+    if task == "multilabel":  # each label is a binary choice with logits z and 0
         teacher, student = (F.pad(z.unsqueeze(-1), (0, 1)) for z in (teacher, student))
     log_p, log_q = (F.log_softmax(z / temperature, dim=-1) for z in (teacher, student))
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
@@ -47,11 +47,11 @@ def fit_to_targets(
     """Trains a network in place towards given outputs, on inputs without labels.
 
     Args:
-        student: what is trained.
-        inputs: n of them.
+        student: the network to train.
+        inputs: n examples; their labels are not used.
         targets: the outputs to learn, (n, outputs).
         options, lr, seed: as in `fit`.
-        distance: the distance of targets and outputs of a minibatch, in this order.
+        distance: distance of a minibatch's targets and outputs, in this order.
 
     >>> line, x = nn.Linear(1, 1), torch.tensor([[0.0], [1.0]])
     >>> options = LocalTraining(local_steps=200, batch_size=0)

@@ -1,4 +1,6 @@
-"""A network that a method brings for all clients, beside their own: a teacher, or one that learns with theirs."""
+"""Builds a network that a method provides for all clients, besides their own: a teacher, or one that learns together
+with theirs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,22 +22,23 @@ from polyfed.models.side_by_side import SideBySide
 @final
 @dataclass(frozen=True)
 class SharedNetworkFactory:
-    """Its architecture as another factory than any client's: it must not share the scratch module of a client's own network
-    that happens to have its architecture."""
+    """Builds the shared network, as a factory of its own: a client's network of the same architecture has another
+    cached module.
+    """
 
     network: ModelSpec
     side_by_side: bool = False
 
     def __call__(self) -> nn.Module:
-        """A new one."""
+        """Builds a new network."""
         return SideBySide(self.network()) if self.side_by_side else self.network()
 
 
 def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[int], outputs: int) -> ModelSpec:
-    """Of a name with arguments, the network for inputs and outputs of this form.
+    """Returns the spec of the network with this name and arguments, for this input shape and number of outputs.
 
     Raises:
-        UserError: an unknown name.
+        UserError: the name is unknown.
 
     >>> build_model_spec({"name": "mlp", "hidden": (32,)}, (6,), 3).name
     'mlp'
@@ -45,7 +48,7 @@ def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[i
 
 
 def validate_network_name(network_options: Mapping[str, Any]) -> None:
-    """Raises a `UserError`, where a module:factory is not found, before work starts."""
+    """Raises a `UserError` before work starts if a module:factory cannot be imported."""
     if ":" in network_options["name"]:
         import_object(network_options["name"])
 
@@ -53,7 +56,9 @@ def validate_network_name(network_options: Mapping[str, Any]) -> None:
 def with_shared_network(
     network_options: Mapping[str, Any], client_state: Mapping[str, Any], client: Client
 ) -> tuple[Client, SharedNetworkFactory]:
-    """The client as if the common network were its own, and that network; `client_state` has the form of its data."""
+    """Returns the client with the shared network as its model, and the network's factory; `client_state` has its input
+    and output sizes.
+    """
     factory = SharedNetworkFactory(
         build_model_spec(network_options, client_state["input_shape"], client_state["outputs"]),
         client_state.get("side_by_side", False),
@@ -64,16 +69,16 @@ def with_shared_network(
 def infer_shared_network_form(
     network_options: Mapping[str, Any], weights: StateDict, client: Client, method: str, field: str
 ) -> dict[str, Any]:
-    """The `input_shape` and `outputs` of the client's own network, which the common one must take and give.
+    """Returns the `input_shape` and `outputs` of the client's own network, which the shared network must have, too.
 
     Args:
-        network_options: the common network.
-        weights: of the client's own.
-        client: whose.
-        method, field: how the method and its field are called, for errors.
+        network_options: name and arguments of the shared network.
+        weights: weights of the client's own network.
+        client: the client.
+        method, field: names of the method and of its field in error messages.
 
     Raises:
-        UserError: the common network fails on the client's inputs, or has another number of outputs.
+        UserError: the shared network fails on the client's inputs, or has another number of outputs.
     """
     assert client.model is not None
     device = client.train.device
@@ -86,7 +91,7 @@ def infer_shared_network_form(
     network, name = cached_module(factory, device).module, f"{method}: the {field} {factory.network.name!r}"
     try:
         shared_outputs = predict(network, example).shape[1]
-    except Exception as error:  # whatever a network raises that does not take such inputs
+    except Exception as error:  # a network may raise anything on inputs that it does not take
         input_description = (
             f"shape {tuple(x.shape)} ({x.dtype})" if isinstance(x, Tensor) else f"several parts ({input_spec_of(x)})"
         )

@@ -1,4 +1,4 @@
-"""FedAvg: clients train the global model, the server averages (McMahan et al., AISTATS 2017, algorithm 1)."""
+"""FedAvg: clients train the global model, and the server averages (McMahan et al., AISTATS 2017, algorithm 1)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -10,13 +10,14 @@ from polyfed.core.method_card import MethodCard
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(GlobalModelMethod):
-    """The mean of the clients' models, weighted by examples: θ ← Σ_i (n_i/n) θ_i, θ_i being θ after local training. One
-    architecture. Evaluated model: θ. The base `Averaging` is this method.
+    """Averages the clients' models, weighted by examples: θ ← Σ_i (n_i/n) θ_i, where θ_i is θ after local training.
+
+    All clients have one architecture. Evaluated model: θ. The base `Averaging` is this method.
 
     Args:
-        weighted: by the number of training examples (the paper); False counts every client the same.
-        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all clients'
-            latest models, for which the server keeps each of them (see `GlobalModelMethod`).
+        weighted: weighs clients by their number of training examples (the paper); False counts every client the same.
+        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+            latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`.
     """

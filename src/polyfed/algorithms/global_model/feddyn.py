@@ -1,5 +1,6 @@
-"""FedDyn: a dynamic regulariser makes the clients' optima agree with that of all (Acar, Zhao, Matas Navarro, Mattina,
-Whatmough and Saligrama, ICLR 2021, algorithm 1)."""
+"""FedDyn: a dynamic regulariser aligns the clients' optima with the global one (Acar, Zhao, Matas Navarro, Mattina,
+Whatmough and Saligrama, ICLR 2021, algorithm 1).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,17 +22,18 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDyn(ServerUpdateMethod):
-    """Each client minimises L_i(θ) − ⟨g_i, θ⟩ + α/2·‖θ − θ̄‖² (eq. 1), θ̄ being the model that it received and g_i the
-    gradient of L_i where it last ended, so that where the rounds come to rest the gradients of all add up to zero. One
-    architecture. Evaluated model: θ, the server's.
+    """Minimises L_i(θ) − ⟨g_i, θ⟩ + α/2·‖θ − θ̄‖² at each client (eq. 1), where θ̄ is the received model.
 
-    The server goes beyond the mean: with all clients in round 1, θ ← 2·mean − θ whatever α is.
+    g_i is the gradient of L_i where the client's last training ended, so that at a fixed point of the rounds the
+    gradients of all clients add up to zero. All clients have one architecture. Evaluated model: θ, the server's.
+
+    The server steps beyond the mean: with all clients in round 1, θ ← 2·mean − θ for any α.
 
     Args:
         alpha: α > 0 (0.01, paper, which chooses among 0.1, 0.01 and 0.001).
         weighted: False only (paper): the server's h is the plain mean of the g_i.
 
-    The other fields are those of `LocalTraining`. Buffers that travel are averaged, and no more.
+    The other fields are those of `LocalTraining`. Buffers that are sent are only averaged.
 
     >>> FedDyn(alpha=0.1).weighted
     False
@@ -57,7 +59,7 @@ class FedDyn(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """θ, and h = 0, which is kept as h/α."""
+        """Initialises θ, and h = 0, which is stored as h/α."""
         state = super().server_init(server)
         zeros = {name: torch.zeros_like(theta) for name, theta in state["model"].items()}
         return {**state, "h": zeros, "clients": len(server.clients)}
@@ -65,7 +67,7 @@ class FedDyn(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """h ← h − α/m·Σ_{i∈P} (θ_i − θ) over m clients in all, and θ ← mean of θ_i − h/α (algorithm 1)."""
+        """Updates h ← h − α/m·Σ_{i∈P} (θ_i − θ) over all m clients, and θ ← mean of θ_i − h/α (algorithm 1)."""
         share, theta, h = len(client_ids) / server_state["clients"], {}, {}
         for name, old_theta in server_state["model"].items():
             mean_theta = mean["model"][name].to(torch.float64)
@@ -76,13 +78,13 @@ class FedDyn(ServerUpdateMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """g_i = 0, as no tensors."""
+        """Initialises g_i = 0, stored as no tensors."""
         return {"gradient": {}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i by eq. (1), and g_i ← g_i − α(θ_i − θ̄), which is the gradient of L_i at a minimum of it."""
+        """Trains θ_i by eq. (1), and updates g_i ← g_i − α(θ_i − θ̄), the gradient of L_i at a minimum of eq. (1)."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         parameters = {name: theta for name, theta in net.module.named_parameters() if theta.requires_grad}
         g = client_state["gradient"] or {
@@ -102,7 +104,7 @@ class FedDyn(ServerUpdateMethod):
 @final
 @dataclass(frozen=True)
 class _DynamicRegularizer:
-    """α/2·‖θ − θ̄‖² − ⟨g, θ⟩; the tensors are θ̄ and then g."""
+    """Computes α/2·‖θ − θ̄‖² − ⟨g, θ⟩; the tensors are θ̄ and then g."""
 
     alpha: float
 

@@ -1,5 +1,6 @@
-"""FedOpt: the mean change of a round is the gradient of an optimiser at the server (Reddi, Charles, Zaheer, Garrett, Rush,
-Konečný, Kumar and McMahan, ICLR 2021, algorithm 2)."""
+"""FedOpt: the server's optimiser takes the mean change of a round as a gradient (Reddi, Charles, Zaheer, Garrett,
+Rush, Konečný, Kumar and McMahan, ICLR 2021, algorithm 2).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,24 +20,26 @@ ServerOptimizer = Literal["avgm", "adagrad", "adam", "yogi"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedOpt(ServerUpdateMethod):
-    """FedAvg with an optimiser at the server, to which the mean change Δ of the clients' models is minus a gradient:
-    θ ← θ + η·m/(√v + τ). One architecture. Evaluated model: θ.
+    """Trains by FedAvg with an optimiser at the server, for which the mean change Δ of the clients' models is minus a
+    gradient.
 
-    The optimiser moves parameters only. BatchNorm's statistics are averaged as in FedAvg: a step along their changes can
+    The step is θ ← θ + η·m/(√v + τ). All clients have one architecture. Evaluated model: θ.
+
+    The optimiser updates parameters only. BatchNorm's statistics are averaged as in FedAvg: a step along their changes could
     make a variance negative.
 
     Args:
-        server: "avgm", momentum alone, with θ ← θ + η·m (FedAvgM, Hsu, Qi and Brown 2019); "adagrad", "adam" or "yogi"
-            ("adam", polyfed's choice: the paper has all of them).
-        server_lr: η > 0; None is 1 with "avgm", which then is FedAvg with momentum, and 0.01 with the others (polyfed's
-            choice; the paper tunes it for each task, from 0.001 to 10).
-        beta1: β₁ of m; None is 0 with "adagrad", and 0.9 with the others (paper).
-        beta2: β₂ of v, of "adam" and "yogi" (0.99, paper).
-        tau: τ > 0, how adaptive the step is: the smaller, the more. v begins at τ² (0.001, paper).
-        weighted: Δ weighted by the number of training examples (public implementations); False counts every client the
-            same, as algorithm 2.
+        server: the server's optimiser: "avgm", momentum alone, with θ ← θ + η·m (FedAvgM, Hsu, Qi and Brown 2019);
+            "adagrad", "adam" or "yogi" ("adam", polyfed's choice: the paper has all of them).
+        server_lr: η > 0, the server's learning rate; None takes 1 with "avgm", which then is FedAvg with momentum, and 0.01
+            with the others (polyfed's choice; the paper tunes it for each task, from 0.001 to 10).
+        beta1: β₁ of m; None takes 0 with "adagrad", and 0.9 with the others (paper).
+        beta2: β₂ of v, for "adam" and "yogi" (0.99, paper).
+        tau: τ > 0, adaptivity: the smaller, the more adaptive the step. v starts at τ² (0.001, paper).
+        weighted: weighs clients in Δ by their number of training examples (public implementations); False counts every
+            client the same, as algorithm 2.
 
-    The other fields are those of `LocalTraining`; `lr` is the clients' rate, and the paper tunes both rates together.
+    The other fields are those of `LocalTraining`; `lr` is the clients' learning rate, and the paper tunes both together.
 
     >>> FedOpt(server="yogi", server_lr=0.03).tau
     0.001
@@ -70,16 +73,16 @@ class FedOpt(ServerUpdateMethod):
 
     @property
     def effective_server_lr(self) -> float:
-        """η."""
+        """Returns η."""
         return self.server_lr if self.server_lr is not None else 1.0 if self.server == "avgm" else 0.01
 
     @property
     def effective_beta1(self) -> float:
-        """β₁."""
+        """Returns β₁."""
         return self.beta1 if self.beta1 is not None else 0.0 if self.server == "adagrad" else 0.9
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """θ, m = 0 and v = τ²."""
+        """Initialises θ, m = 0 and v = τ²."""
         state = super().server_init(server)
         first_moment = {
             n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for n, t in state["model"].items()
@@ -92,7 +95,7 @@ class FedOpt(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """θ ← θ + η·m/(√v + τ), with Δ = Σ_i (n_i/n) θ_i − θ."""
+        """Updates θ ← θ + η·m/(√v + τ), with Δ = Σ_i (n_i/n) θ_i − θ."""
         new_state: dict[str, dict[str, Tensor]] = {"model": {}, "m": {}, "v": {}}
         for name, theta in server_state["model"].items():
             precise_theta, m = theta.to(torch.float64), server_state["m"][name]
@@ -109,7 +112,7 @@ class FedOpt(ServerUpdateMethod):
         return {**server_state, **new_state}
 
     def _update_second_moment(self, v: Tensor, square: Tensor) -> Tensor:
-        """v, by Δ²; without correction of its beginning, which is what v = τ² is for."""
+        """Updates v by Δ², without bias correction, whose part the initial v = τ² plays."""
         if self.server == "adagrad":
             return v + square
         if self.server == "yogi":

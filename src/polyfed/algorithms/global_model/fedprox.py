@@ -15,14 +15,16 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedProx(GlobalModelMethod):
-    """FedAvg with a proximal term: each client minimises L_i(θ) + μ/2·‖θ − θ̄‖², θ̄ being the model it received. The norm is
-    over parameters, not over buffers. μ = 0 is FedAvg, bit for bit. Evaluated model: the average θ.
+    """Minimises L_i(θ) + μ/2·‖θ − θ̄‖² at each client, where θ̄ is the received model; the server averages as FedAvg.
+
+    The norm is over parameters, not over buffers. With μ = 0 it is FedAvg, bit for bit. Evaluated model: the average
+    θ.
 
     Args:
-        weighted: by the number of training examples (polyfed's choice: as FedAvg; the paper draws clients with such
-            probabilities instead); False counts every client the same.
-        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all clients'
-            latest models, for which the server keeps each of them (see `GlobalModelMethod`).
+        weighted: weighs clients by their number of training examples (polyfed's choice: as FedAvg; the paper draws clients
+            with such probabilities instead); False counts every client the same.
+        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+            latest models, which the server then stores (see `GlobalModelMethod`).
         mu: μ ≥ 0 (0.01, polyfed's choice; the paper chooses among 0.001, 0.01, 0.1 and 1).
 
     The other fields are those of `LocalTraining`.
@@ -47,7 +49,7 @@ class FedProx(GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i: an approximate minimiser of L_i(θ) + μ/2·‖θ − θ̄‖², started at θ̄ (eq. 2)."""
+        """Trains θ_i, an approximate minimiser of L_i(θ) + μ/2·‖θ − θ̄‖², starting from θ̄ (eq. 2)."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         proximal_term = PerClientTerm(ProximalTerm(self.mu), clone_trained_parameters(net.module))
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=proximal_term)

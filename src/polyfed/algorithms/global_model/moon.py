@@ -1,4 +1,4 @@
-"""MOON: a contrast of representations keeps local training near the global model's (Li, He and Song, CVPR 2021)."""
+"""MOON: a contrastive loss keeps local representations near the global model's (Li, He and Song, CVPR 2021)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,21 +24,22 @@ from polyfed.models.structure import compute_batch_representation
 @final
 @dataclass(frozen=True, kw_only=True)
 class Moon(GlobalModelMethod, ValidatesNetworks):
-    """FedAvg in which each client minimises L_i + μ·ℓ_con (eq. 4), where ℓ_con (eq. 3) pulls the representation of an
-    example to what the global model makes of it, and away from what the client's own model of its last round makes. One
-    architecture. μ = 0 is FedAvg, bit for bit. Evaluated model: the average θ.
+    """Minimises L_i + μ·ℓ_con at each client (eq. 4); the server averages as FedAvg.
 
-    The representation is the input of the network's last linear layer, whatever that is; the paper adds a projection head
-    of two layers to its networks, which here is up to you. In a client's first round there is no model before, and no
-    contrast.
+    ℓ_con (eq. 3) pulls the representation of an example towards the global model's, and away from that of the client's
+    own model of its last round. All clients have one architecture. With μ = 0 it is FedAvg, bit for bit. Evaluated
+    model: the average θ.
+
+    The representation is the input of the network's last linear layer; the paper adds a projection head of two layers to its
+    networks, which here users add themselves. In a client's first round there is no previous model and no ℓ_con.
 
     Args:
         mu: μ ≥ 0 (1, paper: the best on two of its three data sets; it chooses among 0.1, 1, 5 and 10).
         tau: τ > 0, the temperature (0.5, paper).
         module: name of the module whose input is the representation; None finds the last linear layer (polyfed's choice).
-        weighted: by the number of training examples (paper); False counts every client the same.
-        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all clients'
-            latest models, for which the server keeps each of them (see `GlobalModelMethod`).
+        weighted: weighs clients by their number of training examples (paper); False counts every client the same.
+        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+            latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`. Each minibatch goes through three networks.
 
@@ -67,20 +68,20 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
         self._positive("tau")
 
     def validate_network(self, client: Client) -> None:
-        """For the module whose input is the representation."""
+        """Checks that the client's network has a module whose input is the representation."""
         if self.mu:
             check_has_representation(client, self.module)
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i: θ after `local_epochs` on L_i + μ·ℓ_con; it is the model before of the next round."""
+        """Trains θ_i from θ for `local_epochs` on L_i + μ·ℓ_con, and keeps it as the previous model of the next round."""
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         loss, name = None, None
         if self.mu and "previous" in client_state:
             name = representation_module_name(net.module, client.train) if self.module is None else self.module
             if name not in dict(net.module.named_modules()):
-                raise UserError(f"Moon: module={name!r}: the network of {client.id!r} has none; name another module")
+                raise UserError(f"Moon: module={name!r}: the network of {client.id!r} has no such module; name another")
             reference_networks = [deep_copy(net.module), fill_module(deep_copy(net.module), client_state["previous"])]
             loss = self._contrastive_loss(client, reference_networks, name)
         fit_result = fit(
@@ -92,13 +93,15 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
     def _contrastive_loss(
         self, client: Client, reference_networks: list[nn.Module], name: str
     ) -> Callable[[ForwardPass], Tensor]:
-        """L_i + μ·ℓ_con of a minibatch; `reference_networks` are the global model and the client's own before."""
+        """Builds the loss L_i + μ·ℓ_con of a minibatch; `reference_networks` are the global model and the client's
+        previous one.
+        """
         criterion = self.criterion(client)
 
         def loss(batch: ForwardPass) -> Tensor:
             assert batch.representation is not None
             z = batch.representation.flatten(1)
-            with torch.no_grad():  # BatchNorm by the minibatch, as in z; no dropout
+            with torch.no_grad():  # BatchNorm normalises by the minibatch, as for z; no dropout
                 references = [
                     compute_batch_representation(net, batch.inputs, module=name, batch_statistics=True)
                     for net in reference_networks

@@ -1,5 +1,6 @@
-"""SCAFFOLD: control variates take the drift out of local steps (Karimireddy, Kale, Mohri, Reddi, Stich and Suresh,
-ICML 2020, algorithm 1, option II)."""
+"""SCAFFOLD: control variates correct the drift of local steps (Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, ICML
+2020, algorithm 1, option II).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,20 @@ _PLAIN_SGD_REASON = "since c_i is read off the way of plain SGD"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(ServerUpdateMethod):
-    """Local steps y ← y − η(g_i(y) − c_i + c), where c_i estimates the gradient of client i and c that of all, so that
-    clients whose data differ do not drift apart. One architecture. Evaluated model: x, the server's.
+    """Corrects local steps by control variates: y ← y − η(g_i(y) − c_i + c), so that clients with different data do
+    not drift apart.
 
-    c_i is read off the way that K steps have gone, (x − y)/(Kη), which is their mean gradient for **plain SGD only**:
-    momentum, other optimisers, clipping, warm-up within a round and rates by name are refused. K counts steps, not epochs.
+    c_i estimates the gradient of client i, and c that of all clients. All clients have one architecture. Evaluated
+    model: x, the server's.
+
+    c_i is computed from the total change of K steps, (x − y)/(Kη), which is their mean gradient for **plain SGD only**:
+    momentum, other optimisers, clipping, warm-up within a round and learning rates by name are refused. K counts steps, not
+    epochs.
 
     Args:
-        server_lr: η_g > 0 of the server's step (1, paper). It moves parameters only: buffers that travel are averaged.
-        weighted: False only (paper): Σ_i c_i = N·c holds where every client counts the same.
+        server_lr: η_g > 0 of the server's step (1, paper). It applies to parameters only: buffers that are sent are
+            averaged.
+        weighted: False only (paper): Σ_i c_i = N·c holds only if every client counts the same.
 
     The other fields are those of `LocalTraining`; `weight_decay` is part of the loss, and of c_i.
 
@@ -68,7 +74,7 @@ class Scaffold(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """x, and c = 0."""
+        """Initialises x, and c = 0."""
         state = super().server_init(server)
         return {
             **state,
@@ -77,7 +83,7 @@ class Scaffold(ServerUpdateMethod):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """x and c; to evaluate, x alone."""
+        """Sends x and c; for evaluation, x alone."""
         message = super().dispatch(server_state, client_info)
         variate = {} if client_info.purpose == "personal" else {"variate": server_state["variate"]}
         return Message({**message.tensors, **variate}, message.scalars)
@@ -85,23 +91,27 @@ class Scaffold(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i) (algorithm 1, lines 16 and 17)."""
+        """Updates x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i) (algorithm 1, lines 16 and
+        17).
+        """
         share = len(client_ids) / server_state["clients"]
         x = {name: interpolate(x, mean["model"][name], self.server_lr) for name, x in server_state["model"].items()}
-        # A reply has c_i⁺ − c_i + c, and so has their mean the c.
+        # A reply has c_i⁺ − c_i + c, so that interpolating from c to the mean adds the mean of c_i⁺ − c_i.
         c = {name: interpolate(c, mean["variate"][name], share) for name, c in server_state["variate"].items()}
         return {**server_state, "model": x, "variate": c}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """c_i = 0, as no tensors."""
+        """Initialises c_i = 0, stored as no tensors."""
         return {"variate": {}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """y_i after K steps y ← y − η(g_i(y) − c_i + c), and c_i⁺ = c_i − c + (x − y)/(Kη) (lines 10 and 12, option II)."""
+        """Trains y_i by K steps y ← y − η(g_i(y) − c_i + c), and sets c_i⁺ = c_i − c + (x − y)/(Kη) (lines 10 and 12,
+        option II).
+        """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         x, c = message.tensors["model"], message.tensors["variate"]
         c_i = client_state["variate"] or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
@@ -113,5 +123,5 @@ class Scaffold(ServerUpdateMethod):
         reply, buffer_state = build_reply(net, client, fit_result.loss, self)
         mean_gradient = {name: (x[name] - reply.tensors["model"][name]) / (fit_result.steps * lr) for name in c}
         new_c_i = {name: c_i[name] - c[name] + mean_gradient[name] for name in c}
-        # (x − y)/(Kη) = c_i⁺ − c_i + c: it has the form of c, from which it differs little once training has come far.
+        # (x − y)/(Kη) = c_i⁺ − c_i + c is sent: it has the shapes of c, and differs little from c late in training.
         return Message({**reply.tensors, "variate": mean_gradient}, reply.scalars), {**buffer_state, "variate": new_c_i}

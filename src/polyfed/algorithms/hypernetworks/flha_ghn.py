@@ -1,5 +1,6 @@
-"""FLHA-GHN: clients of any architectures train one graph hypernetwork ("Federated Learning with Heterogeneous
-Architectures using Graph HyperNetworks", section 4)."""
+"""FLHA-GHN: clients with any architectures train one graph hypernetwork ("Federated Learning with Heterogeneous
+Architectures using Graph HyperNetworks", section 4).
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -42,48 +43,51 @@ GraphForm = Literal["layers", "layers_and_norms"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FLHAGHN(Averaging, ResolvesAutoFields):
-    """A graph hypernetwork (GHN) generates the weights θ_c(𝒜_c; W_G, W_H) of each client's network from the graph 𝒜_c of its
-    layers. Clients train the GHN through their networks on their data, the server averages it (algorithm 1). Neither the
-    graph nor the network is sent, though a single reply reveals much of them (docs/methods/flha_ghn.md); layers
-    outside the public catalogue stay with the client and are trained next to the GHN.
-    Evaluated model: generated weights with the linear head refined for one epoch, the client's own buffers. Beside it,
-    "generated" is the same without the refinement.
+    """Trains a graph hypernetwork (GHN), which generates the weights θ_c(𝒜_c; W_G, W_H) of each client's network from
+    the graph 𝒜_c of its layers.
+
+    Clients train the GHN through their networks on their data, and the server averages it (algorithm 1). Neither the
+    graph nor the network is sent, though a single reply reveals much of them (docs/methods/flha_ghn.md). Layers
+    outside the public catalogue stay with the client and are trained together with the GHN. Evaluated model: generated
+    weights with the linear head refined for one epoch, and the client's own buffers. Next to it, "generated" is the
+    same without the refinement.
 
     Args:
         gnn: layers of the graph neural network: "graphconv" (eq. 2, paper), "gated" (GRU) or "sage" (means), the other two
             of appendix D.
-        passing: of messages: "synchronous" (paper), or "asynchronous", in the order of the data flow and back (section 4.3
-            tried it without an advantage).
-        depth: T of eq. 2 (6, paper); 0 is Table 2's ablation without GNN, one set of weights a layer type.
+        passing: order of message passing: "synchronous" (paper), or "asynchronous", in the order of the data flow and back
+            (section 4.3 tried it without an advantage).
+        depth: T of eq. 2 (6, paper); 0 is Table 2's ablation without GNN, one set of weights per layer type.
         latent: entries of h_v (51, paper).
-        hidden: hidden entries of a head H_l (16, paper).
-        head: "mlp" (paper); "factored": low rank over output and input channels, a fraction of the bytes; or "auto"
-            (polyfed's choice), which is "mlp" up to 50 MB a message and "factored" where that would send more.
-        rank: of the factored heads (16, polyfed's choice).
-        normalise: whether GNN and heads keep activations of one size (true, polyfed's choice); false is the published form,
-            with initialisation="last_layer" more accurate in some federations of few images whose networks have norm
-            layers, and seldom of use where they have none.
-        initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance 2/fan_in; "paper": by section
-            4.2's sentence, which gives 2/fan_out (paper); "last_layer": the sentence's factor on the last layer of a head
-            alone, which without `normalise` gives small weights.
+        hidden: hidden units of a head H_l (16, paper).
+        head: "mlp" (paper); "factored": low rank over output and input channels, which sends a fraction of the bytes; or
+            "auto" (polyfed's choice): "mlp" up to 50 MB per message, "factored" above.
+        rank: rank of the factored heads (16, polyfed's choice).
+        normalise: keeps the activations of GNN and heads at one scale (true, polyfed's choice). False is the published form;
+            with initialisation="last_layer" it is more accurate in some federations with few images whose networks have norm
+            layers, and seldom useful where they have none.
+        initialisation: "kaiming" (polyfed's choice): generated weights have Kaiming's variance 2/fan_in; "paper": section
+            4.2's initialisation, which gives 2/fan_out (paper); "last_layer": section 4.2's factor on the last layer
+            of a head alone, which without `normalise` gives small weights.
         graph: "layers" (paper): nodes are convolutions and linear layers, and a norm is part of the layer before it; or
             "layers_and_norms" (polyfed's choice): norm layers are nodes, too.
-        joins: whether sums and concatenations are nodes (true, paper, section 4.2); false has edges through them, which
-            appendix B finds sufficient.
-        norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers
-            stay with the client.
+        joins: whether sums and concatenations are nodes (true, paper, section 4.2); with false, edges pass through
+            them, which appendix B finds sufficient.
+        norms: "generate" (polyfed's choice; the paper does not say), or "local": scales and shifts of norm layers stay with
+            the client.
         catalogue: file of the public layer types (`polyfed graph --catalogue` writes one); None takes the union over the
             clients, as a simulation can (polyfed's choice).
-        refine_epochs: of the linear head before evaluation (1, paper); 0 evaluates what is generated.
-        refine_lr: rate of the refinement (0.009, polyfed's choice: the rate that the paper trains with; it names none
-            for this). It does not follow `lr`: a hypernetwork bears rates at which one epoch spoils a small head.
-        weighted: whether replies count by examples; false counts each client the same (paper, algorithm 1).
+        refine_epochs: epochs of refining the linear head before evaluation (1, paper); 0 evaluates the generated weights.
+        refine_lr: learning rate of the refinement (0.009, polyfed's choice: the paper's learning rate of training; the paper
+            names none for the refinement). It does not follow `lr`: a hypernetwork tolerates rates at which one epoch
+            spoils a small head.
+        weighted: weighs replies by their number of examples; false counts each client the same (paper, algorithm 1).
         lr: learning rate of round 1 (0.009, paper).
-        schedule: of the rate over rounds ("cosine", paper).
+        schedule: schedule of the learning rate over rounds ("cosine", paper).
         batch_size: examples in a minibatch (64, polyfed's choice).
-        momentum: of local SGD (0.9, polyfed's choice).
-        clip_norm: largest norm of a gradient (5, polyfed's choice): a step moves all layers of a type at once; None
-            leaves it.
+        momentum: momentum of local SGD (0.9, polyfed's choice).
+        clip_norm: largest norm of a gradient (5, polyfed's choice), since one step moves all layers of a type at once; None
+            does not clip.
         buffers: "local" (polyfed's choice) or "recompute".
 
     The other fields are those of `LocalTraining`.
@@ -105,8 +109,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     requires: ClassVar[frozenset[str]] = frozenset({"layer_catalogue"})
     groups: ClassVar[tuple[str, ...]] = ("ghn",)
     discloses: ClassVar[frozenset[str]] = frozenset({"architecture", "hypernetwork", "weights"})
-    """The paper has the server see neither graph nor weights; but heads of layer types that a client lacks come back as they
-    went, which reveals its layers, and whoever has W_c and the graph can generate its weights (docs/methods/flha_ghn.md)."""
+    """In the paper the server sees neither graph nor weights; but heads of layer types that a client lacks come back
+    unchanged, which reveals its layers, and W_c and the graph generate the client's weights (docs/methods/flha_ghn.md)."""
     gnn: Gnn = "graphconv"
     passing: Passing = "synchronous"
     depth: int = 6
@@ -144,7 +148,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """(W_G, W_H), initialised for the layer types of the catalogue."""
+        """Initialises (W_G, W_H) for the layer types of the catalogue."""
         catalogue = server.layer_catalogue if self.catalogue is None else self._read_catalogue(self.catalogue)
         types = tuple(
             t if self.norms == "generate" else replace(t, norm=NONE, norm_bias=False)
@@ -152,7 +156,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
             if self.norms == "generate" or not t.is_norm
         )
         if not types:
-            raise UserError("flha_ghn has nothing to generate: no layer of any client is of a type that it knows")
+            raise UserError("flha_ghn has nothing to generate: no client has a layer of a type in the catalogue")
         if not self.normalise and self.initialisation != "kaiming" and not _has_norms(catalogue):
             warnings.warn(
                 f"FLHAGHN: with normalise=False and initialisation={self.initialisation!r} networks without norm layers, as "
@@ -163,14 +167,14 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         config = self._ghn_config(LayerCatalogue(types))
         state = {"ghn": init_ghn_params(config, self.initialisation, server.seed)}
         for field, decision in self.resolved_fields(state).items():
-            warnings.warn(f"FLHAGHN: {field} is {decision}; give {field}=... to have either", UserWarning, stacklevel=2)
+            warnings.warn(f"FLHAGHN: {field} is {decision}; give {field}=... to choose", UserWarning, stacklevel=2)
         return state
 
     def _read_catalogue(self, path: str) -> LayerCatalogue:
-        """The catalogue of a file.
+        """Reads the catalogue from a file.
 
         Raises:
-            UserError: its types have norms, which in this method's graphs are nodes.
+            UserError: its types contain norms, which in this method's graphs are nodes.
         """
         catalogue = LayerCatalogue.read(path)
         if self.norms == "local":
@@ -192,14 +196,14 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return catalogue
 
     def resolved_fields(self, server_state: ServerState) -> dict[str, str]:
-        """Which heads "auto" stands for, if not for the paper's."""
+        """Returns the heads that "auto" stands for, if they are not the paper's."""
         config = self._ghn_config(catalogue_from_weights(server_state["ghn"]))
         return {"head": describe_factored_heads(config)} if self.head == "auto" and config.head == "factored" else {}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """All trained parameters from the common draw; those that turn out to be generated do not count."""
+        """Initialises the private state with all trained parameters; those that are generated later are ignored."""
         assert client.model is not None
         initial_weights = initial_state(client.model, seed)
         names = [name for name, _ in cached_module(client.model).module.named_parameters()]
@@ -208,13 +212,14 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """W_c by eq. 5: SGD on the task's loss, through the generated weights, into the GHN, and into the parameters that
-        are private."""
+        """Trains W_c by eq. 5: SGD on the task's loss, through the generated weights into the GHN and into private
+        parameters.
+        """
         generated, cached, graph = self._generate_network(message, client_state, client)
         if not graph.generated_weights:
             warnings.warn(
-                f"FLHAGHN: nothing of the network of client {client.id!r} is generated, so that it trains alone: none of "
-                "its layers is of a type of the catalogue (kind, channels, kernel, stride, dilation, groups, bias and "
+                f"FLHAGHN: no layer of the network of client {client.id!r} is generated, so that it trains alone: none of "
+                "its layers has a type in the catalogue (kind, channels, kernel, stride, dilation, groups, bias and "
                 "activation)",
                 RuntimeWarning,
                 stacklevel=2,
@@ -237,7 +242,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return {part: tensors for part, tensors in tensors_by_part.items() if tensors}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ_c with the linear head refined on the client's data ("Inference and local refinement")."""
+        """Returns the network with θ_c and its linear head refined on the client's data ("Inference and local
+        refinement").
+        """
         _, cached, graph = self._generate_network(message, client_state, client)
         prepare_for_eval(cached, client, client_state, self.buffers)
         if self.refine_epochs:
@@ -249,12 +256,14 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """θ_c as it is generated."""
+        """Yields the network with θ_c without refinement."""
         _, cached, _ = self._generate_network(message, client_state, client)
         yield "generated", prepare_for_eval(cached, client, client_state, self.buffers)
 
     def client_graph(self, message: Message, client: Client) -> ArchitectureGraph:
-        """The client's graph under the GHN that came down: layers outside its catalogue are private, each with a reason."""
+        """Returns the client's graph for the GHN in `message`: layers outside its catalogue are private, each with a
+        reason.
+        """
         return self._build_graph(client, catalogue_from_weights(message.tensors["ghn"]))
 
     def _build_graph(self, client: Client, catalogue: LayerCatalogue) -> ArchitectureGraph:
@@ -262,13 +271,13 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
 
     @property
     def contraction(self) -> Contraction:
-        """Says which operations are nodes of the clients' graphs."""
+        """Returns which operations are nodes of the clients' graphs."""
         if self.graph == "layers_and_norms":
             return Contraction("nodes", self.joins)
         return Contraction("layers" if self.norms == "generate" else "local", self.joins)
 
     def _refine_head(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
-        """One epoch on the last layer; BatchNorm's statistics move along, as in training."""
+        """Trains the last layer for `refine_epochs`; BatchNorm's statistics are updated, as in training."""
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in head)
         if any(parameter.requires_grad for parameter in network.parameters()):
@@ -278,8 +287,11 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def _generate_network(
         self, message: Message, client_state: ClientState, client: Client
     ) -> tuple[GeneratedNetwork, CachedModule, ArchitectureGraph]:
-        """The client's network under the GHN that came down; filled with what that generates, the private parameters and
-        the buffers; and its graph, in which layers outside the catalogue stay private."""
+        """Generates the client's network from the GHN in `message`; returns it, its cached module and its graph.
+
+        The cached module has the generated weights, the private parameters and the buffers. In the graph, layers
+        outside the catalogue are private.
+        """
         assert client.model is not None
         config = self._ghn_config(catalogue_from_weights(message.tensors["ghn"]))
         graph = self._build_graph(client, config.catalogue)

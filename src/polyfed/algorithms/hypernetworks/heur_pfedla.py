@@ -1,4 +1,4 @@
-"""HeurpFedLA: pFedLA in which each client keeps the k layers that weigh most (Ma et al., CVPR 2022, algorithm 2)."""
+"""HeurpFedLA: pFedLA in which each client retains the k layers that weigh most (Ma et al., CVPR 2022, algorithm 2)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +26,17 @@ from polyfed.core.training.loop import fit, reply_scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
-    """pFedLA with fewer bytes: the k layers in which a client's own weight is largest are neither aggregated nor sent
-    down. All layers go up (paper, section 3.3). Evaluated model: what the client would begin its next round with, its own
-    retained layers and the others of θ̄_i; next to it, as `trained_...`, θ_i after its last local training.
+    """Sends fewer bytes than pFedLA: the k layers in which a client's own weight is largest are neither aggregated nor
+    sent down.
 
-    k = 0 is pFedLA, k = all layers is training alone with a download of no bytes.
+    All layers are sent up (paper, section 3.3). Evaluated model: the network with which the client would begin its
+    next round, its own retained layers and the other layers of θ̄_i; next to it, as `trained_...`, θ_i after its last
+    local training.
+
+    With k = 0 it is pFedLA; with k = all layers it is training alone, without any download.
 
     Args:
-        k: layers that each client retains (1, the paper's tables). The other fields are those of
+        k: number of layers that each client retains (1, the paper's tables). The other fields are those of
             `LayerAggregationMethod` and `LocalTraining`.
 
     >>> HeurPFedLA(k=2).k
@@ -59,36 +62,36 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Models, hypernetworks and embeddings of all clients (line 1)."""
+        """Initialises the models, hypernetworks and embeddings of all clients (line 1)."""
         return init_server_state(server, self, self.k)
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """The same for many clients by one product of matrices a layer."""
+        """Sends θ̄_i without the retained layers, computed for many clients by one matrix product per layer."""
         for client_info, model in personalised_models(server_state, client_infos, self, self.k):
             yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """θ_i of the round's clients are replaced (line 9), v_i and ψ_i updated (line 10)."""
+        """Replaces θ_i of the round's clients (line 9) and updates v_i and ψ_i (line 10)."""
         return update_server_state(
             server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self, self.k
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """A reply holds all layers."""
+        """Specifies that a reply has all layers."""
         return {"model": state_dict_spec(server_state["models"][server_state["clients"][0]])}
 
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """α_i of the round's clients after the round."""
+        """Returns α_i of the round's clients after the round."""
         return analysis_of_weights(server_state, client_ids, self)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """θ_i: the common draw, as the server has it."""
+        """Initialises θ_i with the common initial weights, as at the server."""
         assert client.model is not None
         buffers = cached_module(client.model).buffers
         return {"model": shared_tensors(initial_state(client.model, seed), buffers, "local")}
@@ -96,7 +99,7 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i ← {Heurθ̄_i, θ_i^retain} (line 13) after `local_epochs`."""
+        """Trains θ_i ← {Heurθ̄_i, θ_i^retain} (line 13) for `local_epochs`, and sends θ_i."""
         net = self._load_with_retained_layers(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         model, state_after = extract_update(net, self)
@@ -104,7 +107,7 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """{Heurθ̄_i, θ_i^retain}."""
+        """Returns the network with {Heurθ̄_i, θ_i^retain}."""
         return prepare_for_eval(
             self._load_with_retained_layers(message, client_state, client), client, client_state, self.buffers
         )
@@ -112,13 +115,13 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """θ_i."""
+        """Yields the network with θ_i."""
         if self.evaluate_trained:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
 
     def _load_with_retained_layers(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        """The client's own layers, over which those that came down are laid."""
+        """Loads the client's own layers, replaced by those in `message`."""
         return load_client_model(
             client, {**client_state["model"], **message.tensors["model"]}, client_state, self.buffers
         )

@@ -24,41 +24,45 @@ from polyfed.hypernetworks.pfedhn_hypernetwork import (
 )
 from polyfed.models.structure import norm_tensor_names
 
-# "network": φ and all v_i; "velocity": their momentum; by client id "rows", of embeddings, and "architectures", of heads
+# "network": φ and all v_i; "velocity": their momentum; by client's id "rows" of embeddings, and "architectures", keys
+# of heads
 ServerState = dict[str, Any]
 ClientState = dict[str, StateDict]  # "buffers"
-_BLOCK = 2**24  # numbers of clients' networks that are made, or pulled back, at one time: 64 MB
+_BLOCK = 2**24  # floats of clients' networks that are generated, or backpropagated, at one time: 64 MB
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientState]):
-    """The server maps an embedding v_i of each client by a hypernetwork φ to all trained parameters θ̄_i = h(v_i; φ) of its
-    network; the client trains them and sends back θ̄_i − θ_i, which the chain rule takes to φ and v_i. Clients may differ in
-    architecture: each architecture, or each client, has heads of its own on the shared trunk. Evaluated model: θ̄_i with the
-    client's own buffers, for a client that never took part with statistics estimated on its training data.
+    """Generates all trained parameters θ̄_i = h(v_i; φ) of each client's network from an embedding v_i by a
+    hypernetwork φ on the server.
 
-    The paper updates φ after each client; here all clients of a round get weights of one φ, and their gradients, each
-    clipped by itself, are summed into one step: the same to first order in `hn_lr`. The hypernetwork has about `hidden`
-    numbers for each parameter of every architecture (or of every client), and as many for momentum.
+    The client trains them and sends back θ̄_i − θ_i, from which the chain rule gives the gradients of φ and v_i.
+    Clients may differ in architecture: each architecture, or each client, has its own heads on the shared trunk.
+    Evaluated model: θ̄_i with the client's own buffers; a client that never took part estimates their statistics on
+    its training data.
+
+    The paper updates φ after each client. Here all clients of a round get weights from the same φ, and their gradients, each
+    clipped separately, are summed into one step: the same to first order in `hn_lr`. The hypernetwork has about `hidden`
+    entries for each parameter of every architecture (or of every client), and as many for momentum.
 
     Args:
-        heads: "architecture" (polyfed's choice): clients of one architecture share heads; "client": each client has heads
-            of its own, as in FLHA-GHN's comparison (section 5.1), so that one that never took part has heads as they were
-            drawn, up to weight decay. The same bits where no two clients have one architecture.
+        heads: "architecture" (polyfed's choice): clients of one architecture share heads; "client": each client has its own
+            heads, as in FLHA-GHN's comparison (section 5.1), so that those of a client that never took part keep their
+            initial values up to weight decay. Both give the same bits if no two clients have the same architecture.
         embedding_dim: entries of v_i; None takes int(1 + N/4) for N clients (authors' code).
         hidden: width of the trunk (100, authors' code).
         hn_depth: layers hidden→hidden after the first layer of the trunk (3, authors' code).
         hn_lr: learning rate of φ and the embeddings (0.01, authors' code).
         hn_momentum: its momentum (0.9, authors' code).
         hn_weight_decay: its weight decay (0.001, authors' code).
-        hn_clip: a client's gradient of φ and v_i is scaled down to at most this norm (50, authors' code); None leaves it.
-        local_steps: minibatches of a round (50, authors' code); it wins over `local_epochs`, which counts only with none.
+        hn_clip: largest norm of a client's gradient of φ and v_i (50, authors' code); None does not clip.
+        local_steps: minibatches of a round (50, authors' code); with None, `local_epochs` counts instead.
         batch_size: examples in a minibatch (64, authors' code); 0 takes all of the client's examples.
         lr: learning rate of local training in round 1 (0.005, authors' code).
-        momentum: of local SGD (0.9, authors' code).
-        weight_decay: of local training (5e-5, authors' code).
-        clip_norm: largest norm of a gradient in local training (50, authors' code); None leaves it.
+        momentum: momentum of local SGD (0.9, authors' code).
+        weight_decay: weight decay of local training (5e-5, authors' code).
+        clip_norm: largest norm of a gradient in local training (50, authors' code); None does not clip.
         buffers: "local" (polyfed's choice) or "recompute"; the hypernetwork generates parameters only.
 
     The other fields are those of `LocalTraining`.
@@ -110,8 +114,11 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """φ and v_1..v_N. Biases of the heads that make norm layers' parameters start at these layers' initial values
-        (polyfed's choice): scales near 0 would let nothing through."""
+        """Initialises φ and v_1..v_N.
+
+        Biases of the heads that generate norm layers' parameters start at these layers' initial values (polyfed's
+        choice), since scales near 0 would let no signal through.
+        """
         assert server.architectures is not None  # `requires` names "architectures"
         initial_parameters, offsets = {}, {}
         for key, factory in server.architectures.items():
@@ -151,7 +158,7 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         }
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """The same for several clients: those of one architecture by one matrix product per tensor, a block at a time."""
+        """Generates θ̄_i for all clients, those of one architecture by one matrix product per tensor, in blocks."""
         client_info_by_id = {client_info.id: client_info for client_info in client_infos}
         for block in _split_into_blocks(server_state, list(client_info_by_id)):
             models: dict[str, StateDict] = {}
@@ -165,8 +172,10 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum), by SGD with momentum and weight
-        decay on all of φ and all embeddings."""
+        """Updates φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum).
+
+        The step is SGD with momentum and weight decay on all of φ and all embeddings.
+        """
         total: dict[str, Tensor] = {}
         for block in _split_into_blocks(server_state, sorted(replies)):
             for architecture, (ids, rows) in sorted(_group_by_heads(server_state, block).items()):
@@ -185,25 +194,27 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         return {**server_state, "network": network, "velocity": velocity}
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """A reply holds a difference for each tensor that went down."""
+        """Specifies that a reply has a difference for each tensor that was sent."""
         return {"delta": state_dict_spec(message.tensors["model"])}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """For norm layers."""
+        """Checks that the norm layers of the client's network can be recognised."""
         assert client.model is not None
         norm_tensor_names(cached_module(client.model).module)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Nothing private before the first round."""
+        """Returns an empty private state."""
         return {}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i from θ̄_i by `local_steps`; the reply is θ̄_i − θ_i (the authors' code's sign: descent along
-        it leads to θ_i)."""
+        """Trains θ_i from θ̄_i for `local_steps`; the reply is θ̄_i − θ_i.
+
+        The sign is that of the authors' code: descent along the reply leads to θ_i.
+        """
         net = self._load_generated_weights(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         trained, buffer_state = extract_update(net, self)
@@ -211,19 +222,20 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         return Message({"delta": delta}, reply_scalars(client, fit_result.loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ̄_i with the client's own buffers."""
+        """Returns the client's network with θ̄_i and the client's own buffers."""
         return prepare_for_eval(
             self._load_generated_weights(message, client_state, client), client, client_state, self.buffers
         )
 
     def _load_generated_weights(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        """The client's network filled with θ̄_i."""
+        """Loads θ̄_i into the client's network."""
         return load_client_model(client, message.tensors["model"], client_state, self.buffers)
 
 
 def _head_keys_by_client(architecture_by_client: Mapping[str, str]) -> dict[str, str]:
-    """Makes the keys of heads that are each client's alone. The first client of an architecture has the architecture's key,
-    so that nothing changes where no two clients have the same.
+    """Returns a key of heads for each client alone; the first client of an architecture gets the architecture's key.
+
+    So nothing changes where no two clients have the same architecture.
 
     >>> _head_keys_by_client({"a": "mlp", "c": "mlp", "b": "cnn"})
     {'a': 'mlp', 'b': 'cnn', 'c': 'mlp-1'}
@@ -238,7 +250,7 @@ def _head_keys_by_client(architecture_by_client: Mapping[str, str]) -> dict[str,
 
 
 def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
-    """Key of heads, an architecture's or a client's -> its clients among these, and their rows among the embeddings."""
+    """Groups clients by the key of their heads: key -> (the clients, their rows among the embeddings)."""
     groups: dict[str, list[str]] = {}
     for client in clients:
         groups.setdefault(server_state["architectures"][client], []).append(client)
@@ -246,7 +258,7 @@ def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[s
 
 
 def _split_into_blocks(server_state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
-    """Clients in their order, in blocks whose networks fit into memory together."""
+    """Yields the clients in their order, in blocks whose networks fit into memory together."""
     network = server_state["network"]
     sizes = {
         key: sum(network[f"heads.{key}.{name}.bias"].numel() for name in generated_tensor_names(network, key))

@@ -1,4 +1,6 @@
-"""pFedLA: a hypernetwork per client on the server weighs every layer of every client (Ma et al., CVPR 2022, algorithm 1)."""
+"""pFedLA: a hypernetwork per client on the server weighs every layer of every client (Ma et al., CVPR 2022, algorithm
+1).
+"""
 
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,35 +47,35 @@ from polyfed.hypernetworks.layer_aggregation import (
 )
 from polyfed.models.structure import tensor_names_by_module
 
-# "models": θ_j of every client; "hypernetworks": v_i, ψ_i of each that has taken part; "clients" and "layers": their names
+# "models": θ_j of every client; "hypernetworks": v_i, ψ_i of each client that has taken part; "clients" and "layers": names
 ServerState = dict[str, Any]
 ClientState = dict[str, StateDict]
 LayerGranularity = Literal["module", "block", "tensor", "model"]
 WeightSource = Literal["hypernetwork", "similarity"]
-_BLOCK = 2**26  # numbers in the personalised models that are made at one time: 256 MB
+_BLOCK = 2**26  # floats of the personalised models that are computed at one time: 256 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAggregationMethod(LocalTraining, ABC):
-    """Hyper-parameters of pFedLA and HeurpFedLA.
+    """Holds the hyper-parameters of pFedLA and HeurpFedLA.
 
     Args:
-        weights: where α comes from: the "hypernetwork" of each client (paper, section 3.2), or the "similarity" of the
-            clients' layers, with nothing to learn, as in both curves of the paper's Fig. 1 (paper, section 1); with
-            `layer: model` it is the similarity of whole models.
-        similarity: "distance" of squared differences over their mean, or "cosine" (polyfed's choice; the paper says
-            "calculating the similarity" and no more).
-        sharpness: how much more the similar weigh: α = softmax(sharpness · similarity); 0 is the plain mean (3, polyfed's
+        weights: source of α: the "hypernetwork" of each client (paper, section 3.2), or the "similarity" of the clients'
+            layers, without learning, as in both curves of the paper's Fig. 1 (paper, section 1); with `layer: model` it is
+            the similarity of whole models.
+        similarity: "distance", minus squared distances over their mean, or "cosine" (polyfed's choice; the paper says only
+            "calculating the similarity").
+        sharpness: factor of the similarity, α = softmax(sharpness · similarity); 0 gives the plain mean (3, polyfed's
             choice).
-        hn_lr: rate of the hypernetworks' update; None takes N/10 for N clients (polyfed's choice: chosen on
-            validation examples, see docs/methods/pfedla.md; the paper leaves it open). It matters as much as `lr`.
+        hn_lr: learning rate of the hypernetworks; None takes N/10 for N clients (polyfed's choice: chosen on validation
+            examples, see docs/methods/pfedla.md; the paper leaves it open). It matters as much as `lr`.
         normalise: "relu", α = ReLU(z)/ΣReLU(z) (public implementations; the paper says that rows sum to 1), or "softmax".
-        layer: what gets a weight of its own: each "module" that owns parameters (paper), each top-level "block", each
+        layer: unit that gets its own weight: each "module" that owns parameters (paper), each top-level "block", each
             "tensor", or the whole "model" (the paper's Fig. 1 compares with it).
         embedding_dim: entries of v_i (100, public implementations; the paper refers to a supplement).
         hidden: width of the hypernetwork's trunk (100, as embedding_dim: public implementations).
-        evaluate_trained: evaluate the network after local training too (polyfed's choice); each client then keeps it.
-        buffers: "local" (polyfed's choice) or "recompute"; the weights are of parameters.
+        evaluate_trained: also evaluates the network after local training (polyfed's choice); each client then keeps it.
+        buffers: "local" (polyfed's choice) or "recompute"; α weighs parameters only.
     """
 
     weights: WeightSource = "hypernetwork"
@@ -99,11 +101,14 @@ class LayerAggregationMethod(LocalTraining, ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
-    """Layer-wise personalised aggregation. Evaluated model: θ̄_i, what the client would download next (the paper's output);
-    next to it, as `trained_...`, θ_i, the client's network after its last local training.
+    """Aggregates layer by layer for each client: θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, with α_i from the client's hypernetwork
+    on the server.
 
-    Every client's weights go over all N clients; one that has not taken part yet counts with the initial weights. The fields
-    are those of `LayerAggregationMethod` and `LocalTraining`.
+    Evaluated model: θ̄_i, which the client would download next (the paper's output); next to it, as `trained_...`,
+    θ_i, the client's network after its last local training.
+
+    The sum is over all N clients; a client that has not taken part yet has the initial weights. The fields are those of
+    `LayerAggregationMethod` and `LocalTraining`.
 
     >>> PFedLA(lr=0.005, local_epochs=10, hn_lr=1.0).layer
     'module'
@@ -123,37 +128,40 @@ class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Models, hypernetworks and embeddings of all clients (line 1)."""
+        """Initialises the models, hypernetworks and embeddings of all clients (line 1)."""
         return init_server_state(server, self)
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """The same for many clients by one product of matrices a layer."""
+        """Sends θ̄_i to each client, computed for many clients by one matrix product per layer."""
         for client_info, model in personalised_models(server_state, client_infos, self):
             yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """θ_i of the round's clients are replaced (line 7), v_i and ψ_i updated (line 8)."""
+        """Replaces θ_i of the round's clients (line 7) and updates v_i and ψ_i (line 8)."""
         return update_server_state(server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self)
 
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """α_i of the round's clients after the round."""
+        """Returns α_i of the round's clients after the round."""
         return analysis_of_weights(server_state, client_ids, self)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Nothing private before the first round."""
+        """Returns an empty private state."""
         return {}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i: θ̄_i after `local_epochs` (lines 10 to 14). θ_i goes up, from which the server takes Δθ_i = θ_i − θ̄_i: the
-        paper sends Δθ_i, which says the same, but adding it to θ̄_i again would round."""
+        """Trains θ̄_i for `local_epochs` to θ_i (lines 10 to 14) and sends θ_i.
+
+        The server computes Δθ_i = θ_i − θ̄_i from it. The paper sends Δθ_i, which is equivalent, but adding it to θ̄_i
+        again would round.
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         model, state_after = extract_update(net, self)
@@ -162,23 +170,23 @@ class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ̄_i."""
+        """Returns the client's network with θ̄_i."""
         return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """θ_i, for a client that has taken part."""
+        """Yields the network with θ_i, for a client that has taken part."""
         if self.evaluate_trained and "model" in client_state:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
 
 
-# -- the server half, which HeurpFedLA shares: k layers of each client are retained, none in pFedLA ---------------------
+# -- the server half, shared with HeurpFedLA: each client retains k layers, none in pFedLA ------------------------------
 
 
 def init_server_state(server: ServerContext, options: LayerAggregationMethod, k: int = 0) -> ServerState:
-    """The state before round 1.
+    """Builds the server state before round 1.
 
     Raises:
         UserError: there are fewer than `k` layers.
@@ -196,7 +204,7 @@ def init_server_state(server: ServerContext, options: LayerAggregationMethod, k:
     state = {
         "clients": ids,
         "layers": layers,
-        "same": {},  # nothing now; it is there so that checkpoints are as they were
+        "same": {},  # unused; kept so that the format of checkpoints does not change
         "models": dict.fromkeys(ids, model),
         "hypernetworks": {},
         "seed": server.seed,
@@ -219,7 +227,7 @@ def _hypernetwork_sizes(server_state: ServerState, options: LayerAggregationMeth
 def iterate_hypernetworks(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
-    """v_i and ψ_i of these clients, a few clients at a time, with their places."""
+    """Yields v_i and ψ_i of these clients with their positions, a few clients at a time."""
     for group in hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options)):
         yield group, _hypernetworks_of(server_state, clients[group], options)
 
@@ -227,7 +235,9 @@ def iterate_hypernetworks(
 def _hypernetworks_of(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> list[Hypernetwork]:
-    """Those of a client that has not taken part are still as they were drawn (line 1), and are drawn again."""
+    """Returns the clients' hypernetworks; those of clients that have not taken part are drawn again from the seed
+    (line 1).
+    """
     sizes, by_client = _hypernetwork_sizes(server_state, options), server_state["hypernetworks"]
     return [
         by_client[client] if client in by_client else init_aggregation_hypernetwork(client, sizes, server_state["seed"])
@@ -238,8 +248,8 @@ def _hypernetworks_of(
 def aggregation_weights(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> tuple[list[int], Tensor]:
-    """The clients' positions among all, and α_i of each, (clients, layers, N): HN_i(v_i; ψ_i), or from the similarity of
-    layers.
+    """Computes the clients' positions among the N, and their α_i, (clients, layers, N): HN_i(v_i; ψ_i), or from
+    similarities.
 
     Raises:
         UserError: the hypernetworks have diverged.
@@ -265,22 +275,25 @@ def aggregation_weights(
     )
     if not bool(torch.isfinite(alpha).all()):
         raise UserError(
-            f"{type(options).__name__}: the hypernetworks have diverged, their weights are no numbers; lower "
+            f"{type(options).__name__}: the hypernetworks have diverged, their weights are not finite; lower "
             f"hn_lr, which is {options.hn_lr}"
         )
     return rows, alpha
 
 
 def retained_layer_mask(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
-    """Which layers each client keeps: the k with the largest weight of its own, AT_k (eq. 12), the earlier of equals;
-    (clients, layers) of bool."""
+    """Returns which layers each client retains, bool (clients, layers): the k with the largest weight of its own, AT_k
+    (eq. 12).
+
+    Of layers with equal weights, the earlier ones are retained.
+    """
     own_weights = alpha[torch.arange(len(rows)), :, torch.tensor(list(rows))]
     largest = own_weights.argsort(dim=1, descending=True, stable=True)[:, :k]
     return torch.zeros(own_weights.shape, dtype=torch.bool).scatter_(1, largest, True)
 
 
 def effective_weights(alpha: Tensor, rows: Sequence[int], retained_mask: Tensor) -> Tensor:
-    """α with which θ̄_i is in effect made: a retained layer is the client's own."""
+    """Returns the α with which θ̄_i is effectively computed: a retained layer has weight 1 for the client's own."""
     own_only = torch.nn.functional.one_hot(torch.tensor(list(rows)), alpha.shape[2]).to(alpha.dtype)
     return torch.where(retained_mask[:, :, None], own_only[:, None, :], alpha)
 
@@ -288,7 +301,7 @@ def effective_weights(alpha: Tensor, rows: Sequence[int], retained_mask: Tensor)
 def personalised_models(
     server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregationMethod, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
-    """Each client with θ̄_i (eq. 5 and 6), without its k retained layers."""
+    """Yields each client with its θ̄_i (eq. 5 and 6), without the client's k retained layers."""
     models = [server_state["models"][client] for client in server_state["clients"]]
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
     for first in range(0, len(client_infos), size):
@@ -309,10 +322,11 @@ def personalised_models(
 def update_server_state(
     server_state: ServerState, replies: Mapping[str, StateDict], options: LayerAggregationMethod, k: int = 0
 ) -> ServerState:
-    """The state after a round: the clients' new θ_i, and v_i, ψ_i after eq. 10 and 11.
+    """Computes the server state after a round: the clients' new θ_i, and v_i, ψ_i after eq. 10 and 11.
 
-    The state says what was sent, so that Δθ_i = θ_i − θ̄_i needs no other memory of it. All clients' θ_j are those of the
-    round's start. Retained layers have a Δθ_i too (algorithm 2), and their weights go on learning from it.
+    The server recomputes θ̄_i from its state at the start of the round, so that Δθ_i = θ_i − θ̄_i needs no stored
+    copy. All θ_j are those of the round's start. Retained layers have a Δθ_i, too (algorithm 2), from which their
+    weights are trained.
     """
     if options.weights == "similarity":
         return {**server_state, "models": {**server_state["models"], **replies}}
@@ -339,7 +353,7 @@ def update_server_state(
 def analysis_of_weights(
     server_state: ServerState, client_ids: Sequence[str], options: LayerAggregationMethod
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
-    """α of these clients with the names of its dimensions, and how many rows had no weight to give."""
+    """Returns α of these clients with the names of its dimensions, and the number of rows without a positive weight."""
     _, alpha = aggregation_weights(server_state, client_ids, options)
     uses_relu = options.weights == "hypernetwork" and options.normalise == "relu"
     groups = iterate_hypernetworks(server_state, client_ids, options) if uses_relu else ()

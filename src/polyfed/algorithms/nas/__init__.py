@@ -1,1 +1,1 @@
-"""Methods that search a personal architecture: FedPNAS and FedDSNAS."""
+"""Methods of personalised neural architecture search: FedPNAS and FedDSNAS."""

@@ -1,5 +1,6 @@
-"""FedDSNAS and CA-FedDSNAS: DSNAS in a federation (Hoang and Kingsford, eq. 3), the relatives of FedPNAS that do not train
-for adaptation."""
+"""FedDSNAS and CA-FedDSNAS: DSNAS in a federation (Hoang and Kingsford, eq. 3), FedPNAS without training for
+adaptation.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -15,12 +16,15 @@ from polyfed.nas.supernet import SamplerContext, SamplingUnit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDSNAS(SupernetMethod):
-    """argmin_{W, Π} (1/M) Σ_i L_i(W, Π) (eq. 3): FedAvg of a supernet and of the probabilities of its operations. One
-    architecture is drawn per minibatch. Evaluated model: the most probable architecture, as it comes from the server.
+    """Averages a supernet and the probabilities of its operations by FedAvg: argmin_{W, Π} (1/M) Σ_i L_i(W, Π) (eq.
+    3).
+
+    Each minibatch draws one architecture. Evaluated model: the most probable architecture, as it comes from the
+    server.
 
     Args:
-        sampler_lr: 0.2 (polyfed's choice): probabilities that hardly move leave weights that must suit all operations
-            at once.
+        sampler_lr: learning rate of the samplers (0.2, polyfed's choice): if probabilities hardly change, the weights must
+            suit all operations at once.
         finetune_epochs: 0, no adaptation (paper).
 
     The other fields are those of `SupernetMethod` and `LocalTraining`; clients' own networks are not used.
@@ -44,7 +48,7 @@ class FedDSNAS(SupernetMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ^k: the supernet after the client's steps on L_k(W, Π), each on an architecture drawn by eq. 2."""
+        """Trains the supernet to θ^k by the client's steps on L_k(W, Π), each on an architecture drawn by eq. 2."""
         net = self.load_supernet(message, client_state, client)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
@@ -55,13 +59,15 @@ class FedDSNAS(SupernetMethod):
 @final
 @dataclass(frozen=True, kw_only=True)
 class CAFedDSNAS(SupernetMethod):
-    """FedDSNAS with the context-aware samplers of section 3.3: each example has an architecture of its own. Evaluated
-    model: the supernet, which takes the most probable operations for each example.
+    """Averages a supernet as FedDSNAS, with the context-aware samplers of section 3.3: each example has its own
+    architecture.
+
+    Evaluated model: the supernet, which takes the most probable operations for each example.
 
     Args:
-        per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
-            its probabilities, which is faster (authors' code).
-        sampler_lr: 0.05 (polyfed's choice), as for context-free samplers.
+        per: training draws an architecture for each "example" (paper), or one for the whole "batch" from the mean of its
+            probabilities, which is faster (authors' code).
+        sampler_lr: learning rate of the samplers (0.05, polyfed's choice, for the same reason as in FedDSNAS).
         finetune_epochs: 0, no adaptation (paper).
 
     The other fields are those of `SupernetMethod` and `LocalTraining`; clients' own networks are not used.
@@ -87,7 +93,7 @@ class CAFedDSNAS(SupernetMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ^k: the supernet after the client's steps, each example on an architecture drawn by eq. 2."""
+        """Trains the supernet to θ^k by the client's steps, each example on an architecture drawn by eq. 2."""
         net = self.load_supernet(message, client_state, client)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor

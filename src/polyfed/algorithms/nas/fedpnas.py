@@ -23,15 +23,15 @@ InnerOptimizer = Literal["sgd", "adam"]
 
 @dataclass(frozen=True, kw_only=True)
 class MetaSupernetMethod(SupernetMethod, ABC):
-    """The local update of FedPNAS: the supernet learns to be good after one step of adaptation of its personal stack.
+    """Trains a supernet to be good after one step of adaptation of its personal stack: the local update of FedPNAS.
 
-    L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p), and two passes for its gradient.
+    The loss is L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p); its gradient takes two passes.
 
     Args:
-        eta: η ≥ 0, the rate of the inner step (0.01, polyfed's choice; the paper says none, the authors' code has 0.002 for
-            its step of Adam). With 0 it is FedDSNAS, at twice the cost.
+        eta: η ≥ 0, the rate of the inner step (0.01, polyfed's choice; the paper states none, the authors' code has 0.002
+            for its step of Adam). With 0 it is FedDSNAS, at twice the cost.
         inner: "sgd" is θ̃_p = θ_p − η·g (paper, section 3.2). "adam" is a step of Adam at rate η (authors' code), at first
-            θ_p − η·g/(|g| + ε); its moments begin anew with each round.
+            θ_p − η·g/(|g| + ε); its moments are reset in each round.
         second_order: "outer_product" takes g·gᵀ for the Hessian (paper, section 3.2), for either inner step: the authors'
             code differentiates a step of Adam as if it were one of SGD. "none" leaves the term out, which is first-order
             MAML (polyfed's choice).
@@ -48,8 +48,10 @@ class MetaSupernetMethod(SupernetMethod, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ^k after the client's steps (algorithm 1, CLIENTUPDATE). The personal stack is the server's at the start of the
-        round; from then on it moves with each minibatch."""
+        """Trains θ^k by the client's steps (algorithm 1, CLIENTUPDATE).
+
+        The personal stack is the server's at the start of the round; from then on each minibatch updates it.
+        """
         net = self.load_supernet(message, client_state, client)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
@@ -58,13 +60,17 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return self.build_reply(net, client, fit_result.loss)
 
     def build_meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
-        """The direction of a step, as `fit` asks for it; the loss is that at θ̃_p. Parameters named `personal...` are θ_p."""
+        """Builds the function with which `fit` computes the gradient of a step: it returns the loss at θ̃_p and sets
+        gradients of L̃.
+
+        Parameters named `personal...` are θ_p.
+        """
         personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
         take_inner_step = self._build_inner_step(personal)
 
         def compute_meta_gradient(loss_of: Callable[[int], Tensor]) -> Tensor:
             theta = [p.detach().clone() for p in personal]
-            with untracked_batch_statistics(supernet):  # a step counts as one
+            with untracked_batch_statistics(supernet):  # BatchNorm tracks one pass per step
                 loss_of(0)  # line 10: L and ∇L at (θ_b, θ_p)
             g = [p.grad for p in personal]
             take_inner_step()  # line 11: θ̃_p
@@ -79,7 +85,9 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return compute_meta_gradient
 
     def _build_inner_step(self, personal: list[nn.Parameter]) -> Callable[[], None]:
-        """GRADUPDATE of line 11, in place: θ_p − η∇L, or Adam's step, whose moments go on from minibatch to minibatch."""
+        """Builds GRADUPDATE of line 11, in place: θ_p − η∇L, or a step of Adam, which keeps its moments across
+        minibatches.
+        """
         if self.inner == "adam":
             return Adam([ParameterGroup(personal, self.eta)]).step
 
@@ -92,10 +100,12 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return descend
 
     def _add_second_order_term(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
-        """Line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α). Weights of
-        operations that only the first pass drew stay without a gradient (polyfed's choice): −η·α·g is a tiny one, but
-        Adam would make
-        a whole step of it, as often away from the minimum as not, and momentum and decay would move them too."""
+        """Applies line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α).
+
+        Weights of operations that only the first pass drew stay without a gradient (polyfed's choice): −η·α·g is tiny,
+        but Adam would make a whole step of it, as often away from the minimum as towards it, and momentum and weight
+        decay would move them too.
+        """
         alpha = sum(
             (s * p.grad).sum() for p, s in zip(personal, g, strict=True) if s is not None and p.grad is not None
         )
@@ -107,13 +117,15 @@ class MetaSupernetMethod(SupernetMethod, ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedPNAS(MetaSupernetMethod):
-    """FedPNAS with context-free samplers: one architecture a minibatch, drawn from learnable probabilities. Evaluated
-    model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data; next to it
-    the one that came from the server, as `server_...`. Neither θ nor the replies depend on that adaptation.
+    """Searches architectures with context-free samplers: each minibatch draws one architecture from learnable
+    probabilities.
+
+    Evaluated model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data;
+    next to it the one that came from the server, as `server_...`. Neither θ nor the replies depend on that adaptation.
 
     Args:
-        sampler_lr: 0.2 (polyfed's choice): probabilities that hardly move leave weights that must suit all operations
-            at once.
+        sampler_lr: learning rate of the samplers (0.2, polyfed's choice): if probabilities hardly change, the weights must
+            suit all operations at once.
 
     The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks are
     not used.
@@ -137,14 +149,16 @@ class FedPNAS(MetaSupernetMethod):
 @final
 @dataclass(frozen=True, kw_only=True)
 class CAFedPNAS(MetaSupernetMethod):
-    """The paper's method: FedPNAS with context-aware samplers, so that each example has an architecture of its own (section
-    3.3). Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
+    """Searches architectures with context-aware samplers, so that each example has its own architecture (section 3.3):
+    the paper's method.
+
+    Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
     operations for each example; next to it the one that came from the server, as `server_...`.
 
     Args:
-        per: in training an architecture for each "example" (paper), or one for the whole "batch", drawn from the mean of
-            its probabilities, which is faster (authors' code).
-        sampler_lr: 0.05 (polyfed's choice), as for context-free samplers.
+        per: training draws an architecture for each "example" (paper), or one for the whole "batch" from the mean of its
+            probabilities, which is faster (authors' code).
+        sampler_lr: learning rate of the samplers (0.05, polyfed's choice, for the same reason as in FedPNAS).
 
     The other fields are those of `MetaSupernetMethod`, `SupernetMethod` and `LocalTraining`; clients' own networks are
     not used.

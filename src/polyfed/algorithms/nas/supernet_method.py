@@ -1,6 +1,6 @@
-"""What the four methods of FedPNAS's paper share: a supernet of a base and a personal stack that is trained by everyone, and
-the architecture that each client takes from it (Hoang and
-Kingsford, "Personalized Neural Architecture Search for Federated Learning").
+"""Defines the common part of the four methods of FedPNAS's paper: a supernet of a base and a personal stack that all
+clients train, and each client's architecture (Hoang and Kingsford, "Personalized Neural Architecture Search for
+Federated Learning").
 """
 
 import math
@@ -41,7 +41,7 @@ from polyfed.nas.supernet import Network, Sampled, SamplerContext, SamplingUnit,
 DerivationMode = Literal["argmax", "sampled"]
 Annealing = Literal["exponential", "linear", "constant"]
 STACKS = ("base", "personal")
-"""Of a message: θ_b and θ_p. The names of their tensors begin with these words."""
+"""Groups of a message, θ_b and θ_p; the names of their tensors begin with these words."""
 SMALL_SUPERNET: Mapping[str, Any] = {
     "channels": 4, "base_cells": 1, "base_nodes": 1, "personal_nodes": 1,
     "operations": ("sep_conv_3", "max_pool_3", "skip"), "personal_operations": ("sep_conv_3", "skip"),
@@ -51,51 +51,52 @@ SMALL_SUPERNET: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SupernetMethod(Averaging, BringsNetwork, ABC):
-    """Hyper-parameters and both halves, but for the local update.
+    """Averages a supernet over clients and derives each client's network from it; subclasses define the local update.
 
     Args:
         channels: C of all feature maps (paper: 16 for MNIST, 32 for CIFAR-10).
         base_cells, personal_cells: cells of the two stacks (3 and 1, authors' code; 4 and 4 give the 32 edges that Table 3
             counts).
-        base_nodes, personal_nodes: nodes of a cell (2, polyfed's choice: the paper says none, 4 and 4 cells of 2 nodes have
-            exactly the parameters of Table 3; the authors' code has 4 nodes, and 12 edges a cell).
-        operations: from which an edge of a base cell chooses (all nine, paper).
-        personal_operations: from which one of a personal cell does (those without a kernel of 5 or 7, paper, section 3.1;
-            Table 3 counts all nine on every edge, against that section).
+        base_nodes, personal_nodes: nodes of a cell (2, polyfed's choice: the paper states none; 4 and 4 cells of 2 nodes
+            have exactly the parameters of Table 3; the authors' code has 4 nodes, and 12 edges per cell).
+        operations: operations from which an edge of a base cell chooses (all nine, paper).
+        personal_operations: operations from which an edge of a personal cell chooses (those without a kernel of 5 or 7,
+            paper, section 3.1; Table 3 counts all nine on every edge, against that section).
         join: "sum" of a node's edges (paper) or their "mean" (authors' code).
         stem_stride: 2 halves the images before the first cell, 1 does not (1, authors' code).
         temperature: τ of eq. 2 in round 1 (1.0, polyfed's choice; 0.1 throughout in the authors' code).
-        temperature_end: in the last round (0.1, authors' code).
-        annealing: how τ falls over the rounds in between ("exponential", polyfed's choice): also "linear", or "constant" for
-            `temperature` throughout.
-        gradient: to the samplers. "chosen" (polyfed's choice, as in DSNAS) goes through the operations that were drawn, and
-            the others are not computed; "full" (paper, eq. 2) through all operations of an edge, which are all evaluated.
-            The forward pass is the same.
+        temperature_end: τ in the last round (0.1, authors' code).
+        annealing: decrease of τ over the rounds in between: "exponential" (polyfed's choice), "linear", or "constant",
+            which keeps `temperature` throughout.
+        gradient: gradient of the samplers. "chosen" (polyfed's choice, as in DSNAS) flows through the drawn operations, and
+            the others are not computed; "full" (paper, eq. 2) flows through all operations of an edge, which are all
+            evaluated. The forward pass is the same.
         finetune_epochs: epochs on the client's training data in which its personal stack and sampler are adapted before
-            evaluation and export; 0 none (1, polyfed's choice, for FedPNAS, and 0 for FedDSNAS, which has no such
+            evaluation and export; 0 skips this (1, polyfed's choice, for FedPNAS, and 0 for FedDSNAS, which has no such
             phase, paper).
-        finetune_lr: its learning rate; None takes the round's (polyfed's choice).
+        finetune_lr: learning rate of this adaptation; None takes the round's (polyfed's choice).
         evaluation: "argmax" evaluates the most probable architecture, "sampled" the mean of `samples` networks
             (polyfed's choice; 5 samples in the authors' code).
-        samples: networks of "sampled" (5, authors' code).
-        weighted: by the number of training examples; False counts every client the same (paper, algorithm 1, line 6).
-        batch_size: 48 (authors' code).
-        optimizer: "adam" (authors' code).
-        lr: 0.01 (polyfed's choice; 0.002 in the authors' code, over 10,000 steps).
-        sampler_lr: learning rate of the samplers where that of the weights is `lr` (polyfed's choice; None takes `lr`).
-        buffers: "recompute" (polyfed's choice): which operations a client's minibatches visit is random, so that
-            running means of
-            BatchNorm are of weights long gone or were never touched; estimated on the client's training data, they
-            are those of the network that is evaluated.
+        samples: number of networks of "sampled" (5, authors' code).
+        weighted: weighs clients by their number of training examples; False counts every client the same (paper,
+            algorithm 1, line 6).
+        batch_size: examples in a minibatch (48, authors' code).
+        optimizer: optimiser of local training ("adam", authors' code).
+        lr: learning rate of the weights (0.01, polyfed's choice; 0.002 in the authors' code, over 10,000 steps).
+        sampler_lr: learning rate of the samplers in round 1; it follows the schedule of `lr` (polyfed's choice; None takes
+            `lr`).
+        buffers: "recompute" (polyfed's choice): minibatches use random operations, so that running statistics of BatchNorm
+            belong to old weights or were never updated; estimated on the client's training data, they belong to the
+            network that is evaluated.
 
     Raises:
-        UserError: a value outside its range.
+        UserError: a value is outside its range.
     """
 
     requires: ClassVar[frozenset[str]] = frozenset({"images", "one_data_spec"})
     groups: ClassVar[tuple[str, ...]] = STACKS
     context: ClassVar[SamplerContext] = "free"
-    """Whether samplers are context-free or context-aware."""
+    """Kind of the samplers: context-free ("free") or context-aware ("aware")."""
 
     channels: int = 16
     base_cells: int = 3
@@ -123,7 +124,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("operations", "personal_operations"):  # a list in a configuration; a plan must be hashable
+        for field in ("operations", "personal_operations"):  # configurations have lists, and a plan must be hashable
             names = getattr(self, field)
             self._require(isinstance(names, list | tuple), field, "a list of names of operations")
             check_operation_names(names)
@@ -136,10 +137,10 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         self._require(self.finetune_lr is None or 0 < self.finetune_lr < math.inf, "finetune_lr", "positive, or none")
         self._at_least(1, "samples")
         self._require(self.sampler_lr is None or 0 < self.sampler_lr < math.inf, "sampler_lr", "positive, or none")
-        self.supernet_plan(1, 1)  # sizes
+        self.supernet_plan(1, 1)  # checks the sizes
 
     def supernet_plan(self, in_channels: int, outputs: int) -> SupernetPlan:
-        """The supernet's form for images of so many channels and so many logits."""
+        """Plans the supernet for images with `in_channels` channels and for `outputs` logits."""
         base, personal = plan_cell_stacks(
             self.base_cells, self.personal_cells, self.base_nodes, self.personal_nodes, self.operations,
             self.personal_operations,
@@ -153,7 +154,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return "example"
 
     def temperature_at(self, round_number: int, rounds: int) -> float:
-        """τ of a round, counted from 1.
+        """Returns τ of a round, counted from 1.
 
         >>> from polyfed.algorithms import FedDSNAS
         >>> for annealing in ("exponential", "linear", "constant"):
@@ -170,12 +171,12 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         )
 
     def sampler_lr_factor(self, name: str) -> float:
-        """By what factor a parameter's learning rate differs from that of the weights (see `fit`)."""
+        """Returns the factor of a parameter's learning rate relative to that of the weights (see `fit`)."""
         return 1.0 if self.sampler_lr is None or ".samplers." not in name else self.sampler_lr / self.lr
 
     @property
     def evaluated(self) -> str:
-        """Which architecture is scored, and whether its personal stack has been adapted before."""
+        """Describes which architecture is evaluated, and whether its personal stack is adapted before."""
         which = f"the mean of {self.samples} sampled networks"
         if self.evaluation == "argmax":
             each = " of each image" if self.context == "aware" else ""
@@ -186,7 +187,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The initial θ = {θ_b, θ_p}, each of weights W and of what the samplers learn, Π."""
+        """Initialises θ = {θ_b, θ_p}, each with weights W and the samplers' parameters Π."""
         assert server.data_spec is not None  # `requires` names "one_data_spec"
         plan = self.supernet_plan(server.data_spec.inputs[0], server.data_spec.outputs)
         return _split_into_stacks(
@@ -194,7 +195,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         )
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """θ_b, θ_p, and learning rate and temperature of the round, the same for everyone."""
+        """Sends θ_b, θ_p, and the learning rate and temperature of the round, the same to all clients."""
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
             "temperature": self.temperature_at(client_info.round, client_info.rounds),
@@ -204,7 +205,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def load_supernet(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        """The scratch supernet with what came down; its form is that of the message's tensors."""
+        """Loads the message's weights into the cached supernet, whose input and output sizes are read from these
+        weights.
+        """
         base, personal = (message.tensors[group] for group in STACKS)
         plan = self.supernet_plan(base["base.stem.weight"].shape[1], len(personal["personal.classifier.bias"]))
         net = fill_client_model(
@@ -214,14 +217,16 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return net
 
     def build_reply(self, net: CachedModule, client: Client, loss: float) -> tuple[Message, ClientState]:
-        """Both stacks after training, and the private state of the policy for buffers."""
+        """Builds the reply of both stacks after training, and the private state for the buffer policy."""
         model, buffer_state = extract_update(net, self)
         return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """The architecture that the client takes from the supernet after adapting its personal stack: the most probable
-        one as a plain network, or the mean of sampled ones. With context-aware samplers it is the supernet itself, which
-        chooses for each example."""
+        """Returns the network that the client derives from the supernet after adapting its personal stack.
+
+        It is the most probable architecture as a plain network, or the mean of sampled ones. With context-aware
+        samplers it is the supernet itself, which chooses for each example.
+        """
         net = self.load_supernet(message, client_state, client)
         if self.finetune_epochs:
             tuning = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
@@ -232,7 +237,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """What came down, not adapted."""
+        """Yields the network from the server without adaptation."""
         if self.finetune_epochs:
             yield (
                 "server",
@@ -240,8 +245,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
             )
 
     def derive_network(self, net: CachedModule, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """The network that a client takes from its supernet. BatchNorm's statistics are of its training data, unless the
-        policy for buffers has others for it."""
+        """Derives a client's network from its supernet, with BatchNorm statistics of its training data unless its
+        buffers have others.
+        """
         supernet = supernet_of(net).eval()
         derived: nn.Module = supernet
         if self.evaluation == "sampled":
@@ -259,22 +265,22 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return derived.eval()
 
     def network_for(self, data: DataSpec) -> Architecture:
-        """The supernet."""
+        """Returns the plan of the supernet for this data."""
         return self.supernet_plan(data.inputs[0], data.outputs)
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
-        """The network of a description, its weights not yet those that were found."""
+        """Builds the network of a description; its weights are not yet loaded."""
         return rebuild_network(description)
 
     def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """The form of the network, its cells, and with what probability each operation was to be chosen."""
+        """Describes a network: its plan, its cells, and the probabilities from which each operation was chosen."""
         supernet = network.network if isinstance(network, Sampled) else network
         assert isinstance(supernet, Network)
         return describe_network(network, supernet.known or operation_probabilities(supernet, client.train))
 
 
 def supernet_of(net: CachedModule) -> Network:
-    """The supernet of a scratch module."""
+    """Returns the supernet in a cached module."""
     assert isinstance(net.module, Network)
     return net.module
 
@@ -293,15 +299,16 @@ def adapt_personal_stack(
     samplers: bool = True,
     base: bool = False,
 ) -> None:
-    """The fine-tuning phase: trains the personal stack in place on the client's data, the base stack as it is.
+    """Trains the personal stack in place on the client's data (the fine-tuning phase); the base stack does not change.
 
     Args:
-        supernet: on the device of the client's data.
-        options: epochs or steps, and the rest of local training.
+        supernet: the supernet, on the device of the client's data.
+        client: the client whose training data are used.
+        options: epochs or steps, and the other settings of local training.
         lr: learning rate.
-        seed: of batches and samples.
-        samplers: whether samplers learn too (paper, section 4: frozen in the transfer to new tasks).
-        base: whether the base stack learns too.
+        seed: seed of minibatches and sampled operations.
+        samplers: whether samplers are trained, too (paper, section 4: frozen in the transfer to new tasks).
+        base: whether the base stack is trained, too.
     """
     frozen = [
         p

@@ -1,1 +1,1 @@
-"""Methods that give each client a model of its own, of one architecture."""
+"""Methods that give each client its own model of one common architecture."""

@@ -1,5 +1,6 @@
-"""APFL: a personal model that is a mixture of a local and the global one, whose shares are learnt (Deng, Kamani and
-Mahdavi 2020, algorithm 1)."""
+"""APFL: a personal model that is a learnt mixture of a local and the global model (Deng, Kamani and Mahdavi 2020,
+algorithm 1).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,22 +33,25 @@ from polyfed.core.vectorized.stacked_module import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class APFL(Averaging):
-    """v̄_i = α_i·v_i + (1 − α_i)·w, where w is trained by FedAvg and v_i by the loss of the *mixture*; α_i is learnt
-    too. One architecture. Evaluated model: v̄_i (w for a client that never took part); next to it w, as `server_...`.
+    """Mixes v̄_i = α_i·v_i + (1 − α_i)·w, where w is trained by FedAvg, v_i by the loss of the mixture, and α_i is
+    learnt.
+
+    All clients have one architecture. Evaluated model: v̄_i (w for a client that never took part); next to it w, as
+    `server_...`.
 
     At each step w_i descends ∇L_i(w_i), and v_i descends the gradient of L_i(v̄_i) with respect to v_i, α_i·∇L_i(v̄_i),
-    on the same minibatch. α = 1 is training alone and α = 0 is FedAvg, bit for bit, where `adaptive` is off.
+    on the same minibatch. With `adaptive` off, α = 1 is training alone and α = 0 is FedAvg, bit for bit.
 
     Args:
-        alpha: α_i of the beginning, from 0 to 1 (0.5, polyfed's choice; the paper tries 0.25, 0.5 and 0.75).
-        adaptive: whether α_i is learnt: α ← α − η⟨v − w, ∇L_i(v̄)⟩ (True, paper), once a round at its first step, kept
-            from 0 to 1 (authors' code).
-        weighted: w by the number of training examples (True, polyfed's choice: as FedAvg); False counts every client the
-            same (paper).
-        buffers: "local" (polyfed's choice), as for every personalised method. BatchNorm's statistics are those of v̄_i.
+        alpha: initial α_i, from 0 to 1 (0.5, polyfed's choice; the paper tries 0.25, 0.5 and 0.75).
+        adaptive: whether α_i is learnt: α ← α − η⟨v − w, ∇L_i(v̄)⟩ (True, paper), once per round at its first step, clipped
+            to 0 to 1 (authors' code).
+        weighted: weighs clients in w by their number of training examples (True, polyfed's choice: as FedAvg); False counts
+            every client the same (paper).
+        buffers: "local" (polyfed's choice), as in every personalised method. BatchNorm's statistics are those of v̄_i.
 
-    The other fields are those of `LocalTraining`. Momentum, weight decay and the optimiser belong to the step of w; v_i
-    makes plain steps of the same rate, and `clip_norm` bounds both gradients.
+    The other fields are those of `LocalTraining`. Momentum, weight decay and the optimiser apply to the step of w; v_i makes
+    plain steps with the same learning rate, and `clip_norm` bounds both gradients.
 
     >>> APFL(alpha=0.25).adaptive
     True
@@ -72,7 +76,7 @@ class APFL(Averaging):
         self._require(0 <= self.alpha <= 1, "alpha", "from 0 to 1")
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """v_i of the common draw, and α_i."""
+        """Initialises v_i with the common initial weights, and α_i."""
         assert client.model is not None  # `requires` names "one_architecture"
         draw, buffers = initial_state(client.model, seed), cached_module(client.model).buffers
         v = {name: tensor for name, tensor in draw.items() if name not in buffers}
@@ -81,7 +85,7 @@ class APFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """w_i for the server; v_i and α_i, which stay private (algorithm 1)."""
+        """Trains w_i and sends it; trains v_i and α_i, which stay private (algorithm 1)."""
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         parameters = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
         v = [client_state["model"][name].to(p.device, copy=True) for name, p in parameters.items()]
@@ -98,7 +102,7 @@ class APFL(Averaging):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """v̄_i = α_i·v_i + (1 − α_i)·w, with the w of now."""
+        """Returns v̄_i = α_i·v_i + (1 − α_i)·w with the current w."""
         w = message.tensors["model"]
         mixture = (
             {name: torch.lerp(w[name], v, client_state["alpha"]) for name, v in client_state["model"].items()}
@@ -110,7 +114,7 @@ class APFL(Averaging):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """w, on the client's data."""
+        """Yields w with the client's buffers."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
@@ -120,7 +124,9 @@ class APFL(Averaging):
 @final
 @dataclass(frozen=True)
 class _MixtureGradient:
-    """Leaves ∇L(w) in `grad`, and steps v and, where it is due, α. The tensors are α, whether it is due, and v."""
+    """Sets `grad` to ∇L(w), and makes the steps of v and, if due, of α; the tensors are α, whether its step is due,
+    and v.
+    """
 
     lr: float
 

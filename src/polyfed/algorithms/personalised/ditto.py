@@ -1,5 +1,6 @@
-"""Ditto: personal models near a global one that is trained beside them (Li, Hu, Beirami and Smith, ICML 2021,
-algorithm 1)."""
+"""Ditto: personal models near a global one that is trained at the same time (Li, Hu, Beirami and Smith, ICML 2021,
+algorithm 1).
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
@@ -18,19 +19,22 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ditto(PersonalBesideGlobalMethod):
-    """min over v_i of L_i(v_i) + λ/2·‖v_i − w‖², where w is what FedAvg finds: w never depends on any v_i. One architecture.
-    Evaluated model: v_i (w for a client that never took part); next to it w, as `server_...`.
+    """Minimises L_i(v_i) + λ/2·‖v_i − w‖² over each client's v_i, where w is the model of FedAvg, which never depends
+    on any v_i.
 
-    In a round a client trains w as in FedAvg, and then its own v_i, which is pulled to the w that it received. Both see the
-    same minibatches. λ = 0 is training alone, bit for bit.
+    All clients have one architecture. Evaluated model: v_i (w for a client that never took part); next to it w, as
+    `server_...`.
+
+    In a round a client trains w as in FedAvg, and then its own v_i, which is pulled to the received w. Both use the same
+    minibatches. With λ = 0 it is training alone, bit for bit.
 
     Args:
         lam: λ ≥ 0, the pull of v_i to w (1, paper: where a client has too few validation examples to choose among 0.1, 1
             and 2).
-        personal_epochs: epochs of v_i in a round; None takes as much as w takes (paper).
-        weighted: w by the number of training examples (True, polyfed's choice: as FedAvg); False counts every client the
-            same.
-        buffers: of w ("local", polyfed's choice), as for every personalised method; v_i has its own anyway.
+        personal_epochs: epochs of v_i in a round; None takes as many epochs or steps as w (paper).
+        weighted: weighs clients in w by their number of training examples (True, polyfed's choice: as FedAvg); False counts
+            every client the same.
+        buffers: buffers of w ("local", polyfed's choice), as in every personalised method; v_i always has its own.
 
     The other fields are those of `LocalTraining`, for w and v_i alike.
 
@@ -62,11 +66,10 @@ class Ditto(PersonalBesideGlobalMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """w_i, from w, for the server; and v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)), which stays private."""
+        """Trains w_i from w and sends it; trains v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)), which stays private."""
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
-        proximal_term = PerClientTerm(
-            ProximalTerm(self.lam), clone_trained_parameters(net.module)
-        )  # w as it came, not w_i
+        # the received w, before it is trained to w_i
+        proximal_term = PerClientTerm(ProximalTerm(self.lam), clone_trained_parameters(net.module))
         fit_result = fit(net.module, client, self, lr=lr, seed=seed)
         reply, buffer_state = build_reply(net, client, fit_result.loss, self)
         epochs = self.personal_epochs

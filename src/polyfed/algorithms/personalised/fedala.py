@@ -1,5 +1,6 @@
 """FedALA: each client learns how much of the global model to take over, weight by weight (Zhang, Hua, Wang, Song, Xue,
-Ma and Guan, AAAI 2023, algorithm 1)."""
+Ma and Guan, AAAI 2023, algorithm 1).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,22 +28,24 @@ from polyfed.models.structure import find_head_modules, split_body_and_head
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
-    """Before local training a client makes its own model Θ_i and the global Θ one: Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i, with W
-    learnt from 0 to 1 for each weight of the upper layers, and 1 below, so that the lower layers are the global
-    model's. FedAvg otherwise. One architecture. Evaluated model: Θ_i after local training (Θ for a client that never
-    took part); next to it Θ, as `server_...`.
+    """Starts local training from a learnt mixture of the client's model Θ_i and the global Θ: Θ̂_i = Θ_i + (Θ − Θ_i) ⊙
+    W_i.
 
-    W_i begins at 1, is kept from round to round, and is learnt on a part of the training examples by projected gradient
-    descent with all else frozen: for `start_epochs` in a client's second round, when its Θ_i first differs from Θ, and
-    for one epoch from then on. With `weight_lr` 0 it stays at 1, and Θ is that of FedAvg, bit for bit.
+    W_i is learnt between 0 and 1 for each weight of the upper layers, and is 1 below, so that the lower layers are the
+    global model's. Everything else is FedAvg. All clients have one architecture. Evaluated model: Θ_i after local
+    training (Θ for a client that never took part); next to it Θ, as `server_...`.
+
+    W_i starts at 1, is kept from round to round, and is learnt on a part of the training examples by projected gradient
+    descent with everything else frozen: for `start_epochs` in a client's second round, when its Θ_i first differs from Θ,
+    and for one epoch in each later round. With `weight_lr` 0 it stays at 1, and Θ is that of FedAvg, bit for bit.
 
     Args:
-        layers: p, how many of the last parametric layers have weights W (1, paper).
-        sample: s, the share of the training examples on which W is learnt, drawn anew each round (0.8, paper).
-        weight_lr: rate of W (1, paper).
-        start_epochs: epochs of its first learning (10, polyfed's choice; the paper goes on until it converges).
-        weighted: the mean by the number of training examples (paper); False counts every client the same.
-        buffers: "local" (polyfed's choice), as for every personalised method.
+        layers: p, number of last parametric layers that have weights W (1, paper).
+        sample: s, the share of the training examples on which W is learnt, drawn again each round (0.8, paper).
+        weight_lr: learning rate of W (1, paper).
+        start_epochs: epochs in which W is first learnt (10, polyfed's choice; the paper trains until convergence).
+        weighted: weighs clients by their number of training examples (paper); False counts every client the same.
+        buffers: "local" (polyfed's choice), as in every personalised method.
 
     The other fields are those of `LocalTraining`.
 
@@ -74,11 +77,11 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
         self._at_least(1, "start_epochs")
 
     def validate_network(self, client: Client) -> None:
-        """As the client's first state does."""
+        """Checks that the client's network has the upper layers, by initialising the private state."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Θ_i of the common draw, and W = 1 for its upper layers."""
+        """Initialises Θ_i with the common initial weights, and W = 1 for its upper layers."""
         module = self.load_personal_network(client_state := super().client_init(client, seed), client)
         example = client.train.first_input
         _, upper = split_body_and_head(
@@ -91,7 +94,7 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Θ_i: Θ̂_i after `local_epochs`; and W_i, which stays private."""
+        """Trains Θ_i from Θ̂_i for `local_epochs` and sends it; W_i stays private."""
         learns_weights = bool(client_state["trained"] and self.weight_lr)  # before, Θ_i is Θ
         weights = (
             self._learn_mixing_weights(message, client_state, client, seed)
@@ -113,7 +116,7 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def _learn_mixing_weights(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> StateDict:
-        """W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1) on a sample of the training examples, by names."""
+        """Learns W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1) on a sample of the training examples; name -> W."""
         module, data = (
             load_client_model(client, message.tensors["model"], client_state, self.buffers).module,
             client.train,
@@ -141,22 +144,24 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
 
 @final
 class _Mixing(nn.Module):
-    """A network whose upper layers are Θ_i + (Θ − Θ_i) ⊙ W; its parameters are W alone. The network stays as it is in
-    evaluation: dropout would blur W, and BatchNorm's statistics are not to move."""
+    """Computes a network whose upper layers are Θ_i + (Θ − Θ_i) ⊙ W; its only parameters are W.
+
+    The network stays in evaluation mode: dropout would blur W, and BatchNorm's statistics must not change.
+    """
 
     def __init__(self, network: nn.Module, ends: Mapping[str, tuple[Tensor, Tensor]], weights: StateDict) -> None:
         super().__init__()
-        self._network, self._ends = (network.eval(),), ends  # in a tuple: not a part, which would be trained too
+        self._network, self._ends = (network.eval(),), ends  # in a tuple, so that it is no submodule and is not trained
         self.w = nn.ParameterList(weights[name].to(mine.device, copy=True) for name, (mine, _) in ends.items())
 
     def forward(self, *parts: Any, **named: Any) -> Any:
-        """What Θ̂_i answers."""
+        """Returns the output of the network with Θ̂_i."""
         ends = zip(self._ends.items(), self.w, strict=True)
         upper = {name: torch.lerp(mine, shared, w) for (name, (mine, shared)), w in ends}
         return call_with_tensors(self._network[0], upper, parts, named)
 
     def projected_gradient(self, lr: float, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Leaves in `grad` what a step of this rate makes the clipped step of."""
+        """Sets `grad` so that a plain step of this rate ends where the clipped step would."""
         loss = loss_of(0)
         with torch.no_grad():
             for w in self.w:

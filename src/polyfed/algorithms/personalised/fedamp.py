@@ -1,5 +1,6 @@
-"""FedAMP: each client is pulled to a mixture of the others, in which those near to it count more (Huang, Chu, Zhou, Wang,
-Liu, Pei and Zhang, AAAI 2021, algorithm 1)."""
+"""FedAMP: pulls each client towards a mixture of the others' models, in which similar models weigh more (Huang, Chu,
+Zhou, Wang, Liu, Pei and Zhang, AAAI 2021, algorithm 1).
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,20 +27,22 @@ ClientState = dict[str, Any]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
-    """min over w_1..w_N of Σ_i L_i(w_i) + λ·Σ_{i<j} A(‖w_i − w_j‖²), with A(x) = 1 − e^(−x/σ). The server takes
-    a gradient step on A, from which each client gets u_i = ξ_ii·w_i + Σ_j ξ_ij·w_j with ξ_ij = α·A'(‖w_i − w_j‖²), so
-    that the near attract more than the far; the client then minimises L_i(w) + λ/(2α)·‖w − u_i‖², from its own w_i. One
-    architecture. Evaluated model: w_i. λ = 0 is training alone, bit for bit.
+    """Minimises Σ_i L_i(w_i) + λ·Σ_{i<j} A(‖w_i − w_j‖²) over w_1..w_N, with A(x) = 1 − e^(−x/σ).
 
-    Models that nobody has trained yet are left out of the mixture.
+    The server takes a gradient step on A, from which each client gets u_i = ξ_ii·w_i + Σ_j ξ_ij·w_j with ξ_ij =
+    α·A'(‖w_i − w_j‖²), so that near models attract more than far ones. The client then minimises L_i(w) + λ/(2α)·‖w −
+    u_i‖², starting from its own w_i. All clients have one architecture. Evaluated model: w_i. With λ = 0 it is
+    training alone, bit for bit.
+
+    Models of clients that have not trained yet are left out of the mixture.
 
     Args:
-        lam: λ ≥ 0 (1, polyfed's choice). With `alpha` none it is the strength of the pull itself, the paper's λ/α.
-        sigma: σ > 0, the squared distance beyond which models hardly attract each other; None is a quarter of the mean
-            squared distance of the client's model to the others, in each round anew (polyfed's choice: the right number
-            depends on the network, and on how far training has come).
-        alpha: α > 0, the step on A. None takes for each client the one with ξ_ii = 1/N, the share that it has in a plain
-            mean (polyfed's choice; in the paper it is a number that may fall over the rounds).
+        lam: λ ≥ 0 (1, polyfed's choice). If `alpha` is none it is the strength of the pull itself, the paper's λ/α.
+        sigma: σ > 0, the squared distance beyond which models hardly attract each other; None takes a quarter of the mean
+            squared distance of the client's model to the others, in each round (polyfed's choice: a good value depends on
+            the network and on the progress of training).
+        alpha: α > 0, the step on A. None takes for each client the step with ξ_ii = 1/N, its share in a plain mean
+            (polyfed's choice; in the paper it is a number that may decrease over the rounds).
         buffers: "local" only (polyfed's choice): models are mixed by parameters alone, each with the client's own
             buffers.
 
@@ -74,7 +77,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The common draw, and a place for everyone's model."""
+        """Initialises the common weights, and an empty entry for each client's model."""
         assert server.model is not None  # `requires` names "one_architecture"
         draw = shared_tensors(
             initial_state(server.model, server.seed), cached_module(server.model).buffers, self.buffers
@@ -87,7 +90,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """u_i, and λ/α, by which it pulls; nothing to evaluate, since a client has its own model."""
+        """Sends u_i and the strength λ/α of its pull; nothing for evaluation, since each client has its own model."""
         if client_info.purpose == "personal":
             return Message()
         lr = {"lr": self.lr_at(client_info.round, client_info.rounds)}
@@ -95,26 +98,26 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
         distances = {
             j: _squared_distance(w_i, w) for j, w in server_state["models"].items() if j != client_info.id and w
         }
-        if not any(distances.values()):  # nobody else has trained, or all are where this client is
+        if not any(distances.values()):  # no other client has trained, or all models are equal
             return Message({}, lr)
         sigma = self.sigma or sum(distances.values()) / len(distances) / 4
         attractions = {j: math.exp(-x / sigma) / sigma for j, x in distances.items()}  # A'(‖w_i − w_j‖²)
         total = sum(attractions.values())
         if total < 1e-300:
-            return Message({}, lr)  # all are too far away to attract at all
+            return Message({}, lr)  # all are too far away to attract
         alpha = self.alpha or (1 - 1 / len(server_state["models"])) / total
         pull_strength = self.lam if self.alpha is None else self.lam / self.alpha
         xi = {j: alpha * slope for j, slope in attractions.items()}
         return Message({"cloud": _mix_models(w_i, server_state["models"], xi)}, {**lr, "pull": pull_strength})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """The client's parameters."""
+        """Specifies that a reply has the client's parameters."""
         return {"model": state_dict_spec(server_state["model"])}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """The last model of each client; nothing is averaged."""
+        """Stores the last model of each client; nothing is averaged."""
         new_models = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
         return {**server_state, "models": {i: new_models.get(i, model) for i, model in server_state["models"].items()}}
 
@@ -123,7 +126,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """w_i ← argmin L_i(w) + λ/(2α)·‖w − u_i‖², by local training from w_i."""
+        """Trains w_i ← argmin L_i(w) + λ/(2α)·‖w − u_i‖², starting from w_i."""
         module = self.personal_model(message, client_state, client, seed)
         cloud, penalty = message.tensors.get("cloud", {}), None
         if cloud and message.scalars["pull"]:
@@ -140,17 +143,17 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
 
 
 def _weighted_proximal_term(weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """s/2·‖w − u‖²; the tensors are s, which differs between clients, and u."""
+    """Computes s/2·‖w − u‖²; the tensors are s, which differs between clients, and u."""
     return tensors[0] * ProximalTerm(1.0)(weights, tensors[1:])
 
 
 def _squared_distance(w_i: StateDict, w_j: StateDict) -> float:
-    """‖w_i − w_j‖²: squared, as A takes it."""
+    """Computes the squared distance ‖w_i − w_j‖², the argument of A."""
     return sum(float((w - w_j[name]).double().square().sum()) for name, w in w_i.items())
 
 
 def _mix_models(w_i: StateDict, models: Mapping[str, StateDict], xi: Mapping[str, float]) -> StateDict:
-    """w_i + Σ_j ξ_ij (w_j − w_i), so that ξ_ii = 1 − Σ_j ξ_ij."""
+    """Computes w_i + Σ_j ξ_ij (w_j − w_i), so that ξ_ii = 1 − Σ_j ξ_ij."""
     total = sum(xi.values())
     if not total:
         return w_i

@@ -1,4 +1,4 @@
-"""FedAvg with fine-tuning: the global model, trained on by each client before it is used."""
+"""FedAvg with fine-tuning: each client trains the global model on its own data before using it."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
@@ -15,19 +15,21 @@ from polyfed.core.training.loop import fit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvgFT(GlobalModelMethod):
-    """FedAvg, then `finetune_epochs` on the client's own training data before evaluation: an honest baseline of
-    personalisation (Cheng et al., 2021). Evaluated model: θ after fine-tuning. Neither θ nor the replies depend on it.
+    """Trains by FedAvg, then fine-tunes for `finetune_epochs` on the client's own training data before evaluation.
+
+    It is an honest baseline of personalisation (Cheng et al., 2021). Evaluated model: θ after fine-tuning. Neither θ
+    nor the replies depend on it.
 
     Args:
-        weighted: by the number of training examples (FedAvg's paper); False counts every client the same.
-        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all clients'
-            latest models, for which the server keeps each of them (see `GlobalModelMethod`).
+        weighted: weighs clients by their number of training examples (FedAvg's paper); False counts every client the same.
+        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+            latest models, which the server then stores (see `GlobalModelMethod`).
         finetune_epochs: epochs of fine-tuning (1, polyfed's choice).
-        finetune_lr: its learning rate; None takes the round's (polyfed's choice).
+        finetune_lr: learning rate of fine-tuning; None takes the round's (polyfed's choice).
 
     The other fields are those of `LocalTraining`. `buffers` is "average" by default, although the evaluated model is the
-    client's own: what federates is FedAvg, so that both evaluate the same θ, and fine-tuning then adapts BatchNorm's
-    statistics to the client's data.
+    client's own: the federation trains FedAvg, so that both methods have the same θ, and fine-tuning then adapts
+    BatchNorm's statistics to the client's data.
     """
 
     card: ClassVar[MethodCard] = MethodCard(
@@ -48,8 +50,11 @@ class FedAvgFT(GlobalModelMethod):
         self._require(self.finetune_lr is None or self.finetune_lr > 0, "finetune_lr", "positive, or none")
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ after `finetune_epochs` on the client's data. Where no BatchNorm statistics came down, tuning starts from those
-        of the client's data; under "recompute" they are estimated again for the tuned weights."""
+        """Returns θ after `finetune_epochs` on the client's data.
+
+        If the server sent no BatchNorm statistics, fine-tuning starts from those of the client's data; under
+        "recompute" they are estimated again for the fine-tuned weights.
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         prepare_for_eval(net, client, client_state, self.buffers)
         options = replace(self, local_epochs=self.finetune_epochs, local_steps=None)

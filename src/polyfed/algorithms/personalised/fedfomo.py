@@ -1,5 +1,6 @@
-"""FedFomo: each client mixes the models of those others that do well on examples that it holds out (Zhang, Sapra, Fidler,
-Yeung and Alvarez, ICLR 2021)."""
+"""FedFomo: each client mixes the models of clients that do well on its held-out examples (Zhang, Sapra, Fidler, Yeung
+and Alvarez, ICLR 2021).
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,31 +24,33 @@ from polyfed.core.training.loop import fit
 
 ServerState = dict[str, dict[str, Any]]
 ClientState = dict[str, Any]
-_MODEL_PREFIX = "model/"  # group of a model that goes down, followed by its owner's position
+_MODEL_PREFIX = "model/"  # prefix of a sent model's group, followed by its owner's position
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
-    """θ_i ← θ_i' + Σ_j w_ij(θ_j − θ_i'), then local training. θ_i' is the model with which client i began its last local
-    training (the paper's θ_i^(t−1)), and among the θ_j is the one that came out of it, so that the client's own work has a
-    weight like the others'; w_ij grows with how much better than θ_i' client i finds θ_j on examples that it holds out. One
-    architecture. The server keeps each client's last model and sends to each what it asked for. Evaluated model: θ_i after
-    local training.
+    """Mixes models, θ_i ← θ_i' + Σ_j w_ij(θ_j − θ_i'), and then trains locally.
 
-    A client asks at the end of a round for its next one. Nothing is sent in its first round, and a model that nobody has
-    trained yet is left out, since every client has that draw.
+    θ_i' is the model from which client i started its last local training (the paper's θ_i^(t−1)), and the result of
+    that training is among the θ_j, so that the client's own work has a weight like the others'. w_ij grows with how
+    much better than θ_i' client i finds θ_j on its held-out examples. All clients have one architecture. The server
+    keeps each client's last model and sends to each the models that it requested. Evaluated model: θ_i after local
+    training.
+
+    A client's reply has its request for the next round. Nothing is sent in its first round, and models of clients that have
+    not trained yet are left out, since every client has these initial weights.
 
     Args:
-        num_models: M, the other clients' models that a client asks for each round (5; the paper has 5 and 10, and the
-            authors' commands count the client's own among them); all others if there are fewer.
-        epsilon: ε, the chance with which each of the M is any client instead of the one preferred most (0.3, authors'
+        num_models: M, number of other clients' models that a client requests in each round (5; the paper has 5 and 10, and
+            the authors' commands count the client's own among them); all others if there are fewer.
+        epsilon: ε, the probability with which each of the M is a random client instead of the most preferred (0.3, authors'
             code).
-        epsilon_decay: what each round takes off ε (0.05, authors' code).
-        holdout: the share of the training examples by which a client weighs models, and on which it does not train (0.2,
-            authors' code). At least two examples are left to train on; with fewer than three, a client weighs by all of
-            them. (`Client.val` has no say: validation scores would flatter the method.)
-        buffers: "local" only (polyfed's choice): models are weighed by parameters alone, each with the client's own buffers.
+        epsilon_decay: decrease of ε in each round (0.05, authors' code).
+        holdout: the share of the training examples that a client holds out of training to weigh models (0.2, authors'
+            code). At least two examples are left for training; with fewer than three, a client weighs by all of them.
+            (`Client.val` is not used: validation scores would flatter the method.)
+        buffers: "local" only (polyfed's choice): models are mixed by parameters alone, each with the client's own buffers.
 
     The other fields are those of `LocalTraining`.
 
@@ -81,14 +84,17 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         self._require(self.buffers == "local", "buffers", "'local', since models are mixed by parameters alone")
 
     def epsilon_at(self, round_number: int) -> float:
-        """The chance of exploring in a round, counted from 1."""
+        """Returns ε, the probability of exploring, in a round counted from 1."""
         return max(0.0, self.epsilon - self.epsilon_decay * (round_number - 1))
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Nobody has sent a model or a request. `models` has a place for everyone: a client's position is its place in the
-        order of ids. The common draw is kept for its form."""
+        """Builds a server state without models or requests.
+
+        `models` has an entry for every client: a client's position is its rank in the order of ids. The common initial
+        weights are kept for their shapes.
+        """
         client_ids = sorted(info.id for info in server.clients)
         assert server.model is not None  # `requires` names "one_architecture"
         initial_model = shared_tensors(
@@ -97,7 +103,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         return {"model": initial_model, "models": {client: {} for client in client_ids}, "requests": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """The models that the client asked for; nothing for evaluation, since a client has its own model."""
+        """Sends the models that the client requested; nothing for evaluation, since each client has its own model."""
         if client_info.purpose == "personal":
             return Message()
         client_ids = sorted(server_state["models"])
@@ -116,7 +122,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """The last model and request of each client that replied; nothing is averaged."""
+        """Stores the last model and request of each client that replied; nothing is averaged."""
         models, requests = dict(server_state["models"]), dict(server_state["requests"])
         for client, reply in sorted(replies.items()):
             models[client] = reply.tensors["model"]
@@ -129,16 +135,16 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         }
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """The client's parameters, and min(M, N−1) different positions of other clients."""
+        """Specifies a reply: the client's parameters, and min(M, N−1) different positions of other clients."""
         number = min(self.num_models, len(server_state["models"]) - 1)
         request_tensor = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
         positions = (
             request_tensor.tolist() if request_tensor.shape == (number,) else []
-        )  # of another shape, it is refused for that
+        )  # another shape is refused elsewhere
         if len(set(positions)) < len(positions) or not all(0 <= k < len(server_state["models"]) for k in positions):
             raise ValueError(
                 f"it asks for the models of clients {positions}; a request names different positions from 0 to "
-                f"{len(server_state['models']) - 1}: mend the client's software"
+                f"{len(server_state['models']) - 1}: fix the client's software"
             )
         request: dict[str, StateDictSpec] = {"request": {"clients": ((number,), torch.int64)}} if number else {}
         return {"model": state_dict_spec(server_state["model"]), **request}
@@ -146,7 +152,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """θ_i: the common draw; and the rows that are held out."""
+        """Initialises θ_i with the common initial weights, and draws the rows that are held out."""
         assert client.model is not None  # `requires` names "one_architecture"
         buffer_names = cached_module(client.model).buffers
         drawn = initial_state(client.model, seed)
@@ -165,7 +171,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i: the mixture of eq. (3) after `local_epochs` on the client's data; and the next request."""
+        """Trains θ_i from the mixture of eq. (3) for `local_epochs`, and sends it with the next request."""
         num_clients, position = int(message.scalars["clients"]), int(message.scalars["position"])
         training, holdout = _split_holdout(client, client_state)
         models_by_position = {
@@ -205,8 +211,11 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         return Message(tensors, scalars), {**models, "preferences": preferences, **buffer_state, **holdout_state}
 
     def _choose(self, preferences: Tensor, position: int, epsilon: float, generator: torch.Generator) -> Tensor:
-        """Positions of min(M, N−1) others: each the one preferred most among those left (of equals, any), or with
-        probability ε any of them."""
+        """Chooses positions of min(M, N−1) other clients: each time the most preferred one left, or with probability ε
+        a random one.
+
+        Ties are broken at random.
+        """
         shuffled = torch.randperm(len(preferences), generator=generator).tolist()
         candidates = sorted((k for k in shuffled if k != position), key=lambda k: -float(preferences[k]))
         chosen = []
@@ -218,12 +227,12 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         return torch.tensor(chosen, dtype=torch.int64)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ_i."""
+        """Returns the network with θ_i."""
         return load_model_for_eval(client, client_state["model"], client_state, self.buffers)
 
 
 def _split_holdout(client: Client, client_state: ClientState) -> tuple[Examples, Examples]:
-    """The examples that train, and those that weigh models."""
+    """Returns the examples to train on, and those to weigh models by."""
     if "holdout" not in client_state:
         return client.train, client.train
     train_mask = torch.ones(len(client.train), dtype=torch.bool)
@@ -242,8 +251,11 @@ def _model_weights(
     holdout: Examples,
     criterion: Loss,
 ) -> dict[int, float]:
-    """w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4) by position j, `before` being θ_i' and `criterion` what training
-    minimises; 0 for a model that is θ_i' itself, and where a loss is not finite and says nothing."""
+    """Computes w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4) by position j; `before` is θ_i', `criterion` the
+    training loss.
+
+    The weight is 0 for θ_i' itself, and where a loss is not finite.
+    """
 
     def loss(model: StateDict) -> float:
         module = load_client_model(client, model, client_state, "local").module

@@ -1,5 +1,6 @@
-"""IFCA: k models, of which each client trains the one that suits its data best (Ghosh, Chung, Yin and Ramchandran,
-NeurIPS 2020, algorithm 1 with model averaging)."""
+"""IFCA: k models, of which each client trains the one that fits its data best (Ghosh, Chung, Yin and Ramchandran,
+NeurIPS 2020, algorithm 1 with model averaging).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,23 +19,25 @@ from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDictSpec, state_dict_spec, weighted_mean
 from polyfed.core.training.loop import fit, reply_scalars
 
-_MODEL_PREFIX = "model/"  # group of a cluster's model, followed by its number
+_MODEL_PREFIX = "model/"  # prefix of the group of a cluster's model, followed by its number
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class IFCA(Averaging):
-    """The server sends k models; each client trains the one with the least loss on its training examples, and each
-    model becomes the mean of what its clients made of it. One architecture. k = 1 is FedAvg, bit for bit. Evaluated
-    model: the one with the least loss on the client's training examples now.
+    """Clusters clients: the server sends k models, and each client trains the one with the least loss on its training
+    examples.
+
+    Each model becomes the mean over the clients that trained it. All clients have one architecture. With k = 1 it is
+    FedAvg, bit for bit. Evaluated model: the one with the least loss on the client's training examples at that time.
 
     Args:
-        k: number of models (2, polyfed's choice). The first begins at the common draw, the others at draws of their
-            own: from one point all would stay one model.
-        weighted: the means by the number of training examples; False counts every client the same (paper).
+        k: number of models (2, polyfed's choice). The first starts from the common initial weights, the others from their
+            own: with the same start they would stay the same model.
+        weighted: weighs clients by their number of training examples; False counts every client the same (paper).
 
-    The other fields are those of `LocalTraining`. `buffers` is "average" only: each model has its own statistics, which
-    travel with it. A round costs k models down and one up, and a look at all training examples by each of them.
+    The other fields are those of `LocalTraining`. `buffers` is "average" only: each model is sent with its own statistics. A
+    round costs k models down and one up, and each client evaluates all k models on its training examples.
 
     >>> IFCA(k=3).weighted
     False
@@ -56,24 +59,24 @@ class IFCA(Averaging):
         super().__post_init__()
         self._at_least(1, "k")
         self._require(self.adapters is None, "adapters", "none: k models are averaged")
-        self._require(self.buffers == "average", "buffers", "'average', since each model has statistics of its own")
+        self._require(self.buffers == "average", "buffers", "'average', since each model has its own statistics")
         if self.k == 1:  # there is nothing to choose
             object.__setattr__(self, "discloses", self.discloses - {"choice"})
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """k models from k draws."""
+        """Initialises the k models with different seeds."""
         assert server.model is not None  # `requires` names "one_architecture"
         seeds = [server.seed, *(derive_seed(server.seed, "cluster", j) for j in range(1, self.k))]
         return {f"{_MODEL_PREFIX}{j}": initial_state(server.model, seed) for j, seed in enumerate(seeds)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """All k models, and the learning rate of the round."""
+        """Sends all k models, and the learning rate of the round."""
         return Message(dict(server_state), {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """One of the models, in the form in which it went down."""
+        """Specifies that a reply has one of the models, in the shapes that were sent."""
         if len(model_groups := [group for group in reply.tensors if group in server_state]) != 1:
             raise ValueError(
                 f"it holds {len(model_groups)} of the {self.k} models; a client sends the one that it trained"
@@ -83,7 +86,7 @@ class IFCA(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """θ_j ← mean of θ_i over the clients that chose j; a model that nobody chose stays."""
+        """Updates θ_j ← mean of θ_i over the clients that chose j; a model that no client chose does not change."""
         new_state = dict(server_state)
         for group in server_state:
             members = {i: reply for i, reply in replies.items() if group in reply.tensors}
@@ -97,7 +100,7 @@ class IFCA(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i: the model of the least loss after `local_epochs`."""
+        """Trains θ_i from the model of the least loss for `local_epochs`."""
         group = self._group_of_least_loss(message, client)
         net = load_client_model(client, message.tensors[group], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
@@ -105,13 +108,13 @@ class IFCA(Averaging):
         return Message({group: model}, reply_scalars(client, fit_result.loss)), {}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """The model of the least loss."""
+        """Returns the network with the model of the least loss."""
         return load_client_model(
             client, message.tensors[self._group_of_least_loss(message, client)], client_state, self.buffers
         ).module
 
     def _group_of_least_loss(self, message: Message, client: Client) -> str:
-        """argmin_j L_i(θ_j) over the training examples; of equals the first."""
+        """Returns the group of argmin_j L_i(θ_j) over the training examples; the first of equals."""
         groups = [f"{_MODEL_PREFIX}{j}" for j in range(self.k)]
         if self.k == 1:
             return groups[0]

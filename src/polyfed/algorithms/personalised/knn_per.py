@@ -1,5 +1,6 @@
-"""kNN-Per: the global model, and the votes of a client's own examples that it sees alike (Marfoq, Neglia, Kameni and
-Vidal, ICML 2022)."""
+"""kNN-Per: mixes the global model's output with the labels of a client's nearest training examples (Marfoq, Neglia,
+Kameni and Vidal, ICML 2022).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,20 +30,23 @@ _NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
-    """h(x) = λ·h_kNN(x) + (1 − λ)·h_global(x): FedAvg's probabilities, mixed with those of the k training examples of the
-    client whose representations by the global model are nearest, each with the weight exp(−distance). Training is FedAvg,
-    bit for bit. One architecture, classification. Evaluated model: h, whose outputs are the logarithms of its
-    probabilities; next to it the global model alone, as `server_...`.
+    """Predicts h(x) = λ·h_kNN(x) + (1 − λ)·h_global(x): the global model's probabilities mixed with those of nearest
+    neighbours.
+
+    The neighbours are the k training examples of the client whose representations by the global model are nearest,
+    each with the weight exp(−distance). Training is FedAvg, bit for bit. All clients have one architecture; the task
+    is classification. Evaluated model: h, whose outputs are the logarithms of its probabilities; next to it the global
+    model alone, as `server_...`.
 
     Args:
         k: number of neighbours (10, paper); all training examples if there are fewer.
-        lam: λ from 0 to 1, the share of the neighbours. None chooses it for each client, by the least loss on its
-            validation examples, among 0, 0.1, ..., 1 (paper), and is 0.5 for a client without them (polyfed's choice).
-            Scores on validation examples are then out of fold: λ is chosen on the other half.
+        lam: λ from 0 to 1, the weight of the neighbours. None chooses it for each client among 0, 0.1, ..., 1 by the least
+            loss on its validation examples (paper), and takes 0.5 for a client without them (polyfed's choice). Scores on
+            validation examples are then out of fold: λ is chosen on the other half.
         module: name of the module whose input is the representation; None finds the last linear layer (paper).
-        weighted: by the number of training examples (paper); False counts every client the same.
-        final: which mean is the result: "cohort", that of the last round's clients (paper), or "all", that of all
-            clients' latest models, for which the server keeps each of them (see `GlobalModelMethod`).
+        weighted: weighs clients by their number of training examples (paper); False counts every client the same.
+        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+            latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`. The weights of a personal model hold the representations and labels
     of the client's training examples; they are not sent.
@@ -73,11 +77,11 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         object.__setattr__(self, "traits", self.traits | ({"fits_validation"} if self.lam is None else set()))
 
     def validate_network(self, client: Client) -> None:
-        """For the module whose input is φ(x)."""
+        """Checks that the client's network has a module whose input is φ(x)."""
         check_has_representation(client, self.module)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """h, with λ of the client."""
+        """Returns h with the client's λ."""
         network, data = reset_for_eval(super().personal_model(message, client_state, client, seed)), client.train
         name = representation_module_name(network, data) if self.module is None else self.module
         features = compute_representations(network, data, module=name).to(data.device)
@@ -93,22 +97,26 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         return neighbours.eval()
 
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
-        """The same around a client's network, to be filled."""
+        """Wraps a client's network as in `personal_model`; the weights are to be loaded."""
         name = self.module if self.module is not None else _decode_name(weights["name"])
         return Neighbours(network, weights["features"], weights["labels"], self.k, name)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The global model alone, and the last cohort's mean where that is another."""
+        """Yields the global model alone, and the last cohort's mean if that differs."""
         yield "server", super().personal_model(message, client_state, client, seed)
         yield from super().other_models(message, client_state, client, seed)
 
 
 @final
 class Neighbours(nn.Module):
-    """A network and the representations of a client's examples, shape (n, width), with their labels. Outputs are the
-    logarithms of λ·h_kNN + (1 − λ)·softmax, at least that of the smallest number."""
+    """Mixes a network's probabilities with those of the nearest of a client's examples, given their representations
+    and labels.
+
+    Outputs are the logarithms of λ·h_kNN + (1 − λ)·softmax, bounded below by that of the smallest positive float.
+    `features` has the representations, shape (n, width).
+    """
 
     def __init__(self, network: nn.Module, features: Tensor, labels: Tensor, k: int, name: str) -> None:
         super().__init__()
@@ -120,10 +128,12 @@ class Neighbours(nn.Module):
         self.register_buffer("features", features)
         self.register_buffer("labels", labels)
         self.register_buffer("lam", features.new_zeros(()))
-        self.register_buffer("name", torch.tensor(list(name.encode()), dtype=torch.uint8))  # whose input is φ(x)
+        self.register_buffer(
+            "name", torch.tensor(list(name.encode()), dtype=torch.uint8)
+        )  # the module with input φ(x)
 
     def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
-        """Of inputs as the network takes them: (batch, classes)."""
+        """Returns the logarithms of the probabilities, (batch, classes), for inputs of the network."""
         captured_inputs: list[Tensor] = []
         module = self.network.get_submodule(_decode_name(self.name))
 

@@ -1,4 +1,4 @@
-"""Local: each client trains its own network on its own data, and nothing travels. The lower bound of every comparison."""
+"""Local: each client trains its own network on its own data, and nothing is sent; the baseline of every comparison."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,25 +18,26 @@ from polyfed.core.training.loop import fit
 
 ServerState = dict[str, StateDict]
 ClientState = dict[str, StateDict]
-_SAME_FOR_ALL = frozenset(
-    {"by_client", "buffers", "local_epochs", "local_steps", "batch_size"}
-)  # the same for all clients
+# fields that `by_client` cannot change
+_SAME_FOR_ALL = frozenset({"by_client", "buffers", "local_epochs", "local_steps", "batch_size"})
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
-    """Each client alone, with any architecture. A client trains in the rounds for which it is drawn, so that it takes as
-    many local steps as in the method it is compared with; the optimiser starts afresh each round, as it does there.
+    """Trains each client alone, with any architecture.
+
+    A client trains only in the rounds of its cohorts, so that it makes as many local steps as in the method it is
+    compared with; the optimiser is reset each round, as it is there.
 
     Args:
-        buffers: "local" only (polyfed's choice), since nothing travels. The other fields are those of `LocalTraining`.
-        by_client: what some clients have instead, by id, such as {"north": {"lr": 0.1}} (polyfed's choice): a learning rate
-            of its own suits who trains alone. Epochs, steps and batch size are the same for all. None: all clients have
-            the same.
+        buffers: "local" only (polyfed's choice), since nothing is sent. The other fields are those of `LocalTraining`.
+        by_client: other values for some clients, by id, such as {"north": {"lr": 0.1}} (polyfed's choice): a client that
+            trains alone can have its own learning rate. Epochs, steps and batch size are the same for all. None gives all
+            clients the same values.
 
     Raises:
-        UserError: another policy for buffers, or values that a client cannot have.
+        UserError: `buffers` is not "local", or `by_client` has invalid values.
 
     >>> Local(lr=0.05, by_client={"north": {"lr": 0.1}}).options_for("north").lr
     0.1
@@ -58,12 +59,14 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.buffers != "local":
-            raise UserError(f"Local: buffers must be 'local', since nothing travels, got {self.buffers!r}")
+            raise UserError(f"Local: buffers must be 'local', since nothing is sent, got {self.buffers!r}")
         if self.by_client is not None:
             self._validate_by_client(self.by_client)
 
     def _validate_by_client(self, by_client: Any) -> None:
-        """Makes it a mapping that can be hashed; raises a `UserError` if it is none, or a client cannot have a value."""
+        """Stores `by_client` as a hashable mapping; raises a `UserError` if it is not a mapping or has an invalid
+        value.
+        """
         if not isinstance(by_client, Mapping) or not all(isinstance(fields, Mapping) for fields in by_client.values()):
             raise UserError(
                 f"Local: by_client must be fields by client, as in {{'north': {{'lr': 0.1}}}}, got {by_client!r}"
@@ -81,37 +84,37 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
                 raise UserError(f"{error} (by_client[{client!r}])") from error
 
     def options_for(self, client: str) -> "Local":
-        """The training of a client."""
+        """Returns the settings with which a client trains."""
         fields = (self.by_client or {}).get(client)
         return self if fields is None else dataclasses.replace(self, by_client=None, **fields)
 
     def criterion(self, client: Client) -> Loss:
-        """With the client's own class weights and smoothing."""
+        """Returns the training loss with the client's own class weights and smoothing."""
         return LocalTraining.criterion(self.options_for(client.id), client)
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The server keeps nothing.
+        """Returns an empty server state.
 
         Raises:
-            UserError: `by_client` names someone who is no client.
+            UserError: `by_client` names an id that no client has.
         """
         client_ids = [client_info.id for client_info in server.clients]
         if unknown := [client for client in self.by_client or {} if client not in client_ids]:
             raise UserError(
-                f"Local: by_client names {unknown[0]!r}, who is no client; {did_you_mean(unknown[0], client_ids)}"
+                f"Local: by_client names {unknown[0]!r}, but no client has this id; {did_you_mean(unknown[0], client_ids)}"
             )
         return {}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Nothing but the learning rate of the round."""
+        """Sends the learning rate of the round only."""
         return Message({}, {"lr": self.options_for(client_info.id).lr_at(client_info.round, client_info.rounds)})
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Nothing to aggregate."""
+        """Returns the server state unchanged."""
         return server_state
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i ← θ_i after `local_epochs` on the client's own data."""
+        """Trains θ_i for `local_epochs` on the client's own data."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self.options_for(client.id), lr=message.scalars["lr"], seed=seed)
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), {

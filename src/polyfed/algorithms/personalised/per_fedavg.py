@@ -1,5 +1,6 @@
-"""Per-FedAvg: FedAvg of a model that is good after one step on a client's data, by meta-learning (Fallah, Mokhtari and
-Ozdaglar, NeurIPS 2020, algorithm 1)."""
+"""Per-FedAvg: meta-learning of a model that is good after one step on a client's data (Fallah, Mokhtari and Ozdaglar,
+NeurIPS 2020, algorithm 1).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,23 +30,25 @@ MetaGradientVariant = Literal["fo", "hf"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(Averaging):
-    """min_w mean_i f_i(w − α∇f_i(w)), f_i being client i's loss (eq. 3). One architecture. Evaluated model: w after
-    `adapt_steps` steps of rate α on the client's training data, never on its test data; next to it w itself, as
-    `server_...`. Neither w nor the replies depend on that adaptation.
+    """Minimises mean_i f_i(w − α∇f_i(w)) over w, where f_i is client i's loss (eq. 3).
 
-    With α = 0 a step descends ∇f(w; D') alone: with `batch_size: 0`, where D = D', w is that of FedAvg bit for bit.
+    All clients have one architecture. Evaluated model: w after `adapt_steps` steps of rate α on the client's training
+    data, never on its test data; next to it w itself, as `server_...`. Neither w nor the replies depend on that
+    adaptation.
+
+    With α = 0 a step descends ∇f(w; D') alone: with `batch_size: 0`, where D = D', w is that of FedAvg, bit for bit.
 
     Args:
-        variant: "fo" (first order, 2 minibatches and gradients a step) leaves the Hessian out; "hf" (Hessian-free, 3
-            minibatches and 4 gradients) has its product with a vector as a difference of two gradients (both paper).
-        alpha: α ≥ 0 of the inner step and of the adaptation (0.01, paper, for MNIST), the same in all rounds; the
-            schedule is that of `lr`, which is β.
+        variant: "fo" (first order, 2 minibatches and gradients per step) omits the Hessian; "hf" (Hessian-free, 3
+            minibatches and 4 gradients) replaces its product with a vector by a difference of two gradients (both paper).
+        alpha: α ≥ 0 of the inner step and of the adaptation (0.01, paper, for MNIST), the same in all rounds; `schedule`
+            applies to `lr`, which is β.
         delta: δ > 0 of the finite difference of "hf" (0.001, polyfed's choice).
         adapt_steps: steps before evaluation (1, paper), plain SGD, each on one minibatch of `batch_size` as in training;
-            0 examples, the full batch, is the step of eq. (3).
-        weighted: by the number of training examples; False counts every client the same (paper).
-        buffers: "local" (polyfed's choice), as for every personalised method. In training BatchNorm's statistics move once a
-            step, at w̃ on D'; the adaptation moves them as `fedavg_ft` does.
+            with `batch_size` 0, the full batch, it is the step of eq. (3).
+        weighted: weighs clients by their number of training examples; False counts every client the same (paper).
+        buffers: "local" (polyfed's choice), as in every personalised method. In training BatchNorm's statistics are updated
+            once per step, at w̃ on D'; the adaptation updates them as `fedavg_ft` does.
 
     The other fields are those of `LocalTraining`. `local_steps` counts steps, not their minibatches.
 
@@ -77,7 +80,7 @@ class PerFedAvg(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """w_i: w after the round's steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""
+        """Trains w_i from w by the steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
@@ -86,11 +89,11 @@ class PerFedAvg(Averaging):
         return build_reply(net, client, fit_result.loss, self)
 
     def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """The direction of a step, as `fit` asks for it; the loss is that of w̃ on D'."""
+        """Sets the gradients of a step, for `fit`, and returns the loss at w̃ on D'."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
         def loss_and_gradient_at(points: list[Tensor], batch: int) -> tuple[Tensor, list[Tensor]]:
-            """Loss and gradient at `points`, where the module is left."""
+            """Returns loss and gradient at `points`, to which it moves the module."""
             assign_parameters(parameters, points)
             loss = loss_of(batch)
             return loss, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
@@ -102,8 +105,8 @@ class PerFedAvg(Averaging):
             _add_scaled(w, inner_gradient, -self.alpha), 1
         )  # ∇f(w̃; D'), the direction of "fo"
         if self.variant == "hf":
-            # Both passes start from one state and draw the same dropout: the difference is divided by 2δ, which would
-            # make of anything else that differs a large number.
+            # Both passes start from the same buffers and draw the same dropout: dividing by 2δ would magnify any other
+            # difference.
             buffers_after, rng_states = clone_buffers(module), get_network_rng_states(module, w[0].device)
             _, gradient_ahead = loss_and_gradient_at(_add_scaled(w, outer_gradient, self.delta), 2)
             restore_buffers(module, buffers_after)
@@ -122,7 +125,7 @@ class PerFedAvg(Averaging):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """w − α∇f_i(w), on a minibatch of the client's training data."""
+        """Returns the network after `adapt_steps` steps w − α∇f_i(w) on minibatches of the client's training data."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         prepare_for_eval(net, client, client_state, self.buffers)
         options = replace(
@@ -137,7 +140,7 @@ class PerFedAvg(Averaging):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """w, not adapted."""
+        """Yields w without adaptation."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

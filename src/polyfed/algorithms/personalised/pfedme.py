@@ -21,24 +21,26 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class PFedMe(ServerUpdateMethod):
-    """min_w mean_i F_i(w), where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's loss. One
-    architecture. All clients train in each round; those drawn for it are averaged. Evaluated model: θ_i, the client's last
-    θ̃ (w for a client that never trained); next to it w, as `server_...`.
+    """Minimises mean_i F_i(w) over w, where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's
+    loss.
+
+    All clients have one architecture. All clients train in each round; those of the cohort are averaged. Evaluated
+    model: θ_i, the client's last θ̃ (w for a client that never trained); next to it w, as `server_...`.
 
     Args:
         k: K, gradient steps towards each θ̃ (5, paper).
-        lam: λ ≥ 0, the pull of θ̃ towards w (15, paper). With 0, w never moves.
+        lam: λ ≥ 0, the pull of θ̃ towards w (15, paper). With 0, w never changes.
         beta: β > 0 of the server's step w ← (1−β)w + β·mean (1, paper); above 1 it extrapolates. It acts on parameters
-            only: buffers that travel are averaged.
-        personal_lr: rate of the K steps (0.09, authors' code: the command for their network on MNIST). It must be
-            below 2/λ, or the steps lead away from w whatever the data.
-        weighted: the mean by the number of training examples, as the authors' code has it; False counts every client the
+            only: buffers that are sent are averaged.
+        personal_lr: learning rate of the K steps (0.09, authors' code: the command for their network on MNIST). It must be
+            below 2/λ, or the steps diverge from w whatever the data.
+        weighted: weighs clients by their number of training examples, as the authors' code; False counts every client the
             same (paper).
-        buffers: "local" (polyfed's choice), as for every personalised method. All passes are made at θ̃, so BatchNorm's
-            statistics are those of θ̃.
+        buffers: "local" (polyfed's choice), as in every personalised method. All passes are at θ̃, and so are BatchNorm's
+            statistics.
 
-    The other fields are those of `LocalTraining`. `lr` is η; momentum, weight decay and the optimiser belong to the step of
-    w, of which `weight_decay` is an additional force; `clip_norm` bounds each gradient of the loss in the K steps.
+    The other fields are those of `LocalTraining`. `lr` is η; momentum, weight decay and the optimiser apply to the step of
+    w; `clip_norm` bounds each gradient of the loss in the K steps.
 
     >>> PFedMe(lam=30.0, personal_lr=0.05).k
     5
@@ -80,7 +82,7 @@ class PFedMe(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """w ← (1−β)w + β Σ_i w_i/S over the S clients drawn (algorithm 1, last line)."""
+        """Updates w ← (1−β)w + β Σ_i w_i/S over the S clients of the cohort (algorithm 1, last line)."""
         return {
             "model": {name: interpolate(w, mean["model"][name], self.beta) for name, w in server_state["model"].items()}
         }
@@ -90,11 +92,11 @@ class PFedMe(ServerUpdateMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """w_i: w after the round's steps w ← w − ηλ(w − θ̃), one a minibatch; θ_i stays private."""
+        """Trains w_i from w by the steps w ← w − ηλ(w − θ̃), one per minibatch, and sends it; θ_i stays private."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         parameters = [parameter for parameter in net.module.parameters() if parameter.requires_grad]
-        # The authors' code starts the K steps at w in a round's first minibatch, and then goes on from the last θ̃: no
-        # state from earlier rounds enters, so that θ̃ depends on the w received and the client's data alone.
+        # As in the authors' code, the K steps start from w at a round's first minibatch, and then from the last θ̃: so θ̃
+        # depends only on the received w and the client's data, not on earlier rounds.
         theta = [parameter.detach().clone() for parameter in parameters]
 
         lr = message.scalars["lr"]
@@ -107,7 +109,7 @@ class PFedMe(ServerUpdateMethod):
     def _envelope_gradient(
         self, network: nn.Module, loss_of: Callable[[int], Tensor], theta: Sequence[Tensor]
     ) -> Tensor:
-        """Leaves λ(w − θ̃) in `grad`: the gradient of the Moreau envelope on this minibatch; and θ̃ in `theta`."""
+        """Sets `grad` to λ(w − θ̃), the gradient of the Moreau envelope on this minibatch, and updates θ̃ in `theta`."""
         parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         w = [parameter.detach().clone() for parameter in parameters]
         assign_parameters(parameters, theta)
@@ -125,14 +127,14 @@ class PFedMe(ServerUpdateMethod):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ_i; what is not trained, and buffers that travel, are those of w."""
+        """Returns θ_i; frozen parameters and buffers that are sent come from w."""
         model = {**message.tensors["model"], **client_state.get("model", {})}
         return load_model_for_eval(client, model, client_state, self.buffers)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """w, on the client's data."""
+        """Yields w with the client's buffers."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

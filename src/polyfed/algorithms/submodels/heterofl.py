@@ -1,5 +1,6 @@
-"""HeteroFL: clients train corners of one global model, as wide as each can afford (Diao, Ding and Tarokh, ICLR 2021,
-"HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients", algorithm 1)."""
+"""HeteroFL: clients train submodels of one global model, each as wide as it can afford (Diao, Ding and Tarokh, ICLR
+2021, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients", algorithm 1).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,29 +24,32 @@ from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.training.loop import ForwardPass, fit
 
-_RATIO_PREFIX = "rate of "  # before a layer's name, in a message's numbers
-# The server keeps "model": θ, the widest; "forms": the shapes of each architecture's corner; "rates": r of its layers
+_RATIO_PREFIX = "rate of "  # prefix of a layer's name in a message's scalars
+# The server keeps "model": θ, the widest; "forms": the shapes of each architecture's submodel; "rates": r of its layers
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeteroFL(Averaging):
-    """One global model θ, of which client i trains the corner θ[:r·rows, :r·columns] of each tensor, with its network's own
-    widths; each entry becomes the mean over the clients of the round that hold it, and stays as it is where nobody does. In
-    training a layer with the share r of the widest network's units has its outputs divided by r ("scaler"), BatchNorm
-    normalises by the minibatch alone ("static"), and outputs of classes that the client does not have are put to 0 in the
-    loss ("masked"). With one width, `weighted`, and all classes at each client it is FedAvg, bit for bit. Evaluated model:
-    the client's corner with its scaler, which for the widest is θ.
+    """Trains one global model θ, of which client i trains the submodel θ[:r·rows, :r·columns] of each tensor.
 
-    The networks of all clients must have the same layers, and differ in width alone; θ is in each dimension as wide as the
-    widest. The scaler is taken into the weights of the evaluated model; public code leaves it out there.
+    The client's network gives the widths. Each entry of θ becomes the mean over the clients of the round that have it,
+    and does not change if none has. In training, the outputs of a layer with the share r of the widest network's units
+    are divided by r ("scaler"), BatchNorm normalises by the minibatch alone ("static"), and outputs of classes that
+    the client does not have are set to 0 in the loss ("masked"). With one width, `weighted`, and all classes at each
+    client it is FedAvg, bit for bit. Evaluated model: the client's submodel with its scaler; for the widest client
+    this is θ.
+
+    The networks of all clients must have the same layers and differ in width alone; θ is in each dimension as wide as the
+    widest. The scaler is folded into the weights of the evaluated model; public code omits it there.
 
     Args:
-        scaler: divide by r (True, paper); False leaves it out.
-        mask: put the outputs of absent classes to 0 in the loss (True, paper); False leaves them.
-        weighted: the mean by the number of training examples (False, paper: each who holds an entry counts the same).
-        buffers: "recompute": the statistics of evaluation are those of the client's training data ("recompute", polyfed's
-            choice; the paper's are gathered over all clients after the last round); or "local".
+        scaler: divides outputs by r (True, paper); False does not.
+        mask: sets the outputs of absent classes to 0 in the loss (True, paper); False does not.
+        weighted: weighs clients by their number of training examples (False, paper: all clients that have an entry count the
+            same).
+        buffers: "recompute" estimates the statistics of evaluation on the client's training data (polyfed's choice; the
+            paper gathers them over all clients after the last round); or "local".
 
     The other fields are those of `LocalTraining`.
 
@@ -78,7 +82,7 @@ class HeteroFL(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """θ: the common draw of each architecture is put into its corner, the widest last."""
+        """Initialises θ: each architecture's initial weights are put into its submodel, the widest last."""
         assert server.architectures is not None  # `requires` names "architectures"
         shapes, networks = widest_shapes(server.architectures), server.architectures
         initial_models = {
@@ -97,7 +101,7 @@ class HeteroFL(Averaging):
         return {"model": theta, "forms": forms, "rates": {k: width_ratios(f, shapes) for k, f in networks.items()}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """The client's corner of θ, and r of its layers."""
+        """Sends the client's submodel of θ, and r of its layers."""
         shapes, ratios = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
         model = {
             name: leading_slice(server_state["model"][name], tuple(shape)).contiguous()
@@ -109,7 +113,9 @@ class HeteroFL(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients that hold entry e (the paper's eq. for its complexity levels)."""
+        """Updates θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients that have entry e (the paper's equation for its
+        complexity levels).
+        """
         w = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
         new_model = {}
         for name, before in server_state["model"].items():
@@ -118,7 +124,7 @@ class HeteroFL(Averaging):
                 received = replies[i].tensors["model"][name]
                 leading_slice(total, tuple(received.shape)).add_(received, alpha=weight / sum(w.values()))
                 leading_slice(weight_held, tuple(received.shape)).add_(weight)
-            share = weight_held / sum(w.values())  # exactly 1 where all hold it
+            share = weight_held / sum(w.values())  # exactly 1 where all clients have the entry
             new_model[name] = torch.where(weight_held > 0, total / share, before).to(before.dtype)
         return {**server_state, "model": new_model}
 
@@ -127,7 +133,7 @@ class HeteroFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """The corner after `local_epochs` on the client's data."""
+        """Trains the submodel for `local_epochs` on the client's data."""
         net, ratios = (
             load_client_model(client, message.tensors["model"], client_state, self.buffers),
             _width_ratios_of(message),
@@ -141,7 +147,7 @@ class HeteroFL(Averaging):
         return build_reply(net, client, fit_result.loss, self)
 
     def _local_loss(self, client: Client, has_scaler: bool) -> Callable[[ForwardPass], Tensor] | None:
-        """The task's loss, in which outputs of absent classes are 0; None where it is as in every method."""
+        """Builds the task's loss with outputs of absent classes set to 0; None if the loss is the ordinary one."""
         if not (self.mask or has_scaler):
             return None
         task_loss, present = self.criterion(client), torch.unique(client.train.labels) if self.mask else None
@@ -155,7 +161,7 @@ class HeteroFL(Averaging):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """The corner, with its scaler in the weights."""
+        """Returns the submodel with its scaler folded into the weights."""
         tree = fold_scaling(message.tensors["model"], _width_ratios_of(message))
         return load_model_for_eval(client, tree, client_state, self.buffers)
 

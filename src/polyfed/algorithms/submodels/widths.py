@@ -1,4 +1,6 @@
-"""Networks of one family: the same layers, of different widths. A narrow one's tensors are corners of a wide one's."""
+"""Handles networks of one family, which have the same layers with different widths: tensors of a narrow one are
+leading slices of a wide one's.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """W[:r_1, :r_2, ...], a view.
+    """Returns W[:r_1, :r_2, ...] as a view.
 
     >>> import torch
     >>> leading_slice(torch.arange(6).view(2, 3), (1, 2))
@@ -28,14 +30,14 @@ def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def widest_shapes(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
-    """Name of a tensor -> its largest size in each dimension, over the networks of a family.
+    """Maps the name of each tensor to its largest size in each dimension over the networks of a family.
 
     Args:
-        networks: by the name that errors give them: a client's id, say.
+        networks: architectures by the names that errors use, such as a client's id.
 
     Raises:
-        UserError: they are no family: layers differ in more than width, or a wide one's tensors do not begin with a narrow
-            one's, as in layers that lay several matrices into one tensor.
+        UserError: the networks are not a family: layers differ in more than width, or the tensors of a narrow one are not
+            leading slices of a wide one's, as in layers that put several matrices into one tensor.
 
     >>> family = {"a": lambda: nn.Linear(2, 4), "b": lambda: nn.Linear(3, 3)}
     >>> widest_shapes(family)["weight"]
@@ -56,7 +58,7 @@ def widest_shapes(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, 
 
 
 def _nesting_error(first: nn.Module, second: nn.Module, name: str) -> str:
-    """Why two networks' tensors of this name, of different shapes, do not nest; empty if they do."""
+    """Returns why the networks' tensors of this name, which differ in shape, do not nest; empty if they do."""
     a, b = first.state_dict(keep_vars=True)[name], second.state_dict(keep_vars=True)[name]
     shapes_text = f"{name!r} is {tuple(a.shape)} and {tuple(b.shape)}"
     if a.dim() != b.dim() or a.shape[2:] != b.shape[2:]:
@@ -73,19 +75,20 @@ def _nesting_error(first: nn.Module, second: nn.Module, name: str) -> str:
         if type(owner) is not type(owners[0]) or not isinstance(
             owner, (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_NORMS)
         ):
-            return f"{shapes_text}, in a {type(owner).__name__}, whose tensors are not known to nest"
+            return f"{shapes_text}, in a {type(owner).__name__}, whose tensors may not nest"
     return ""
 
 
 def _no_family_error(first: str, second: str, reason: str) -> UserError:
     return UserError(
-        f"the networks of {first!r} and {second!r} are no family that differs in width alone: {reason}; give clients one "
+        f"the networks of {first!r} and {second!r} do not differ in width alone: {reason}; give clients one "
         "network with other widths of its hidden layers (mlp with hidden, cnn_small with channels, resnet18 with width)"
     )
 
 
 def width_ratios(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-    """Name of a layer -> r, the share of the widest network's units that it has, where that is not all.
+    """Maps the name of a layer to r, the share of the widest network's units that it has; layers with all units are
+    left out.
 
     >>> width_ratios(lambda: nn.Linear(2, 3), {"weight": (4, 2), "bias": (4,)})
     {'': 0.75}
@@ -94,7 +97,7 @@ def width_ratios(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -
     for name, layer in cached_module(factory).module.named_modules():
         if isinstance(layer, (nn.Linear, nn.Embedding, *_CONVOLUTIONS)):
             units = 1 if isinstance(layer, nn.Embedding) else 0
-            weight = f"{name}.weight" if name else "weight"  # of a parametrised layer it is none of the state's tensors
+            weight = f"{name}.weight" if name else "weight"  # a parametrised layer's weight is not in the state
             r = layer.weight.shape[units] / shapes[weight][units] if weight in shapes else 1
             if r != 1:
                 ratios[name] = r
@@ -102,10 +105,10 @@ def width_ratios(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client: Client) -> None:
-    """A network's last layer must be as wide as the widest: its units are the classes.
+    """Checks that a network's last layer is as wide as the widest network's, since its units are the classes.
 
     Raises:
-        UserError: it is not.
+        UserError: the last layer is narrower.
     """
     if ratios and ratios.keys() & set(find_head_modules(network, client.train.first_input)):
         raise UserError(
@@ -116,7 +119,7 @@ def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client:
 
 @contextmanager
 def scaled_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
-    """Inside the block the outputs of each of these layers are divided by its r.
+    """Divides the outputs of each of these layers by its r inside the block.
 
     >>> import torch
     >>> net = nn.Linear(1, 1, bias=False)
@@ -137,7 +140,7 @@ def scaled_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Ite
 
 
 def fold_scaling(weights: StateDict, ratios: Mapping[str, float]) -> dict[str, Tensor]:
-    """Weights with which a network computes without `scaled_layer_outputs` what it computes with it.
+    """Returns weights with which a network computes the same without `scaled_layer_outputs` as with it.
 
     >>> import torch
     >>> fold_scaling({"weight": torch.tensor([[1.0]]), "other.bias": torch.tensor([1.0])}, {"": 0.5})
