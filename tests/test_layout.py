@@ -242,8 +242,6 @@ OVERLONG = {
     "src/polyfed/cli/commands/options/configuration_parser.py": 410,
     "src/polyfed/comparison/tuning/hyperparameter_search.py": 460,
     "src/polyfed/core/training/cohort.py": 400,
-    "src/polyfed/deploy/server/server.py": 412,
-    "src/polyfed/deploy/site/site.py": 460,
     "src/polyfed/report/data/run_groups.py": 400,
     "src/polyfed/simulation/engines/ray.py": 413,
     "tests/comparison/references/test_reference_models.py": 401,

@@ -19,7 +19,8 @@ from polyfed.deploy.flower.engine import envelope_from_record
 from polyfed.deploy.flower.records import parse_record
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol import wire
-from polyfed.deploy.server.server import DeploymentServer, configure_server
+from polyfed.deploy.server.server import DeploymentServer
+from polyfed.deploy.server.server_config import configure_server
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation

@@ -17,7 +17,7 @@ from polyfed.deploy.flower.engine import FlowerEngine, envelope_from_record, env
 from polyfed.deploy.protocol import wire
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, pack_tensors, read_tensor_specs, unpack_tensors
 from polyfed.deploy.server.reply_validation import parse_result
-from polyfed.deploy.server.server import configure_server
+from polyfed.deploy.server.server_config import configure_server
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients

@@ -11,7 +11,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
-from polyfed.deploy.server.server import configure_server
+from polyfed.deploy.server.server_config import configure_server
 from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client

@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import mean_from_fixed_point, parse_sum_message
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, pack_tensors
-from polyfed.deploy.secure_aggregation import RefusalError
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, SecureSumClient
 from polyfed.deploy.secure_aggregation.protocol import SumId
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
-from polyfed.deploy.server.server import configure_server
+from polyfed.deploy.server.server_config import configure_server
 from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_sum_part
 
 STEPS = ("advertise", "share", "mask", "hand out")

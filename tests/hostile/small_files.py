@@ -23,7 +23,7 @@ from polyfed.data.formats.text import build_vocabulary, load_vocabulary
 from polyfed.deploy.privacy.accountant import spend_budget
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.wire import pack_tensors, parse_head, read_tensor_specs, unpack_tensors
-from polyfed.deploy.server.server import _parse_field_value
+from polyfed.deploy.server.server_config import _parse_field_value
 from polyfed.deploy.site.private_state import (
     InvalidSiteStateError,
     check_client_identity,

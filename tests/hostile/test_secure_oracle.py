@@ -169,7 +169,7 @@ def test_a_part_that_does_not_fit_is_used_up_and_its_round_is_closed(tmp_path, k
     server = Server(tmp_path, keys)
     first = server.ask(2 * LIMIT)
     assert first.head == {"client": VICTIM, "refused": UNABLE}
-    assert "is refused for a reason that may depend on data, 1 times of at most 1; each tells one bit" in caplog.text
+    assert "is refused for a reason that may depend on data, 1 times of at most 1; each reveals one bit" in caplog.text
     assert "a fixed-point sum of 4 sites with 1 examples here holds up to" in caplog.text
     state = json.loads((tmp_path / VICTIM / "a" / "secure" / "round-000001.json").read_text())
     assert "held" in state, "its place is still there"

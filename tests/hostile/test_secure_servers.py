@@ -14,7 +14,7 @@ from secure_loop import SITES, Loop, step_of, write_keys
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import RoundError
 from polyfed.core.messages.fixed_point import parse_sum_message
-from polyfed.deploy.secure_aggregation import RefusalError
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_advert
 from polyfed.deploy.secure_aggregation.protocol import SumId, UnmaskingShares
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum

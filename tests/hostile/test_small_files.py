@@ -12,7 +12,7 @@ from polyfed.cli.commands.papers import cell_metrics
 from polyfed.core.io.validation import as_user_error, parse_yaml
 from polyfed.data.formats.files import hub_class_names
 from polyfed.data.formats.text import load_vocabulary
-from polyfed.deploy.server.server import _parse_field_value
+from polyfed.deploy.server.server_config import _parse_field_value
 from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
 from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.catalogue import LayerCatalogue

@@ -8,8 +8,9 @@ import pytest
 from scipy.stats import chi2
 
 from polyfed.core.errors import RoundError
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation import crypto, shamir
-from polyfed.deploy.secure_aggregation.crypto import RefusalError, signing_function
+from polyfed.deploy.secure_aggregation.crypto import signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
     SumId,
     advertise_keys,

@@ -13,8 +13,8 @@ from polyfed.algorithms import FedAvg, Local
 from polyfed.core.declared_words import CONSENT, DISCLOSURES
 from polyfed.core.errors import ClientError, UserError
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope
-from polyfed.deploy.secure_aggregation import RefusalError
 from polyfed.deploy.site.preprocessing import (
     MOMENTS_NAME,
     apply_common_preprocessing,
@@ -202,7 +202,7 @@ def test_a_site_that_protects_what_it_sends_sends_no_sums(play, words):
 
 def test_a_sum_of_few_values_is_not_told(play):
     few = {**rows("a"), "age": [50.0 + k if k < 3 else None for k in range(40)]}
-    with pytest.raises(UserError, match=r"values in fewer than 5 training rows, which their sum would nearly tell"):
+    with pytest.raises(UserError, match=r"values in fewer than 5 training rows, which their sum would nearly reveal"):
         play(client("a", table=few), client("b"))
 
 

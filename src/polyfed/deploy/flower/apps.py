@@ -18,14 +18,14 @@ from polyfed.deploy.protocol.wire import (
     Envelope,
 )
 from polyfed.deploy.server.preprocessing import agree_on_preprocessing
-from polyfed.deploy.server.server import configure_server
+from polyfed.deploy.server.server_config import configure_server
 from polyfed.deploy.site.node_config import answer_message, build_site
 from polyfed.simulation.monitoring.progress import LineProgress, Progress
 from polyfed.simulation.results.run import Run
 
 
 def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:
-    """Plays the run that a configuration describes (`polyfed.deploy.server.server.configure_server`) with the sites behind a grid.
+    """Plays the run that a configuration describes (`polyfed.deploy.server.server_config.configure_server`) with the sites behind a grid.
 
     Raises:
         UserError: the configuration does not fit, sites are missing, or one refuses.

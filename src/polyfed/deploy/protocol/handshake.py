@@ -12,7 +12,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.deploy.secure_aggregation import RefusalError
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.simulation.checks.trial_forward import output_shape
 
 CLAIM_KEYS = ("task", "num_examples", "architecture", "form", "table")

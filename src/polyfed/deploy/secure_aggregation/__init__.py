@@ -25,7 +25,3 @@ only where L_h = L, and e(0) is a combination of at least t points. ∎ (`tests/
 Since an honest site hands out once, at most one list can be opened. Of each site then either shares of its self-mask
 are known to the server, or shares of its key, never both.
 """
-
-
-class RefusalError(Exception):
-    """What a site does not do in a secure sum; its sentence holds nothing of data or network."""

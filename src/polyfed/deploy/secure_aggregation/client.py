@@ -20,7 +20,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, read_file, write_file_atomically
 from polyfed.core.messages.fixed_point import build_sum_message, parse_sum_message
-from polyfed.deploy.secure_aggregation import RefusalError
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation.crypto import read_peer_keys, read_registered_key, signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
     AdvertisedState,

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file
-from polyfed.deploy.secure_aggregation import RefusalError
+from polyfed.deploy.protocol.errors import RefusalError
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from polyfed.deploy.secure_aggregation import RefusalError, crypto
+from polyfed.deploy.protocol.errors import RefusalError
+from polyfed.deploy.secure_aggregation import crypto
 from polyfed.deploy.secure_aggregation.crypto import PublicKey, SignFunction, Words
 from polyfed.deploy.secure_aggregation.shamir import (
     ELEMENT_BYTES,

@@ -4,7 +4,8 @@ with the shares that t sites have handed out (Bonawitz et al. 2017, figure 4, th
 from collections.abc import Collection, Mapping, Sequence
 
 from polyfed.core.errors import RoundError
-from polyfed.deploy.secure_aggregation import RefusalError, crypto
+from polyfed.deploy.protocol.errors import RefusalError
+from polyfed.deploy.secure_aggregation import crypto
 from polyfed.deploy.secure_aggregation.crypto import Words
 from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,

@@ -1,1 +1,1 @@
-"""Answers the server at a site: trains, evaluates, keeps the private state, and guards what leaves."""
+"""Answers the server at a site: trains, evaluates, keeps the private state, and limits what leaves the site."""

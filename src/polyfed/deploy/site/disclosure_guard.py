@@ -1,7 +1,7 @@
-"""What leaves a site: in the book before the site looks at its data, then clipped, with noise, masked or compressed.
+"""Limits what leaves a site: records each message in the privacy ledger, then clips, adds noise, masks or compresses.
 
-A message that is entered and not sent costs too much; one that is sent and not entered would be given away. So a message is
-entered first, whatever becomes of it, and nothing is computed for one that the book refuses.
+Each message is recorded before the site looks at its data: one that is recorded and then not sent wastes some budget, but
+one that is sent without a record would break the guarantee. For a message that the budget refuses nothing is computed.
 """
 
 import logging
@@ -23,7 +23,7 @@ from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SumParticipation
 
-_NON_METRICS = frozenset({"num_examples", "train_loss", "seconds", "columns", "errors"})  # of `disclose`
+_NON_METRICS = frozenset({"num_examples", "train_loss", "seconds", "columns", "errors"})  # entries of `disclose`
 _NON_NUMERIC = frozenset({"seconds", "columns", "errors"})
 _LOG = logging.getLogger("polyfed.site")
 
@@ -31,13 +31,13 @@ _LOG = logging.getLogger("polyfed.site")
 @final
 @dataclass(frozen=True)
 class DisclosureGuard:
-    """What may leave a site, and how.
+    """Applies the owner's limits to the replies that leave a site.
 
     Args:
-        ledger: the file in which messages are counted.
+        ledger: the file that counts the messages.
         data_set: the owner's name of the data set.
         protection: clipping and noise.
-        disclose: scalars that may go up beside those that a method needs.
+        disclose: scalars that the site may send beside those that a method needs.
     """
 
     ledger: Path
@@ -46,19 +46,21 @@ class DisclosureGuard:
     disclose: frozenset[str]
 
     def check_budget(self) -> None:
-        """Raises a `UserError` if the owner has set an end, and another message would be beyond it: then nothing is done
-        with the data any more, whatever a letter asks for."""
+        """Raises a `UserError` if the owner's privacy budget does not allow one more message about the data."""
         if self.protection.max_epsilon is not None:
             check_budget(self.ledger, self.data_set, self.protection)
 
     def record_message(self, *, already_recorded: bool = False) -> dict[str, float | None]:
-        """Enters a message into the book; what all have cost, for the site's own metrics.
+        """Records a message in the ledger and returns the privacy cost of all messages, for the site's own metrics.
 
         Args:
-            already_recorded: whether the book has this message already.
+            already_recorded: whether the ledger has this message already.
+
+        Returns:
+            "epsilon" (None if infinite) and "delta"; empty without noise.
 
         Raises:
-            UserError: the book does not take it; nothing may be sent.
+            UserError: the budget does not allow the message, so that nothing may be sent.
         """
         get_epsilon, delta = spent_epsilon if already_recorded else spend_budget, self.protection.delta
         epsilon = get_epsilon(self.ledger, self.data_set, self.protection)
@@ -76,7 +78,12 @@ class DisclosureGuard:
         return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta}
 
     def discloses_data(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
-        """Whether something that depends on data may leave with the answer to a task: known before it is carried out."""
+        """Returns whether the answer to a task may carry anything that depends on the site's data.
+
+        Args:
+            head: header of the task.
+            algorithm: the method.
+        """
         secure = bool(head.get("secure"))
         if head["phase"] == "local":
             if secure:
@@ -94,10 +101,17 @@ class DisclosureGuard:
         compression: Compressor | None,
         seed: int,
     ) -> Message:
-        """The reply as it may leave the site; compressed after the noise.
+        """Returns the reply clipped, with noise and then compressed, without the scalars that must stay.
+
+        Args:
+            reply: the client's reply.
+            message: the server's message that it answers.
+            algorithm: the method, whose needed scalars are kept.
+            compression: the compressor; None sends the reply uncompressed.
+            seed: seed of the compressor.
 
         Raises:
-            UserError: see `protect`.
+            UserError: see `clip_and_add_noise`.
         """
         allowed = self.disclose | algorithm.scalars_needed
         scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
@@ -107,10 +121,16 @@ class DisclosureGuard:
     def mask_reply(
         self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], participation: "SumParticipation"
     ) -> Message:
-        """The reply as masked numbers of a secure sum.
+        """Returns the reply clipped, with noise, as masked numbers of a secure sum.
+
+        Args:
+            reply: the client's reply.
+            message: the server's message that it answers.
+            algorithm: the method.
+            participation: the site's place in the sum.
 
         Raises:
-            UserError: a number is not finite, or does not fit; or see `protect`.
+            UserError: a number is not finite or too large for the sum, or see `clip_and_add_noise`.
         """
         body = clip_and_add_noise(reply, message, self.protection, noise_sources=participation.threshold - 1)
         if wrong := first_non_finite_tensor(body):

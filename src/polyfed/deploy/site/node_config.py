@@ -1,4 +1,4 @@
-"""A site from the configuration of its SuperNode (`flower-supernode --node-config`), and what it answers."""
+"""Builds a site from its SuperNode's configuration (`flower-supernode --node-config`), and lets it answer a message."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,12 +26,13 @@ _FLOWER_KEYS = {"partition-id", "num-partitions"}
 
 
 def build_site(config: Mapping[str, Any]) -> Site:
-    """The site of a node configuration (`flower-supernode --node-config`), whose words are those of `Site` with hyphens;
-    `client-id` is its name, `site` the path of its `site.py`, lists are separated by commas. `loss` is a loss of the site's
-    own by `module:name`, in place of that of `client()`.
+    """Builds the site that a node configuration (`flower-supernode --node-config`) describes.
+
+    The keys are the fields of `Site` with hyphens; `client-id` is the name, `site` the path of `site.py`, and lists
+    are separated by commas. `loss`, as `module:name`, replaces the loss of `client()`.
 
     Raises:
-        UserError: a word is missing or unknown, a value does not fit, or `site.py` cannot be read.
+        UserError: a key is missing or unknown, a value does not fit, or `site.py` cannot be read.
     """
     if unknown := sorted(set(config) - _KEYS - _FLOWER_KEYS):
         raise UserError(f"node-config has no {unknown[0]!r}; {did_you_mean(unknown[0], _KEYS)}")
@@ -50,7 +51,7 @@ def build_site(config: Mapping[str, Any]) -> Site:
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 2):
         raise UserError(f"node-config: secure-threshold must be a whole number from 2, got {threshold!r}")
     methods = _split_names(config.get("methods", ""))
-    trust_code(str(expand_user_path(str(config["site"]), "node-config: site")))  # the site's own word
+    trust_code(str(expand_user_path(str(config["site"]), "node-config: site")))  # the owner has named it
     return Site(
         name=str(config["client-id"]),
         client=_client_factory(config),
@@ -69,13 +70,13 @@ def build_site(config: Mapping[str, Any]) -> Site:
 
 
 def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
-    """The function `client` of a `site.py`, with the loss that the configuration names."""
+    """Loads the function `client` of a `site.py`, and replaces its client's loss if the configuration names one."""
     client_factory: Callable[[], Client] = load_function(
         expand_user_path(str(config["site"]), "node-config: site"), "client", "node-config: site"
     )
     if not (name := str(config.get("loss") or "")):
         return client_factory
-    trust_code(name)  # the site's own word
+    trust_code(name)  # the owner has named it
     loss = import_loss(name)
     return lambda: replace(client_factory(), loss=loss)
 
@@ -83,17 +84,17 @@ def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
 def answer_message(
     config: Mapping[str, Any], load_site: Callable[[], Site], unpack: Callable[[], PackedEnvelope]
 ) -> Envelope:
-    """What a site answers to what came.
+    """Lets a site answer a message; if the site or the message cannot be read, returns a refusal.
 
     Args:
-        config: its node configuration.
-        load_site: makes it, or has it.
-        unpack: opens the message.
+        config: the site's node configuration.
+        load_site: returns the site.
+        unpack: returns the packed envelope.
     """
     try:
         loaded_site, packed_envelope = load_site(), unpack()
         envelope = Envelope(parse_head(packed_envelope.head), packed_envelope.unpack_body())
-    except Exception:  # whatever site.py raises; the text may show what is the site's own
+    except Exception:  # site.py may raise anything, and its text may show the site's data: it stays in the log
         logging.getLogger("polyfed.site").exception("this site cannot start")
         return Envelope(
             {"client": str(config.get("client-id")), "refused": "it cannot start (the reason is in its log)"}

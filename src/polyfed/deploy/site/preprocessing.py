@@ -1,11 +1,11 @@
-"""Sites of tables agree on one preprocessing before round 1 (`preprocess="federated"`), by the messages of a run.
+"""Lets sites with tables agree on one preprocessing before round 1 (`preprocess="federated"`): the sites' part.
 
-1. Each site tells a hash of its columns, categories and classes, and, where its owner lets names go, these themselves
-   (`SchemaSummary`). Where the hashes differ the server needs the names, and merges them.
-2. Two rounds of the method `Moments`, as a run of its own with the same checks, and secure sums if the run has them.
-3. The result goes with the introduction of the run to each site, which keeps it, and prepares and codes its rows by it.
+1. Each site sends a hash of its columns, categories and classes and, if its owner allows it, the names (`SchemaSummary`).
+   Where the hashes differ, the server needs the names, and merges them.
+2. Two rounds of the method `Moments` follow, as a run of their own with the same checks, in secure sums if the run has them.
+3. The server sends the result with the introduction of the run. Each site keeps it and transforms its rows with it.
 
-So a site that comes back, and a run that is resumed, know it already, and nothing is asked twice.
+So a site that returns, and a run that is resumed, have the preprocessing already.
 """
 
 import json
@@ -22,9 +22,9 @@ from polyfed.data.tabular.harmonise import count_and_sum_with_targets, preproces
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.data.tabular.schema import table_schema
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.table_summary import SchemaSummary, short_hash
 from polyfed.deploy.protocol.wire import SITE_HEAD_BYTES
-from polyfed.deploy.secure_aggregation import RefusalError
 from polyfed.deploy.site.private_state import InvalidSiteStateError
 from polyfed.simulation.rounds.federated_preprocessing import (
     Moments,
@@ -33,13 +33,13 @@ from polyfed.simulation.rounds.federated_preprocessing import (
 )
 
 MOMENTS_NAME = registry_name(Moments())
-_MIN_ROWS = 5  # rows with a value that a sum is told of
+_MIN_ROWS = 5  # rows with a value, below which a column's sum stays at the site
 _FILE = "preprocessing.json"
-_HEAD_RESERVE = 4096  # of a head, for what else it holds
+_HEAD_RESERVE = 4096  # bytes of a header for its other fields
 
 
 class _CommonPreprocessing(TypedDict):
-    """What the server tells: columns and classes where those of the sites differ, and what was fitted."""
+    """Describes the server's JSON: columns and classes, if those of the sites differ, and the fitted moments."""
 
     columns: list[dict[str, Any]] | None
     classes: list[str] | None
@@ -49,12 +49,12 @@ class _CommonPreprocessing(TypedDict):
 
 
 def uses_federated_preprocessing(client: Client) -> bool:
-    """Whether a site's examples are of a table that is prepared by sums over all sites."""
+    """Returns whether a site's examples come from a table whose preprocessing is fitted over all sites."""
     return isinstance(client.train.transform, TablePreprocessor) and client.train.transform.scope == "federated"
 
 
 def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, secure: bool) -> None:
-    """Raises a `RefusalError` if sums of the site's rows are not to leave it."""
+    """Raises a `RefusalError` if sums over the site's rows must not leave it."""
     if not uses_federated_preprocessing(client):
         raise RefusalError("its data do not ask for preprocessing from sums over all sites (preprocess='federated')")
     if protection.noise_multiplier or protection.clip_norm is not None:
@@ -66,17 +66,17 @@ def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, sec
     if not secure and bool(((count > 0) & (count < _MIN_ROWS)).any()):
         raise RefusalError(
             f"a column of its table has values in fewer than {_MIN_ROWS} training rows, which their sum would nearly "
-            "tell; leave that column out, or take preprocess='site' or secure sums"
+            "reveal; leave that column out, or use preprocess='site' or secure sums"
         )
 
 
 def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSummary:
-    """What a site tells of its table.
+    """Describes a site's table for the server: a hash of its schema, the number of columns and, if allowed, the schema.
 
     Args:
-        client: with examples of it.
-        run: its identifier, which enters the hash.
-        with_names: whether names of columns, categories and classes go up. They do not if they are too long to be read.
+        client: client with examples from the table.
+        run: identifier of the run, which enters the hash.
+        with_names: whether names of columns, categories and classes are sent; they are left out if too long for a header.
     """
     preprocessor = preprocessor_of(client.train)
     summary: SchemaSummary = {
@@ -89,10 +89,10 @@ def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSum
 
 
 def save_common_preprocessing(folder: Path, description: Any, client: Client) -> None:
-    """Writes down what the server says that sites have agreed on, for the run of this folder.
+    """Saves the preprocessing that the sites have agreed on, as the server sends it, in the run's folder.
 
     Raises:
-        RefusalError: it is not that of the run, or does not suit the site's table.
+        RefusalError: it differs from the one saved before in this run, or does not suit the site's table.
     """
     file = folder / _FILE
     try:
@@ -108,10 +108,10 @@ def save_common_preprocessing(folder: Path, description: Any, client: Client) ->
 
 
 def apply_common_preprocessing(client: Client, folder: Path) -> Client:
-    """The client, its table prepared as the sites have agreed on for the run of this folder.
+    """Returns the client with its table transformed by the preprocessing saved in the run's folder.
 
     Raises:
-        InvalidSiteStateError: nothing was agreed on, or what was written is damaged.
+        InvalidSiteStateError: there is no saved preprocessing, or it is damaged.
     """
     file = folder / _FILE
     try:
@@ -125,10 +125,14 @@ def apply_common_preprocessing(client: Client, folder: Path) -> Client:
 
 
 def parse_common_preprocessing(preprocessor: TablePreprocessor, description: Any) -> TablePreprocessor:
-    """The common preprocessing, of a site with this table.
+    """Returns the common preprocessing that the server describes, for a site with this table.
+
+    Args:
+        preprocessor: the site's own preprocessing, which gives columns and classes where the description has None.
+        description: the server's JSON.
 
     Raises:
-        UserError: it holds what is none.
+        UserError: the description is not a preprocessing of a table.
 
     >>> from polyfed.data.tabular.preprocessing import Column
     >>> own = TablePreprocessor((Column("age"),), (61.0,), (1.0,), (), "federated", ("no", "yes"))

@@ -1,9 +1,9 @@
-"""What a site keeps of a run from message to message: who it was when the run began, its private state, and its results.
+"""Stores what a site keeps of a run between messages: its client's identity, its private state, and its results.
 
-Each private state is one file, `private/round-000012.state`: the SHA-256 of all that follows, a line that says whose it is
-(site, run, round, method), and the state. One file is there or not, so that a site that is killed between two writes has
-the states of the rounds before; and one that was damaged, or is of another site, run, round or method, is refused and
-named, since training would silently go on from it.
+Each private state is one file, `private/round-000012.state`: the SHA-256 of all that follows, a line that names its owner
+(site, run, round, method), and the state. A file is written whole or not at all, so that a site that is killed between two
+writes still has the states of earlier rounds. A file that is damaged, or belongs to another site, run, round or method, is
+refused by name, since training would silently continue from it.
 """
 
 import hashlib
@@ -33,21 +33,21 @@ from polyfed.simulation.storage import predictions_parquet
 from polyfed.simulation.storage.model_signature import write_model
 from polyfed.simulation.storage.paths import safe_file_name
 
-_MAX_LINE_BYTES = 2**20  # of the line that says whose a state is, which has a method's fields
+_MAX_LINE_BYTES = 2**20  # bytes of the line that names a state's owner, with the method's fields
 _ADVICE = "put back a copy of it, or start another run"
 
 
 class _StateOwner(TypedDict):
-    """Whose a private state is."""
+    """Names the owner of a private state."""
 
     site: str
     run: str
     round: int
-    method: dict[str, str]  # field -> its value as JSON, which a number that is not finite has too
+    method: dict[str, str]  # field -> its value as JSON, so that values that are not finite can be compared
 
 
 class _ClientIdentity(TypedDict):
-    """By what a run knows its client again."""
+    """Identifies the client that began a run."""
 
     client: str
     data_fingerprint: str
@@ -55,21 +55,23 @@ class _ClientIdentity(TypedDict):
 
 @final
 class InvalidSiteStateError(Exception):
-    """A file of the site is not what the site wrote for this run; the sentence holds nothing of data or network, nor where
-    the site keeps its files."""
+    """Reports a file that is not what the site wrote for this run.
+
+    The sentence goes to the server, so it holds nothing of data or network, and no path outside the site's folder.
+    """
 
 
 def read_private_state(folder: Path, site: str, round_number: int | None, method: Mapping[str, Any]) -> PyTree:
-    """The private state as it was after a round.
+    """Reads the private state after a round.
 
     Args:
-        folder: of the run, at the site.
-        site: its name.
-        round_number: of the round; None is before the first.
-        method: name and fields, as the server tells them.
+        folder: the run's folder at the site.
+        site: the site's name.
+        round_number: the round; None means before the first, and gives None.
+        method: name and fields of the method, as the server sent them.
 
     Raises:
-        InvalidSiteStateError: it is lost or damaged, or another's.
+        InvalidSiteStateError: the state is lost or damaged, or belongs to another site, run, round or method.
     """
     if round_number is None:
         return None
@@ -86,7 +88,7 @@ def read_private_state(folder: Path, site: str, round_number: int | None, method
         raise InvalidSiteStateError(
             f"{description} is lost: {shown_path} cannot be read ({error.strerror}); {_ADVICE}"
         ) from error
-    except UserError as error:  # which tells the whole path
+    except UserError as error:  # its text has the whole path, which must not go to the server
         raise InvalidSiteStateError(
             f"{description} is lost: {shown_path} is no file that can be read; {_ADVICE}"
         ) from error
@@ -101,23 +103,28 @@ def read_private_state(folder: Path, site: str, round_number: int | None, method
         if difference := _owner_difference(owner, _describe_owner(folder, site, round_number, method)):
             raise InvalidSiteStateError(f"{description} is not its own: {shown_path} is of {difference}; {_ADVICE}")
         return deserialize_state(state)
-    except (UserError, ValueError) as error:  # what they say may show what the file holds
+    except (UserError, ValueError) as error:  # their text may show the file's content
         raise InvalidSiteStateError(f"{description} is damaged: {shown_path} holds no state; {_ADVICE}") from error
 
 
 def write_private_state(
     folder: Path, site: str, round_number: int, method: Mapping[str, Any], private_state: PyTree, rollback_round: int
 ) -> None:
-    """Writes the private state after a round; removes what the server cannot come back to, what is older than the newest
-    state up to round `rollback_round`. (Rounds after this one are overwritten when they come again.)
+    """Writes the private state after a round, and removes states that the server cannot return to.
+
+    Those are the states older than the newest one up to round `rollback_round`. (Rounds after this one are overwritten when
+    they are trained again.)
 
     Args:
-        folder, site, round_number, method: as for `read_private_state`.
+        folder: the run's folder at the site.
+        site: the site's name.
+        round_number: the round.
+        method: name and fields of the method, as the server sent them.
         private_state: the state.
         rollback_round: the round to which the server may still go back.
 
     Raises:
-        OSError: it cannot be written; the exception names it.
+        OSError: the file cannot be written; the exception names it.
     """
     target = _state_file(folder, round_number)
     create_private_folder(target.parent, parents=True)
@@ -138,17 +145,16 @@ def write_private_state(
 
 
 def write_task_results(folder: Path, client: Client, result: TaskResult, record: Mapping[str, Any]) -> None:
-    """Writes what a site has of a task for its own eyes: the personal model or the predictions, if there are any, and a line
-    of `metrics.jsonl`.
+    """Writes a task's results for the site itself: its personal model or predictions, and a line of `metrics.jsonl`.
 
     Args:
-        folder: of the run, at the site.
-        client: whose task it was.
-        result: of the task.
-        record: what the line says.
+        folder: the run's folder at the site.
+        client: the client that carried out the task.
+        result: the task's result.
+        record: fields of the line.
 
     Raises:
-        OSError: it cannot be written; the exception names it.
+        OSError: a file cannot be written; the exception names it.
     """
     paths: dict[str, str] = {}
     if result.task.phase == "export":
@@ -163,17 +169,20 @@ def write_task_results(folder: Path, client: Client, result: TaskResult, record:
 
 
 def check_client_identity(folder: Path, client: str, data_fingerprint: str) -> None:
-    """Checks that a run knows its client again; the first time what it knows it by is written down.
+    """Checks that the client is the one that began the run; the first call in a run writes its identity down.
+
+    Args:
+        folder: the run's folder at the site.
+        client: id of the client.
+        data_fingerprint: hash of its data and network.
 
     Raises:
-        InvalidSiteStateError: it was another, or what was written is damaged.
+        InvalidSiteStateError: another client began the run, or the file is lost or damaged.
     """
     file, identity = folder / "run.json", {"client": client, "data_fingerprint": data_fingerprint}
     if not file.exists():
         if any(folder.glob("private/round-*")):
-            raise InvalidSiteStateError(
-                f"{folder.name}/run.json is missing, by which it knew its data again; {_ADVICE}"
-            )
+            raise InvalidSiteStateError(f"{folder.name}/run.json, which identifies its data, is missing; {_ADVICE}")
         create_private_folder(folder, parents=True)
         write_file_atomically(file, json.dumps(identity).encode())
         return
@@ -200,8 +209,11 @@ def _describe_owner(folder: Path, site: str, round_number: int, method: Mapping[
 
 
 def _owner_difference(file_owner: _StateOwner, expected_owner: _StateOwner) -> str:
-    """Of which other site, run, round or method a state is; empty if of none. The server is told neither the names of other
-    sites nor of other runs. A field that the method did not have when the state was written says nothing."""
+    """Returns how a state's owner differs from the expected one; empty if it does not.
+
+    The text goes to the server, so it names no other site or run. Fields that the method has got since the state was written
+    are not compared.
+    """
     if file_owner["site"] != expected_owner["site"]:
         return "another site"
     if file_owner["run"] != expected_owner["run"]:
@@ -220,9 +232,9 @@ def _checksum(head: bytes, state: bytes) -> str:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """One message at a time, should a process of an earlier one still be at work; files are closed to other users."""
+    """Locks a site's folder, so that one process at a time answers a message; files written meanwhile are private."""
     create_private_folder(folder.resolve(), parents=True)  # its owner may have put a link there
-    old_umask = os.umask(0o077)  # what is written below is for the site's own eyes, whatever its unit says
+    old_umask = os.umask(0o077)  # files below are private, whatever umask the site's unit sets
     try:
         with open_lock_file(folder / ".lock") as file:
             try:

@@ -1,14 +1,15 @@
-"""What a server has requested of a site in a run, task by task, and how often the site could not do it.
+"""Logs which tasks a server has requested of a site in a run, and limits repetitions that could leak data.
 
-Whether training fails, or numbers fit a sum, may depend on the site's data. A server that could ask for one round again and
-again, each time with another model or rate, would read a number of the site from the pattern of its refusals. So
+A site's data may decide whether training fails, or whether numbers fit a secure sum. A server that could request one round
+again and again, each time with another model or learning rate, could read a number of the site from the pattern of its
+refusals. So
 
-- a task is written down before the site looks at its data. With secure sums it is bound to the inputs with which it came
-  first, of which the outcome is a function: the round of a resumed run comes with the same, other inputs are refused;
-- a refusal that may depend on data is counted, and after the last one allowed the task gets the same answer without a look
+- the site records a task before it looks at its data. In secure sums the task is bound to its first inputs, which determine
+  the outcome: a resumed run repeats the round with the same inputs, and other inputs are refused;
+- the site counts refusals that may depend on data. After the last one allowed, the task gets the same answer without a look
   at the data.
 
-`requests.json` in the folder of the run holds this for good. The owner may take an entry out, once a fault is mended.
+`requests.json` in the run's folder keeps this for good. The owner may remove an entry once a fault is mended.
 """
 
 import hashlib
@@ -25,14 +26,13 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.deploy.secure_aggregation import RefusalError
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.site.private_state import InvalidSiteStateError
 
 FAILURE_TEXT = "it cannot do this task (the reason is in its log)"
-"""What a server is told of each failure that may depend on data, where it is to learn one bit by it and no more."""
+"""The server's text for a failure that may depend on data, so that it learns one bit and no more."""
 MAX_REFUSALS = 10
-"""That may depend on data: of an introduction, and of a task whose reply goes up as it is. Of a task that masks or noise
-hide, it is one."""
+"""Refusals that may depend on data, of an introduction or of a task without masks and noise; with these the limit is 1."""
 _OTHER_INPUTS = (
     "this task came with other inputs before, and both answers together could tell more than a sum; let the run go on from "
     "its checkpoint as it was, or start another run"
@@ -45,24 +45,23 @@ _LOG = logging.getLogger("polyfed.site")
 
 
 class _TaskRecord(TypedDict):
-    """A task: the hash of its inputs; whether it is in the book and no noise was drawn for it since; refusals that may
-    depend on data; letters with other inputs, which were refused."""
+    """Describes a task's entry in `requests.json`."""
 
-    inputs: str
-    entered: bool
-    refusals: int
-    others: int
+    inputs: str  # hash of its inputs
+    entered: bool  # whether the ledger has it, and no noise was drawn for it since
+    refusals: int  # those that may depend on data
+    others: int  # requests with other inputs, which were refused
 
 
 @final
 @dataclass(frozen=True)
 class TaskRequest:
-    """A task as a server requests it.
+    """Identifies a task that the server requests, and the refusals that it may have.
 
     Args:
-        name: such as "local 3".
-        inputs_hash: their hash, see `hash_task_inputs`.
-        max_refusals: how many refusals that may depend on data it has.
+        name: phase and round, such as "local 3".
+        inputs_hash: hash of the task's inputs, see `hash_task_inputs`.
+        max_refusals: limit of refusals that may depend on data.
     """
 
     name: str
@@ -73,60 +72,61 @@ class TaskRequest:
 @final
 @dataclass(frozen=True)
 class RequestLog:
-    """The requests of a run.
+    """Reads and writes the log of a run's requests.
 
     Args:
-        folder: of the run, at the site.
+        folder: the run's folder at the site.
     """
 
     folder: Path
 
     def check_allowed(self, task: "TaskRequest", *, same_inputs_only: bool) -> bool:
-        """Checks that a task may be begun.
+        """Checks that the site may begin a task.
 
         Args:
             task: the task.
-            same_inputs_only: whether it is bound to the inputs with which it came first.
+            same_inputs_only: whether the task must have the inputs of its first request.
 
         Returns:
-            whether the task is in the book already, since an attempt ended before noise was drawn.
+            Whether the ledger has the task already, because an attempt ended before noise was drawn.
 
         Raises:
-            RefusalError: it may not.
-            InvalidSiteStateError: the file was changed.
+            RefusalError: the site may not begin the task.
+            InvalidSiteStateError: the log is damaged.
         """
         if (entry := self._read_records().get(task.name)) is None:
             return False
         if same_inputs_only and entry["inputs"] != task.inputs_hash:
             self._write_record(task, {**entry, "others": entry["others"] + 1})
             _LOG.warning(
-                "run %s: the server requests %r with other inputs than before, %d times by now; it learns nothing by that",
+                "run %s: the server requests %r with other inputs than before, %d times so far; the site refuses, so the "
+                "server learns nothing from it",
                 self.folder.name, task.name, entry["others"] + 1,
             )  # fmt: skip
             raise RefusalError(_OTHER_INPUTS)
         if entry["refusals"] >= task.max_refusals:
             _LOG.warning(
-                "run %s: %r was refused %d times, of at most %d, and is not begun again; once the reason is mended, take "
-                "its entry out of %s",
+                "run %s: %r was refused %d times, of at most %d, and is not begun again; once the cause is mended, remove "
+                "its entry from %s",
                 self.folder.name, task.name, entry["refusals"], task.max_refusals, self.folder / _FILE,
             )  # fmt: skip
             raise RefusalError(FAILURE_TEXT)
         return entry["entered"] and entry["inputs"] == task.inputs_hash
 
     def record_start(self, task: "TaskRequest", *, in_ledger: bool) -> None:
-        """Writes down that the site is about to look at its data for a task, or to draw noise.
+        """Records that the site is about to look at its data for a task, or to draw noise.
 
         Args:
             task: the task.
-            in_ledger: whether the book has it, and no noise was drawn since.
+            in_ledger: whether the ledger has it, and no noise was drawn since.
         """
         self._write_record(task, {**self._read_record(task), "inputs": task.inputs_hash, "entered": in_ledger})
 
     def count_refusal(self, task: "TaskRequest") -> None:
-        """Counts a refusal that may depend on data; the log says so."""
+        """Counts a refusal that may depend on data, and logs it."""
         entry = self._read_record(task)
         _LOG.warning(
-            "run %s: %r is refused for a reason that may depend on data, %d times of at most %d; each tells one bit",
+            "run %s: %r is refused for a reason that may depend on data, %d times of at most %d; each reveals one bit",
             self.folder.name, task.name, entry["refusals"] + 1, task.max_refusals,
         )  # fmt: skip
         self._write_record(task, {**entry, "entered": False, "refusals": entry["refusals"] + 1})
@@ -142,7 +142,7 @@ class RequestLog:
         try:
             content = parse_json(read_file(file))
             wrong = validation_error(content, dict[str, _TaskRecord])
-        except UserError:  # whose sentence says where the site keeps its files
+        except UserError:  # its text has the site's paths, which must not go to the server
             wrong = "it cannot be read"
         except (OSError, ValueError) as error:
             wrong = str(error)
@@ -158,7 +158,11 @@ class RequestLog:
 
 
 def hash_task_inputs(head: Mapping[str, Any], body: Message) -> str:
-    """SHA-256 of all of a letter that the site computes with.
+    """Returns the SHA-256 of the parts of an envelope that determine what the site computes.
+
+    Args:
+        head: the header.
+        body: the payload.
 
     >>> down, other = Message({"model": {"w": torch.zeros(2)}}), Message({"model": {"w": torch.zeros(1, 2)}})
     >>> hash_task_inputs({"round": 1}, down) == hash_task_inputs({"round": 1, "keep": 3}, down)

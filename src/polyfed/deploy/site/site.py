@@ -1,8 +1,8 @@
-"""The site's half of a deployment: its own client, its private state on its own disk, and what it lets out.
+"""Answers the server's envelopes at a site: trains and evaluates its client, and limits what leaves.
 
-A site is asked by letters and answers each; it keeps nothing in memory between them, since Flower starts a process for each
-message. Its folder has one folder a run: private state after each round the server may still go back to, metrics of its own,
-predictions of the newest evaluated round, and the personal network at the end. None of that is sent.
+A site keeps nothing in memory between two envelopes, since Flower may start a process for each message. Its folder has one
+folder per run: the private state after each round that the server may still return to, the site's own metrics, predictions
+of the newest evaluated round, and at the end the personal network. None of these are sent.
 """
 
 import logging
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from polyfed.algorithms import get
 from polyfed.core.algorithm import Algorithm, Client, Message
-from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import single_torch_thread
-from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks
-from polyfed.core.nn.module_cache import cached_module, differ_only_in_frozen
-from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility
-from polyfed.deploy.protocol.handshake import check_public_inputs, input_spec_by_part
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, split_evaluation
 from polyfed.deploy.protocol.table_summary import COLUMNS, summarize_table
-from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, Envelope, find_code_reference
-from polyfed.deploy.secure_aggregation import RefusalError
+from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
+from polyfed.deploy.site.admission import (
+    build_allowed_algorithm,
+    call_client_factory,
+    check_client_for_run,
+    describe_client,
+)
 from polyfed.deploy.site.disclosure_guard import DisclosureGuard
 from polyfed.deploy.site.preprocessing import (
-    MOMENTS_NAME,
     apply_common_preprocessing,
     check_table_sums_allowed,
     save_common_preprocessing,
@@ -44,48 +44,44 @@ from polyfed.deploy.site.private_state import (
 )
 from polyfed.deploy.site.request_log import FAILURE_TEXT, MAX_REFUSALS, RequestLog, TaskRequest, hash_task_inputs
 from polyfed.deploy.site.site_task import SiteTask, StartedTask, check_phase, parse_site_task, resolve_requested_metrics
-from polyfed.simulation.checks import requirements
-from polyfed.simulation.checks.client_init import check_client_init
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.federated_preprocessing import Moments
-from polyfed.simulation.rounds.secure_aggregation import disclosures_to_allow, supports_secure_sum
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SecureSumClient
     from polyfed.deploy.secure_aggregation.protocol import SumId
 
-ActResult = TypeVar("ActResult")
+ActionResult = TypeVar("ActionResult")
 _LOG = logging.getLogger("polyfed.site")
 _RUN_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_MAX_ERROR_LENGTH = (
-    4000  # characters of an exception that go up: a longer text would make the whole answer too large to be read
-)
+_MAX_ERROR_LENGTH = 4000  # characters of an exception's text; a longer one could exceed the limit of the header
 
 
 @final
 @dataclass(frozen=True)
 class Site:
-    """A site.
+    """Answers the server for one site, within the limits that the site's owner has set.
 
     Args:
-        name: its id in the federation.
-        client: makes its network and data; the function `client` of its `site.py`.
-        folder: where it keeps its own (`state-dir`).
-        disclose: scalars that may go up beside those that the method needs: "num_examples", "train_loss", "seconds", names
-            of metrics such as "accuracy", "columns" for the names of a table's columns (`polyfed.deploy.protocol.table_summary`), and
-            "errors" for the text of exceptions.
-        allow_disclosure: whether methods may run here by which the server learns weights or architecture.
-        methods: names of the methods that may run here; None is all.
-        protection: clipping and noise on what goes up.
-        device: where it computes.
-        data_set: the owner's name of the data set. What leaves the site is booked under it, in all runs; another name is
+        name: the site's id in the federation.
+        client: returns the site's client; the function `client` of its `site.py`.
+        folder: the site's own folder (`state-dir`).
+        disclose: values that the site may send beside those that the method needs: "num_examples", "train_loss", "seconds",
+            names of metrics such as "accuracy", "columns" for the names of a table's columns
+            (`polyfed.deploy.protocol.table_summary`), and "errors" for the text of exceptions.
+        allow_disclosure: whether methods may run that disclose weights or architecture to the server.
+        methods: names of the methods that may run; None allows all.
+        protection: clipping and noise of the site's replies.
+        device: the device on which the site computes.
+        data_set: the owner's name of the data set. Its privacy budget counts the messages of all runs; another name is
             another budget, for data of other people.
-        secure: whether it takes part in secure sums only.
-        key, peers: for secure sums, the file of its registered key, and the folder of those of all sites (`NAME.pub`).
-        secure_threshold: the smallest threshold of a secure sum that its owner accepts; None is above two thirds of a
-            round's sites. Never is it half of them or less.
+        secure: whether the site takes part in secure sums only.
+        key: for secure sums, the file of the site's registered private key.
+        peers: for secure sums, the folder of the public keys of all sites (`NAME.pub`).
+        secure_threshold: the smallest threshold of a secure sum that the owner accepts, always above half of a round's
+            sites; None requires more than two thirds of them.
     """
 
     name: str
@@ -110,7 +106,7 @@ class Site:
             )
 
     def answer_envelope(self, envelope: Envelope) -> Envelope:
-        """Does what a letter asks for. Whatever goes wrong is told in the answer, in full only in the site's log."""
+        """Carries out what an envelope asks for and returns the answer; errors become refusals, with details in the log."""
         return self._refuse_on_error(lambda: self._dispatch(envelope))
 
     def _dispatch(self, envelope: Envelope) -> Envelope:
@@ -119,7 +115,10 @@ class Site:
                 f"the server speaks protocol {envelope.head.get('protocol')!r}, this site {PROTOCOL}; both need "
                 "versions of polyfed that fit"
             )
-        algorithm = self._allowed_algorithm(envelope.head)
+        algorithm = build_allowed_algorithm(
+            envelope.head, methods=self.methods, secure_only=self.secure, allow_disclosure=self.allow_disclosure,
+            protection=self.protection,
+        )  # fmt: skip
         self._run_folder(envelope.head)
         with lock_folder(self.folder):
             if envelope.head["kind"] == "sum":
@@ -127,85 +126,54 @@ class Site:
                     envelope.head["run"], envelope.head
                 )
                 return Envelope({"client": self.name, "run": envelope.head["run"], **head_fields}, body)
-            self._disclosure_guard.check_budget()  # before anything is done with the data; the same for all that needs them
+            self._disclosure_guard.check_budget()  # before anything reads the data
             if envelope.head["kind"] == "introduce":
                 return self._answer_introduction(envelope.head, algorithm)
-            return (
-                self._answer_prepare(envelope.head)
-                if envelope.head["kind"] == "prepare"
-                else self._answer_task(envelope, algorithm)
-            )
+            if envelope.head["kind"] == "prepare":
+                return self._answer_prepare(envelope.head)
+            return self._answer_task(envelope, algorithm)
 
-    def _refuse_on_error(self, action: Callable[[], ActResult]) -> ActResult | Envelope:
-        """The result of `action`, or a refusal."""
+    def _refuse_on_error(self, action: Callable[[], ActionResult]) -> ActionResult | Envelope:
+        """Returns the result of `action`, or a refusal if it raises."""
         try:
             return action()
         except (RefusalError, InvalidSiteStateError) as refusal:
             _LOG.warning("refused: %s", refusal)
             return Envelope({"client": self.name, "refused": str(refusal)})
-        except Exception as error:  # whatever the site's own code raises: it is reported, never swallowed
+        except Exception as error:  # the site's own code may raise anything
             _LOG.error("%s", traceback.format_exc())
             return Envelope({"client": self.name, "refused": self._error_for_server(error)})
 
     def _error_for_server(self, error: BaseException | str) -> str:
-        """What the server is told of an error, whose text may show data."""
+        """Returns the text that the server gets for an error: only its type, unless the owner lets the full text out."""
         if "errors" in self.disclose:
             return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_MAX_ERROR_LENGTH]
         kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
         return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
 
-    def _allowed_algorithm(self, head: Mapping[str, Any]) -> Algorithm[Any, Any]:
-        """The method, if its owner lets it run here."""
-        fields = dict(head["algorithm"])
-        name = str(fields.pop("name"))
-        # Whether `Moments` runs here is said by the site's own table.
-        algorithm = Moments() if name == MOMENTS_NAME else self._build_registered(name, fields)
-        secure = bool(head.get("secure"))
-        if self.secure and not secure:
-            raise RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
-        if secure and not supports_secure_sum(algorithm):
-            raise RefusalError(f"{name} needs each site's message by itself, and has no secure sums")
-        if not self.allow_disclosure and (disclosures := disclosures_to_allow(algorithm, secure)):
-            raise RefusalError(
-                f"{name} discloses {' and '.join(disclosures)} to the server, which this site does not allow "
-                "(allow-disclosure)"
-            )
-        if self.protection.noise_multiplier and (incompatibility := noise_incompatibility(algorithm, secure)):
-            raise RefusalError(f"this site adds noise, and {incompatibility}")
-        return algorithm
-
-    def _build_registered(self, name: str, fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
-        if self.methods is not None and name not in self.methods:
-            raise RefusalError(f"this site runs {', '.join(sorted(self.methods))} only, not {name}")
-        if code := find_code_reference(fields):
-            raise RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
-        algorithm: Algorithm[Any, Any] = get(name)(**fields)
-        return algorithm
-
     def _secure_sum_client(self, head: Mapping[str, Any]) -> "SecureSumClient":
-        from polyfed.deploy.secure_aggregation.client import SecureSumClient  # takes the package cryptography
+        from polyfed.deploy.secure_aggregation.client import SecureSumClient  # needs the package cryptography
 
         return SecureSumClient(self.name, self._run_folder(head), self.key, self.peers, self.secure_threshold)
 
     def _load_client(self, preprocessing_folder: Path | None = None) -> Client:
-        """The client; its table as sites have `preprocessing_folder` in this run's folder, if it is of those that do."""
-        client = self.client()
-        if not isinstance(client, Client):
-            raise UserError(f"client() of site.py must return a polyfed.Client, got {type(client).__name__}")
-        if client.id != self.name:
-            raise UserError(f"client() of site.py returns the client {client.id!r}, but this site is {self.name!r}")
-        return (
-            client
-            if preprocessing_folder is None or not uses_federated_preprocessing(client)
-            else apply_common_preprocessing(client, preprocessing_folder)
-        )
+        """Calls the site's `client()` and checks the result.
+
+        Args:
+            preprocessing_folder: the run's folder, whose federated preprocessing is applied to a table that asks for it;
+                None applies none.
+        """
+        client = call_client_factory(self.client, self.name)
+        if preprocessing_folder is None or not uses_federated_preprocessing(client):
+            return client
+        return apply_common_preprocessing(client, preprocessing_folder)
 
     def _answer_prepare(self, head: Mapping[str, Any]) -> Envelope:
-        """What is told of the table, before sites agree on its preprocessing."""
+        """Describes the site's table, so that the sites can agree on its preprocessing."""
         self._disclosure_guard.record_message()
         client = self._load_client()
         check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
-        table = summarize_schema(client, head["run"], with_names=self.allow_disclosure or COLUMNS in self.disclose)
+        table = summarize_schema(client, head["run"], with_names=self._sends_column_names)
         return Envelope({"client": self.name, "run": head["run"], "task": client.task, "table": table})
 
     def _run_folder(self, head: Mapping[str, Any]) -> Path:
@@ -214,106 +182,77 @@ class Site:
         return self.folder / head["run"]
 
     @property
+    def _sends_column_names(self) -> bool:
+        return self.allow_disclosure or COLUMNS in self.disclose
+
+    @property
     def _disclosure_guard(self) -> DisclosureGuard:
         return DisclosureGuard(self.folder / "privacy.json", self.data_set, self.protection, self.disclose)
 
     def _hides_replies(self, head: Mapping[str, Any]) -> bool:
-        """Whether what goes up is masked or has noise, so that a refusal must not tell what these hide."""
+        """Returns whether replies are masked or noisy, so that a refusal must not reveal what the mask or noise hides."""
         return bool(head.get("secure") or self.protection.noise_multiplier)
 
     def _answer_introduction(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> Envelope:
-        """What a site that is introduced to a run answers. Whether it suits the method depends on its data and network."""
+        """Answers the introduction to a run: describes the client, or refuses if it does not suit the method.
+
+        A refusal may depend on data and network, so the number of refusals is limited.
+        """
         requests = RequestLog(self._run_folder(head))
         request = TaskRequest("introduce", hash_task_inputs(head, Message()), MAX_REFUSALS)
         requests.check_allowed(request, same_inputs_only=self._hides_replies(head))
-        tells_number = "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed)
-        if tells_number:
+        reveals_count = "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed)
+        if reveals_count:
             self._disclosure_guard.record_message()
         if self._hides_replies(head):
             requests.record_start(request, in_ledger=False)
-        table: dict[str, Any] = {}  # told by a site that does not take part, too, since it may be why
+        table: dict[str, Any] = {}  # sent with a refusal too, since the table may be its reason
         answer = self._refuse_on_error(
-            lambda: self._check_and_introduce(head, algorithm, table, tells_number=tells_number)
+            lambda: self._check_and_introduce(head, algorithm, table, reveals_count=reveals_count)
         )
         if answer.head.get("refused"):
             requests.count_refusal(request)
         return Envelope({**answer.head, **table})
 
     def _check_and_introduce(
-        self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any], table: dict[str, Any], *, tells_number: bool
+        self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any], table: dict[str, Any], *, reveals_count: bool
     ) -> Envelope:
-        """Checks that this client suits the method and is the one that began the run; tells what the server must know."""
+        """Checks that the client suits the method and began this run, and describes it; fills `table` before it can fail."""
         client, folder = self._load_client(), self._run_folder(head)
-        needs = algorithm.requires
         if uses_federated_preprocessing(client):
             check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
             if "prepared" not in head:
                 return Envelope({"client": client.id, "task": client.task, "prepares": True})
             save_common_preprocessing(folder, head["prepared"], client)
             client = apply_common_preprocessing(client, folder)
-        with_names = self.allow_disclosure or COLUMNS in self.disclose
-        adds_noise = bool(self.protection.noise_multiplier)
         table |= summarize_table(
-            client, needs, head["run"], with_names=with_names, adds_noise=adds_noise, discloses=algorithm.discloses
+            client, algorithm.requires, head["run"], with_names=self._sends_column_names,
+            adds_noise=bool(self.protection.noise_multiplier), discloses=algorithm.discloses,
+        )  # fmt: skip
+        architecture = check_client_for_run(
+            client, algorithm, head, clips_updates=self.protection.clip_norm is not None
         )
-        if isinstance(algorithm, BringsNetwork):
-            requirements.check_clients_suit_method([client], algorithm)
-            requirements.check_networks_run(
-                [client], factory=algorithm.network_for(requirements.client_data_spec(client))
-            )
-        else:
-            requirements.check_networks_run([client])
-            requirements.check_clients_suit_method([client], algorithm)
-        check_client_init([client], algorithm)
-        if "public_data" in needs and "public" in head:
-            check_public_inputs(head["public"], client)
-        architecture = (
-            architecture_without_ranks(algorithm, cached_module(client.model)) if client.model is not None else None
-        )
-        if adapter_mode(algorithm) is not None and self.protection.clip_norm is not None:
-            raise RefusalError("it clips what it sends, which adapters of its own rank are not compared with")
-        # What is answered follows from the method, whatever the letter asks for: else a server could ask any method's site
-        # whether its architecture is this one or that one.
-        if "one_architecture" in needs and differ_only_in_frozen(architecture or "", str(head["architecture"])):
-            raise RefusalError("its network's frozen parameters are not the federation's; this method needs the same")
-        if "one_architecture" in needs and architecture != head["architecture"]:
-            raise RefusalError("its network is not that of the federation, and this method needs one architecture")
         check_client_identity(folder, client.id, data_fingerprint([client]))
-        head_fields: dict[str, Any] = {"client": client.id, "task": client.task}
-        if tells_number:
-            head_fields["num_examples"] = len(client.train)
-        if "architectures" in needs:
-            head_fields["architecture"] = architecture
-        if "one_representation" in needs:
-            head_fields["width"] = requirements.representation_width(client)
-        if "one_input_spec" in needs:
-            head_fields["inputs"] = input_spec_by_part(client.train.x)
-        if needs & DATA_SPEC_REQUIREMENTS:
-            spec = requirements.client_data_spec(client)
-            # the largest label is data
-            head_fields["form"] = [list(spec.inputs), spec.outputs if "one_data_spec" in needs else 1]
-        return Envelope(head_fields)
+        return Envelope(describe_client(client, algorithm, architecture, reveals_count=reveals_count))
 
     def _answer_task(self, envelope: Envelope, algorithm: Algorithm[Any, Any]) -> Envelope:
-        """Carries out a task, and before it the evaluation of the round before that rides on it: what goes wrong with one of
-        the two costs that one only. The data are loaded once, after all that can be refused without them."""
+        """Carries out a task, after the evaluation of the previous round if the envelope brings one.
+
+        A failure of one of the two does not affect the other. The data are loaded once, after all checks that do without.
+        """
         head, folder = envelope.head, self._run_folder(envelope.head)
         if head["client"] != self.name:
             raise RefusalError(f"this site is {self.name!r}, and was asked for {head['client']!r}")
         check_phase(head)
         split = split_evaluation(envelope) if head["phase"] == "local" else None
-        training = self._refuse_on_error(
-            lambda: self._start_task(envelope if split is None else split.training, algorithm)
-        )
-        evaluation = (
-            None
-            if split is None
-            else self._refuse_on_error(lambda: self._start_task(split.evaluation, algorithm, split.nbytes))
-        )
+        training_envelope, evaluation = envelope if split is None else split.training, None
+        training = self._refuse_on_error(lambda: self._start_task(training_envelope, algorithm))
+        if split is not None:
+            evaluation = self._refuse_on_error(lambda: self._start_task(split.evaluation, algorithm, split.nbytes))
         if not (isinstance(evaluation, StartedTask) or isinstance(training, StartedTask)):
-            return (
-                training if evaluation is None else Envelope({**training.head, EVALUATION_KEY: dict(evaluation.head)})
-            )
+            if evaluation is None:
+                return training
+            return Envelope({**training.head, EVALUATION_KEY: dict(evaluation.head)})
         client = self._load_client(None if (is_preprocessing := isinstance(algorithm, Moments)) else folder)
         if is_preprocessing:
             check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
@@ -331,26 +270,30 @@ class Site:
         return Envelope({**answer.head, **evaluation_field}, answer.body)
 
     def _start_task(self, envelope: Envelope, algorithm: Algorithm[Any, Any], nbytes: int | None = None) -> StartedTask:
-        """A task, once it is checked, in the book, written down, and in its sum, in this order: a task that the book refuses
-        changes nothing, and one that is begun is used up, whatever becomes of it. `nbytes` came for it, if not all did."""
+        """Checks a task, records it in the ledger and the request log, and joins its secure sum, in this order.
+
+        So a task that the budget refuses changes nothing, and one that has begun is used up, whatever becomes of it.
+
+        Args:
+            envelope: the task's envelope.
+            algorithm: the method.
+            nbytes: bytes received for this task; None means all of the envelope's tensors.
+        """
         head, folder = envelope.head, self._run_folder(envelope.head)
         site_task = parse_site_task(
             envelope, self.name, folder, clips_updates=self.protection.clip_norm is not None, nbytes=nbytes
         )
         hides_reply, secure = self._hides_replies(head), bool(head.get("secure"))
         inputs_hash = hash_task_inputs(head, site_task.task.message) if hides_reply else ""
-        participation = (
-            self._secure_sum_client(head).join_sum(self._sum_id(head, site_task.task.round), site_task.boxes)
-            if site_task.is_in_sum
-            else None
-        )
+        participation = None
+        if site_task.is_in_sum:
+            sum_id = self._sum_id(head, site_task.task.round)
+            participation = self._secure_sum_client(head).join_sum(sum_id, site_task.boxes)
         max_refusals = 1 if hides_reply else MAX_REFUSALS
         request = TaskRequest(f"{site_task.task.phase} {site_task.task.round}", inputs_hash, max_refusals)
         requests = RequestLog(folder)
-        already_recorded, discloses = (
-            requests.check_allowed(request, same_inputs_only=secure),
-            self._disclosure_guard.discloses_data(head, algorithm),
-        )
+        already_recorded = requests.check_allowed(request, same_inputs_only=secure)
+        discloses = self._disclosure_guard.discloses_data(head, algorithm)
         privacy_cost = self._disclosure_guard.record_message(already_recorded=already_recorded) if discloses else {}
         if hides_reply:
             requests.record_start(request, in_ledger=discloses and site_task.task.phase == "local")
@@ -361,27 +304,27 @@ class Site:
     def _run_task_or_report_failure(
         self, started: StartedTask, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
     ) -> Envelope:
-        """The answer to one task, or to its failure, which is counted."""
+        """Returns the answer to one task; counts a failure and answers with that."""
         try:
             return self._run_task(started, algorithm, client, engine)
-        except OSError:  # of the site's disk, and no answer about its data
+        except OSError:  # a fault of the site's disk, which reveals nothing about its data
             raise
-        except Exception as error:  # whatever it is: whether it comes may depend on data
+        except Exception as error:  # any other error may depend on the data
             if not self._hides_replies(started.site_task.head):
                 RequestLog(self._run_folder(started.site_task.head)).count_refusal(started.request)
                 raise
             _LOG.error("%s", traceback.format_exc())
-            return self._failure_envelope(started, error, self._answer_head(started.site_task))
+            return self._failure_envelope(started, error, started.site_task.answer_head())
 
     def _run_task(
         self, started: StartedTask, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
     ) -> Envelope:
-        """The answer to one task. The private state is on the disk before it goes."""
+        """Runs one task and returns its answer; the private state is on disk before the answer leaves."""
         site_task, head, task = started.site_task, started.site_task.head, started.site_task.task
         folder = self._run_folder(head)
         with single_torch_thread():
             result = next(engine.run([task]))
-        answer = self._answer_head(site_task)
+        answer = site_task.answer_head()
         answer["seconds"] = result.seconds if "seconds" in self.disclose else 0.0
         answer["metrics"] = {name: value for name, value in result.metrics.items() if name in self.disclose}
         if task.phase != "local":
@@ -402,7 +345,7 @@ class Site:
             )  # fmt: skip
             record |= result.reply.scalars
             if self._hides_replies(head):
-                RequestLog(folder).record_start(started.request, in_ledger=False)  # what follows may draw noise
+                RequestLog(folder).record_start(started.request, in_ledger=False)  # the next step may draw noise
             body = self._protect_reply(started, result.reply, algorithm)
             answer |= self._next_sum_keys(site_task) if head.get("secure") else {}
             record["bytes_up"] = body.nbytes
@@ -410,15 +353,8 @@ class Site:
         write_task_results(folder, client, result, record)
         return Envelope(answer, body)
 
-    def _answer_head(self, site_task: SiteTask) -> dict[str, Any]:
-        """The head of an answer that tells nothing yet."""
-        fields = {
-            "run": site_task.head["run"], "round": site_task.task.round, "phase": site_task.task.phase, "failure": None,
-        }  # fmt: skip
-        return {"client": self.name, **fields, "seconds": 0.0, "metrics": {}}
-
     def _protect_reply(self, started: StartedTask, reply: Message, algorithm: Algorithm[Any, Any]) -> Message:
-        """What goes up of a reply; nothing where the site trains outside the round's sum."""
+        """Returns the reply as it leaves: masked in a secure sum, else with noise; empty if the site is outside the sum."""
         site_task, message = started.site_task, started.site_task.task.message
         if started.participation is not None:
             return self._disclosure_guard.mask_reply(reply, message, algorithm, started.participation)
@@ -431,8 +367,11 @@ class Site:
     def _failure_envelope(
         self, started: StartedTask, error: BaseException | str, answer: Mapping[str, Any]
     ) -> Envelope:
-        """The answer to a task that failed for a reason that may depend on data; the server learns no more than that where
-        masks or noise hide what goes up. A part of a sum that fails is refused like one that is not begun again."""
+        """Answers a task that failed for a reason that may depend on data.
+
+        Where masks or noise hide the replies, the server learns only that the task failed. In a secure sum the answer is the
+        same as to a task that the site does not repeat.
+        """
         RequestLog(self._run_folder(started.site_task.head)).count_refusal(started.request)
         if not self._hides_replies(started.site_task.head):
             return Envelope({**answer, "failure": self._error_for_server(error)})
@@ -447,14 +386,11 @@ class Site:
         return SumId(head["run"], round_number)
 
     def _next_sum_keys(self, site_task: SiteTask) -> dict[str, Any]:
-        """Keys for the next round's secure sum, where a letter asks for them beside its task."""
+        """Returns new keys for the next round's secure sum, if the envelope asks for them with its task."""
         if site_task.next_sum_round is None:
             return {}
+        sum_id = self._sum_id(site_task.head, site_task.next_sum_round)
         try:
-            return {
-                "advert": self._secure_sum_client(site_task.head).create_key_advertisement(
-                    self._sum_id(site_task.head, site_task.next_sum_round)
-                )
-            }
+            return {"advert": self._secure_sum_client(site_task.head).create_key_advertisement(sum_id)}
         except RefusalError as refusal:
             return {"refusals": {"advertise": str(refusal)}}

@@ -1,4 +1,4 @@
-"""The task in a letter, checked before the site looks at its data: what can be refused without them is refused here."""
+"""Reads the task in an envelope and refuses what a site can refuse without a look at its data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from polyfed.core.evaluation.metrics import Metric, is_built_in_metric, resolve_
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.message_compression import decompress_message
 from polyfed.core.state_dict import StateDict
+from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope, first_non_finite_tensor, parse_compression
-from polyfed.deploy.secure_aggregation import RefusalError
 from polyfed.deploy.site.private_state import read_private_state
 from polyfed.deploy.site.request_log import TaskRequest
 from polyfed.simulation.engines.base import ClientTask, Phase
@@ -20,21 +20,21 @@ from polyfed.simulation.engines.base import ClientTask, Phase
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SumParticipation
 
-_ROUND_KEYS, _MAX_ROUNDS = ("round", "keep", "advertise"), 10**9  # words that are rounds, by which files are named
+_ROUND_KEYS, _MAX_ROUNDS = ("round", "keep", "advertise"), 10**9  # rounds are parts of file names
 
 
 @final
 @dataclass(frozen=True)
 class SiteTask:
-    """A task that a site may begin.
+    """Holds a checked task that a site may begin.
 
     Args:
-        head: of its letter.
-        task: with the message as it is after compression, and the private state.
-        nbytes: of the tensors that came for it.
+        head: header of the task's envelope.
+        task: the task, with the decompressed message and the private state.
+        nbytes: bytes of the tensors received for the task.
         rollback_round: the round to which the server may still go back.
-        compression: of the reply.
-        boxes: sealed shares for a secure sum.
+        compression: compressor of the reply.
+        boxes: encrypted shares for a secure sum, by sender.
     """
 
     head: Mapping[str, Any]
@@ -46,20 +46,33 @@ class SiteTask:
 
     @property
     def is_in_sum(self) -> bool:
-        """Whether the site's numbers enter the sum of a round."""
+        """Returns whether the site's reply enters the secure sum of the round."""
         return self.task.phase == "local" and bool(self.head.get("secure")) and bool(self.head.get("part"))
 
     @property
     def next_sum_round(self) -> int | None:
-        """The round for whose secure sum the letter asks for keys, too."""
+        """Returns the round for whose secure sum the envelope asks for keys; None if it asks for none."""
         return self.head.get("advertise") if self.head.get("secure") else None
+
+    def answer_head(self) -> dict[str, Any]:
+        """Returns the header of the task's answer, without results."""
+        return {
+            "client": self.task.client, "run": self.head["run"], "round": self.task.round, "phase": self.task.phase,
+            "failure": None, "seconds": 0.0, "metrics": {},
+        }  # fmt: skip
 
 
 @final
 @dataclass(frozen=True)
 class StartedTask:
-    """A task that is about to be carried out: what was requested, the site's place in a secure sum, if any, and what all
-    messages have cost with this one."""
+    """Holds a task that the site is about to carry out, with its request, its place in a secure sum and the privacy cost.
+
+    Args:
+        site_task: the checked task.
+        request: its entry in the request log.
+        participation: the site's place in the secure sum; None without one.
+        privacy_cost: ε and δ of all messages including this one; empty without noise.
+    """
 
     site_task: SiteTask
     request: TaskRequest
@@ -70,26 +83,26 @@ class StartedTask:
 def parse_site_task(
     envelope: Envelope, site: str, folder: Path, *, clips_updates: bool, nbytes: int | None = None
 ) -> SiteTask:
-    """The task in a letter.
+    """Reads and checks the task in an envelope.
 
     Args:
-        envelope: whose `client` is this site.
-        site: its name.
-        folder: of the run, at the site.
-        clips_updates: whether the site clips its change of what came down.
-        nbytes: that came for this task, if not all of the letter's.
+        envelope: an envelope addressed to this site.
+        site: the site's name.
+        folder: the run's folder at the site.
+        clips_updates: whether the site clips its updates.
+        nbytes: bytes received for this task; None means all of the envelope's tensors.
 
     Raises:
-        RefusalError: the letter asks for what no site does.
-        InvalidSiteStateError: the private state is lost or another's.
-        UserError: the message is not compressed as the letter says.
+        RefusalError: the header is not one of a task, or the message has values that are not finite.
+        InvalidSiteStateError: the private state is lost, damaged or not this site's.
+        UserError: the message is not compressed as the header says.
     """
     head = envelope.head
     check_phase(head)
     round_number, seed, run_seed = (_read_whole_number(head, word) for word in ("round", "seed", "run_seed"))
     rollback_round = _read_whole_number(head, "keep") if head["phase"] == "local" else 0
     if not (head["state"] is None or type(head["state"]) is int):
-        raise RefusalError("the letter names no private state")
+        raise RefusalError("the header names no private state")
     if head.get("secure") and head.get("advertise") is not None:
         _read_whole_number(head, "advertise")
     reply_compression, message_compression = parse_compression(head)
@@ -99,7 +112,7 @@ def parse_site_task(
     )
     if clips_updates and (wrong := first_non_finite_tensor(message)):
         raise RefusalError(
-            f"{wrong} of what came down has NaN or infinite values, with which clipping protects nothing"
+            f"{wrong} of the server's message has NaN or infinite values, with which clipping protects nothing"
         )
     state = read_private_state(folder, site, head["state"], head["algorithm"])
     task = ClientTask(head["phase"], round_number, site, message, state, seed, run_seed)
@@ -109,16 +122,20 @@ def parse_site_task(
 
 
 def check_phase(head: Mapping[str, Any]) -> None:
-    """Raises a `RefusalError` if a letter names no phase of a round."""
+    """Raises a `RefusalError` if a header names no phase of a round."""
     if (phase := head["phase"]) not in get_args(Phase):
         raise RefusalError(f"{phase!r} is no phase of a round; {did_you_mean(str(phase), get_args(Phase))}")
 
 
 def resolve_requested_metrics(names: Any, task: str) -> tuple[Metric, ...]:
-    """The metrics that a letter names, which must be built in: a site computes nothing else of its examples.
+    """Returns the metrics that a header names; a site computes only built-in ones on its examples.
+
+    Args:
+        names: the header's list of names.
+        task: "classification", "multilabel" or "regression".
 
     Raises:
-        RefusalError: they are not, or not for this kind of task.
+        RefusalError: a metric is not built in, or does not suit this kind of task.
     """
     if not (isinstance(names, list) and all(isinstance(name, str) and is_built_in_metric(name) for name in names)):
         raise RefusalError("the server asks for metrics that are not built into polyfed at this site")
@@ -131,12 +148,12 @@ def resolve_requested_metrics(names: Any, task: str) -> tuple[Metric, ...]:
 def _read_whole_number(head: Mapping[str, Any], word: str) -> int:
     number = head[word]
     if type(number) is not int or (word in _ROUND_KEYS and not 0 <= number < _MAX_ROUNDS):
-        raise RefusalError(f"the letter's {word!r} is no whole number in reach")
+        raise RefusalError(f"the header's {word!r} is no whole number within its limits")
     return number
 
 
 def _split_off_boxes(body: Message) -> tuple[Message, StateDict]:
-    """What a method sent, and the sealed shares beside it."""
+    """Splits a payload into the method's message and the encrypted shares that travel beside it."""
     from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
 
     tensors = {group: tree for group, tree in body.tensors.items() if group != BOXES_GROUP}

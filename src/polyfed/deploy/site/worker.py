@@ -1,13 +1,14 @@
-"""The site process: one for a site, with torch, its network and its data loaded, that serves message after message.
+"""Runs a site's long-lived process, which keeps torch, the network and the data in memory and answers message after message.
 
-    python -m polyfed.deploy.worker FD      started by the SuperNode (`polyfed.deploy.flower.supernode`), which holds the other end
+    python -m polyfed.deploy.worker FD      the SuperNode (`polyfed.deploy.flower.supernode`) starts it and holds the other
+                                            end of the socket FD
 
-It loads `site.py` and calls its `client()` as soon as it starts, before the first message. A run begins with an
-introduction, and gets what is on the disk then: if this process has answered before, or has waited for long, or files of
-Python beside `site.py` have changed, it asks for a new one in its place. Between the messages of a run everything stays in
-memory, a GPU's too, but the state of the run: that is read from the disk and written to it, as always.
+The process loads `site.py` and calls its `client()` as soon as it starts, before the first message. A run begins with an
+introduction, for which the files on disk count: if the process has answered before, or has waited for long, or Python files
+beside `site.py` have changed, it asks the SuperNode for a new process in its place. Between the messages of a run everything
+stays in memory, also on a GPU, except the state of the run, which is on disk.
 
-It ends when the SuperNode does, whatever it is doing then.
+The process ends with the SuperNode, even in the middle of a message.
 """
 
 import contextlib
@@ -30,17 +31,17 @@ from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope, PackedEnve
 from polyfed.deploy.site.node_config import answer_message, build_site
 from polyfed.deploy.site.site import Site
 
-_FRESH_SECONDS = 300.0  # a run's data were read at most so long before it began
+_FRESH_SECONDS = 300.0  # the largest age of a run's data when the run begins
 _LOG = logging.getLogger("polyfed.site")
 
 
 @final
 class SiteRunner:
-    """Keeps a site in memory, and answers letters.
+    """Keeps a site in memory and answers frames.
 
     Args:
         config: the node configuration.
-        clock: seconds that pass.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, config: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,19 +52,19 @@ class SiteRunner:
         self._loaded_at, self._stamps = 0.0, _file_stamps(config)
 
     def load_site(self) -> None:
-        """Loads `site.py` and its client. What fails is logged, and tried again when a message comes."""
+        """Loads `site.py` and its client; an error is logged, and the next message tries again."""
         start = self._clock()
         try:
             self._get_site()
             self._get_client()
-        except Exception:  # whatever site.py raises: the message that needs it will tell
-            _LOG.exception("site.py cannot be loaded now; it is tried again with the next message")
+        except Exception:  # site.py may raise anything; the message that needs it gets the refusal
+            _LOG.exception("site.py cannot be loaded now; the next message tries again")
         else:
             _LOG.info("site.py is loaded (%.1f s)", self._clock() - start)
         self._loaded_at = self._clock()
 
     def answer_frame(self, frame: Frame) -> Frame:
-        """The answer to a letter, or "again"."""
+        """Returns the answer to a frame with an envelope, or the frame "again", which asks for a new process."""
         if self._is_stale(frame):
             return Frame("again")
         self._has_answered = True
@@ -71,7 +72,7 @@ class SiteRunner:
         return _to_frame(answer_message(self._config, self._get_site, unpack))
 
     def _is_stale(self, frame: Frame) -> bool:
-        """Whether a run begins that must not get what this process has loaded."""
+        """Returns whether a frame begins a run for which this process's site and data are too old."""
         try:
             is_introduction = parse_head(frame.head[:SERVER_HEAD_BYTES]).get("kind") == "introduce"
         except ValueError:
@@ -87,7 +88,7 @@ class SiteRunner:
         return self._site
 
     def _get_client(self) -> Client:
-        """The client, made once."""
+        """Returns the client, built by the first call."""
         if self._client is None:
             self._client = self._build_client()
         return self._client
@@ -98,7 +99,7 @@ def _to_frame(envelope: Envelope) -> Frame:
 
 
 def _file_stamps(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Age and size of `site.py` and of the Python files beside it."""
+    """Returns modification time (ns) and size of `site.py` and of the Python files beside it."""
     stamps = {}
     for file in Path(str(config.get("site", ""))).parent.glob("*.py"):
         try:
@@ -110,7 +111,7 @@ def _file_stamps(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def serve_connection(connection: socket.socket) -> None:
-    """Serves the other end until it is closed."""
+    """Answers the frames on a connection until the other end closes it."""
     frames: queue.SimpleQueue[Frame | FrameError] = queue.SimpleQueue()
     threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
     first = frames.get()
@@ -129,12 +130,12 @@ def serve_connection(connection: socket.socket) -> None:
 
 
 def _read_frames(connection: socket.socket, frames: "queue.SimpleQueue[Frame | FrameError]") -> None:
-    """Reads frames for the main thread; ends the process when there will be no more."""
+    """Reads frames for the main thread, and ends the process when the connection closes."""
     while True:
         try:
             frames.put(receive_frame(connection))
         except (EOFError, BrokenStreamError, OSError) as error:
-            # At once, in the middle of a message too: nobody waits for its answer, and what is written is written whole.
+            # Even in the middle of a message: nobody waits for its answer, and files are written whole or not at all.
             if isinstance(error, BrokenStreamError):
                 print(f"polyfed: {error}", file=sys.stderr, flush=True)
             os._exit(0 if isinstance(error, EOFError) else 1)
@@ -143,10 +144,10 @@ def _read_frames(connection: socket.socket, frames: "queue.SimpleQueue[Frame | F
 
 
 def run_command() -> None:
-    """Serves the socket whose number is the first word of the command line."""
+    """Serves the socket whose number is the first argument of the command line."""
     os.umask(0o077)
-    os.dup2(2, 1)  # what site.py prints is for the site's log
+    os.dup2(2, 1)  # prints of site.py go to the site's log
     log_to_stderr()
-    # What is suppressed: the SuperNode has ended.
+    # The suppressed errors say that the SuperNode has ended.
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
         serve_connection(connection)

@@ -1,0 +1,181 @@
+"""Builds the server of a deployment from its configuration, checked, or from a run that goes on."""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from polyfed.algorithms import get, registry_name
+from polyfed.core.algorithm import Algorithm, Architecture
+from polyfed.core.declared_words import CONSENT
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric
+from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.trusted_code import is_trusted, load_function, trust_code
+from polyfed.core.io.validation import parse_yaml
+from polyfed.core.messages.lora import architecture_without_ranks
+from polyfed.core.nn.module_cache import cached_module
+from polyfed.deploy.server.server import Deployment, DeploymentServer
+from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
+from polyfed.simulation.settings import Settings
+from polyfed.simulation.storage.configuration import restore_settings_and_method
+from polyfed.simulation.storage.directory import RunDirectory, read_config
+
+
+def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
+    """The server of a flat configuration, as Flower gives it: fields of `Deployment` and `Settings` with hyphens (`sites`
+    separated by commas; `file` for the server's Python file), `algorithm.name` and the method's fields.
+
+    Raises:
+        UserError: a word is missing or unknown, a value does not fit, or consent is missing.
+
+    >>> server = configure_server(
+    ...     {"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "local", "algorithm.lr": 0.1})
+    >>> server.algorithm.lr, server.settings.rounds, server.deployment.sites
+    (0.1, 3, ('north', 'south'))
+    """
+    options = {str(key): value for key, value in config.items() if value != ""}
+    field_by_option = {f.name.replace("_", "-"): f.name for f in dataclasses.fields(Deployment)}
+    setting_options = (
+        "rounds", "seed", "clients-per-round", "evaluate-every", "checkpoint-every", "on-error", "min-replies",
+        "metrics", "compress", "compress-down", "secure",
+    )  # fmt: skip
+    if options.pop("keep", "last") != "last":
+        raise UserError(
+            f"keep = {config['keep']!r} is not possible between sites, which keep only their newest states; leave it out"
+        )
+    method_fields = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("algorithm.")}
+    choices = [*field_by_option, *setting_options, "algorithm.name"]
+    if unknown := [key for key in options if key not in choices and not key.startswith("algorithm.")]:
+        raise UserError(f"the configuration has no {unknown[0]!r}; {did_you_mean(unknown[0], choices)}")
+    for key in ("sites", "out"):
+        if key not in options:
+            raise UserError(f"the configuration lacks {key}")
+    values = {field_by_option[key]: value for key, value in options.items() if key in field_by_option}
+    values["sites"] = tuple(name.strip() for name in str(values["sites"]).split(",") if name.strip())
+    values["out"] = expand_user_path(str(values["out"]), "out")
+    values["file"] = None if "file" not in values else expand_user_path(str(values["file"]), "file")
+    deployment = Deployment(**values)
+    if deployment.file is not None:  # the operator's own word; what the directory of a run names is not
+        trust_code(str(deployment.file))
+    if deployment.resume:
+        return _configure_resumed_server(deployment)
+    if "name" not in method_fields:
+        raise UserError('the configuration lacks algorithm.name; for example algorithm.name = "flha_ghn"')
+    method_class = get(str(method_fields.pop("name")))
+    fields = {f.name for f in dataclasses.fields(method_class)}  # type: ignore[arg-type]
+    if unknown_fields := sorted(set(method_fields) - fields):
+        raise UserError(
+            f"algorithm.{unknown_fields[0]} is no field of the method; {did_you_mean(unknown_fields[0], fields)}"
+        )
+    algorithm = method_class(**{name: _parse_field_value(value) for name, value in method_fields.items()})
+    setting_values = {k.replace("-", "_"): options[k] for k in setting_options if k in options}
+    names = tuple(name.strip() for name in str(setting_values.get("metrics", "")).split(",") if name.strip())
+    if unknown := [name for name in names if not is_built_in_metric(name)]:
+        raise UserError(f"metrics has {unknown[0]!r}, which sites do not know; {did_you_mean(unknown[0], METRICS)}")
+    settings = Settings(**{"on_error": "skip", **setting_values, "metrics": names})
+    return _check_and_build_server(deployment, algorithm, settings, secrets.token_hex(8))
+
+
+def _parse_field_value(value: Any) -> Any:
+    """A field of a method: Flower's configuration has no lists and no null, so that text may hold them as YAML does."""
+    if isinstance(value, str) and (value[:1] in "[{" or value in ("null", "none")):
+        try:
+            return None if value == "none" else parse_yaml(value)
+        except ValueError as error:
+            raise UserError(f"{value[:60]!r} in the configuration is no list, mapping or null: {error}") from error
+    return value
+
+
+def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
+    """The server of a run that goes on, as it was configured; sites and consent must be given again, and a file may be."""
+    config = read_config(deployment.out)
+    if "deployment" not in config:
+        raise UserError(f"{deployment.out} is the directory of a simulation: polyfed resume {deployment.out}")
+    settings, algorithm = restore_settings_and_method(config, None)
+    directory = RunDirectory.open(deployment.out)
+    try:
+        manifest = directory.read_manifest()
+    finally:
+        directory.close()
+    saved_deployment = dict(config["deployment"])
+    if set(saved_deployment["sites"]) != set(deployment.sites):
+        raise UserError(
+            f"the run in {deployment.out} is of {', '.join(saved_deployment['sites'])}, not of "
+            f"{', '.join(deployment.sites)}; give the same sites"
+        )
+    file = deployment.file or (Path(saved_deployment["file"]) if saved_deployment.get("file") else None)
+    saved_limits = {name: saved_deployment[name] for name in ("join_seconds", "round_seconds", "max_megabytes")}
+    saved_limits["secure_threshold"] = saved_deployment.get("secure_threshold")
+    server = _check_and_build_server(
+        dataclasses.replace(deployment, file=file, **saved_limits),
+        algorithm,
+        settings,
+        str(manifest.get("deployment", "")),
+    )
+    return dataclasses.replace(
+        server, first_introductions=manifest.get("told", {}), preprocessing=manifest.get("prepared")
+    )
+
+
+def _check_and_build_server(
+    deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str
+) -> DeploymentServer:
+    """Consent, and what the server brings itself."""
+    needs, name = algorithm.requires, registry_name(algorithm)
+    parties = settings.cohort_size(len(deployment.sites))
+    if settings.secure:
+        check_secure_support(algorithm, parties)
+    if settings.secure and not parties // 2 < (deployment.secure_threshold or parties) <= parties:
+        raise UserError(
+            f"secure-threshold must be above half of the {parties} sites of a round, and at most {parties}, got "
+            f"{deployment.secure_threshold}"
+        )
+    if not deployment.allow_disclosure and (
+        disclosures := sorted(effective_disclosures(algorithm, settings.secure) & CONSENT)
+    ):
+        raise UserError(
+            f"{name} discloses {' and '.join(disclosures)} of the sites to the server; if they agree, allow it: "
+            "polyfed flower run DIR --allow-disclosure, and allow-disclosure=true at each site"
+        )
+    if "layer_catalogue" in needs and getattr(algorithm, "catalogue", None) is None:
+        raise UserError(
+            f"{name} needs a layer catalogue that the sites have agreed on, so that none has to list its layers: "
+            'algorithm.catalogue = "/path/catalogue.yaml"; each site adds to it with `polyfed graph MODEL --catalogue FILE`'
+        )
+    models: dict[str, Architecture] = {}
+    if "one_architecture" in needs:
+        model: Architecture = _load_server_function(deployment, "model", f"{name} needs one architecture")
+        models = {architecture_without_ranks(algorithm, cached_module(model)): model}
+    if "architectures" in needs:
+        factories: Sequence[Architecture] = _load_server_function(
+            deployment, "architectures", f"{name} needs all architectures"
+        )()
+        models = {cached_module(factory).architecture: factory for factory in factories}
+    public: Examples | None = None
+    if "public_data" in needs:
+        source = _load_server_function(deployment, "public", f"{name} needs public examples")()
+        public = as_examples(source, "public()", labelled=False)
+        if not len(public):
+            raise UserError(f"public() in {deployment.file} gives no examples, and {name} needs some")
+    return DeploymentServer(deployment, algorithm, settings, run, models, public)
+
+
+def _load_server_function(
+    deployment: Deployment, name: Literal["model", "architectures", "public"], reason: str
+) -> Any:
+    """A function of the server's Python file."""
+    file = deployment.file
+    if file is None:
+        raise UserError(
+            f'{reason}: name a Python file with a function {name}() in the configuration, file = "/path/server.py"'
+        )
+    if not is_trusted(str(file)):
+        raise UserError(
+            f"{reason}: the directory of the run names the Python file {str(file)!r}, whose code would run; if it is yours, "
+            f'name it in the configuration, file = "{file}"'
+        )
+    return load_function(file, name, f"{reason}, file")

@@ -1,0 +1,153 @@
+"""Decides which methods may run at a site, checks that its client suits one, and describes the client to the server."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from polyfed.algorithms import get
+from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.capabilities import BringsNetwork
+from polyfed.core.declared_words import CONSENT
+from polyfed.core.errors import UserError
+from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks
+from polyfed.core.nn.module_cache import cached_module, differ_only_in_frozen
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility
+from polyfed.deploy.protocol.errors import RefusalError
+from polyfed.deploy.protocol.handshake import check_public_inputs, input_spec_by_part
+from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, find_code_reference
+from polyfed.deploy.site.preprocessing import MOMENTS_NAME
+from polyfed.simulation.checks import requirements
+from polyfed.simulation.checks.client_init import check_client_init
+from polyfed.simulation.rounds.federated_preprocessing import Moments
+from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, supports_secure_sum
+
+
+def build_allowed_algorithm(
+    head: Mapping[str, Any],
+    *,
+    methods: frozenset[str] | None,
+    secure_only: bool,
+    allow_disclosure: bool,
+    protection: ReplyProtection,
+) -> Algorithm[Any, Any]:
+    """Builds the method that a header names, if the site's owner allows it.
+
+    Args:
+        head: header of an envelope from the server.
+        methods: names of the allowed methods; None allows all.
+        secure_only: whether the site takes part in secure sums only.
+        allow_disclosure: whether the server may learn weights or architecture.
+        protection: the site's clipping and noise.
+
+    Raises:
+        RefusalError: the owner does not allow the method.
+        UserError: there is no such method, or it does not have these fields.
+    """
+    fields = dict(head["algorithm"])
+    name = str(fields.pop("name"))
+    # The site's own table decides later whether `Moments` may run.
+    algorithm = Moments() if name == MOMENTS_NAME else _build_registered(name, fields, methods)
+    secure = bool(head.get("secure"))
+    if secure_only and not secure:
+        raise RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
+    if secure and not supports_secure_sum(algorithm):
+        raise RefusalError(f"{name} needs each site's message by itself, and has no secure sums")
+    if not allow_disclosure and (disclosures := sorted(effective_disclosures(algorithm, secure) & CONSENT)):
+        raise RefusalError(
+            f"{name} discloses {' and '.join(disclosures)} to the server, which this site does not allow "
+            "(allow-disclosure)"
+        )
+    if protection.noise_multiplier and (incompatibility := noise_incompatibility(algorithm, secure)):
+        raise RefusalError(f"this site adds noise, and {incompatibility}")
+    return algorithm
+
+
+def _build_registered(name: str, fields: Mapping[str, Any], methods: frozenset[str] | None) -> Algorithm[Any, Any]:
+    if methods is not None and name not in methods:
+        raise RefusalError(f"this site runs {', '.join(sorted(methods))} only, not {name}")
+    if code := find_code_reference(fields):
+        raise RefusalError(f"{name} would load {code!r} at this site, which runs no code that the server names")
+    algorithm: Algorithm[Any, Any] = get(name)(**fields)
+    return algorithm
+
+
+def call_client_factory(client_factory: Callable[[], Client], site: str) -> Client:
+    """Calls the function `client` of a `site.py`.
+
+    Raises:
+        UserError: it returns no client, or one with another id than the site.
+    """
+    client = client_factory()
+    if not isinstance(client, Client):
+        raise UserError(f"client() of site.py must return a polyfed.Client, got {type(client).__name__}")
+    if client.id != site:
+        raise UserError(f"client() of site.py returns the client {client.id!r}, but this site is {site!r}")
+    return client
+
+
+def check_client_for_run(
+    client: Client, algorithm: Algorithm[Any, Any], head: Mapping[str, Any], *, clips_updates: bool
+) -> str | None:
+    """Checks a site's client against a method and the federation that an introduction describes.
+
+    Args:
+        client: the site's client.
+        algorithm: the method.
+        head: header of the introduction.
+        clips_updates: whether the site clips its updates.
+
+    Returns:
+        The architecture of the client's network; None if the method brings the network.
+
+    Raises:
+        RefusalError: the network is not the federation's, or clipping excludes the method.
+        UserError: the client does not suit the method.
+    """
+    if isinstance(algorithm, BringsNetwork):
+        requirements.check_clients_suit_method([client], algorithm)
+        requirements.check_networks_run([client], factory=algorithm.network_for(requirements.client_data_spec(client)))
+    else:
+        requirements.check_networks_run([client])
+        requirements.check_clients_suit_method([client], algorithm)
+    check_client_init([client], algorithm)
+    if "public_data" in algorithm.requires and "public" in head:
+        check_public_inputs(head["public"], client)
+    architecture = None
+    if client.model is not None:
+        architecture = architecture_without_ranks(algorithm, cached_module(client.model))
+    if adapter_mode(algorithm) is not None and clips_updates:
+        raise RefusalError("it clips its updates, and an adapter of its own rank has nothing to be compared with")
+    # Decided by the method, not by the header: otherwise a server could ask a site of any method for its architecture.
+    if "one_architecture" in algorithm.requires:
+        if differ_only_in_frozen(architecture or "", str(head["architecture"])):
+            raise RefusalError("its network's frozen parameters are not the federation's; this method needs the same")
+        if architecture != head["architecture"]:
+            raise RefusalError("its network is not that of the federation, and this method needs one architecture")
+    return architecture
+
+
+def describe_client(
+    client: Client, algorithm: Algorithm[Any, Any], architecture: str | None, *, reveals_count: bool
+) -> dict[str, Any]:
+    """Returns the header fields that tell the server what a method needs to know of a client.
+
+    Args:
+        client: the site's client.
+        algorithm: the method.
+        architecture: of the client's network.
+        reveals_count: whether the server learns the number of training examples.
+    """
+    needs = algorithm.requires
+    fields: dict[str, Any] = {"client": client.id, "task": client.task}
+    if reveals_count:
+        fields["num_examples"] = len(client.train)
+    if "architectures" in needs:
+        fields["architecture"] = architecture
+    if "one_representation" in needs:
+        fields["width"] = requirements.representation_width(client)
+    if "one_input_spec" in needs:
+        fields["inputs"] = input_spec_by_part(client.train.x)
+    if needs & DATA_SPEC_REQUIREMENTS:
+        spec = requirements.client_data_spec(client)
+        # The number of outputs depends on the data's largest label, so it leaves the site only where it is needed.
+        fields["form"] = [list(spec.inputs), spec.outputs if "one_data_spec" in needs else 1]
+    return fields
