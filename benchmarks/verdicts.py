@@ -27,13 +27,9 @@ from scipy import stats
 import polyfed as pf
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
+from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import Evidence
-from polyfed.comparison.statistics.mrmc import (
-    CONFIDENCE_LEVEL,
-    estimate_by_client,
-    estimate_mean,
-    estimate_variance_components,
-)
+from polyfed.comparison.statistics.mrmc import estimate_by_client, estimate_mean, estimate_variance_components
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.seeds import derive_seed
 from polyfed.simulation.monitoring.progress import SilentProgress

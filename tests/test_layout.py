@@ -166,7 +166,7 @@ def test_an_import_upwards_and_a_cycle_are_found(tmp_path, monkeypatch):
             "deploy/flower/records.py",
             "deploy/flower/supernode.py",
         },
-        "ray": {"simulation/engines/ray.py"},
+        "ray": {"simulation/engines/ray.py", "simulation/engines/ray_cluster.py"},
     }.items(),
 )
 def test_few_files_know_each_framework(package, allowed):
@@ -240,10 +240,8 @@ def test_a_method_costs_at_most_seventy_lines(method):
 
 OVERLONG = {
     "src/polyfed/cli/commands/options/configuration_parser.py": 410,
-    "src/polyfed/comparison/tuning/hyperparameter_search.py": 460,
     "src/polyfed/core/training/cohort.py": 400,
     "src/polyfed/report/data/run_groups.py": 400,
-    "src/polyfed/simulation/engines/ray.py": 413,
     "tests/comparison/references/test_reference_models.py": 401,
     "tests/deploy/protocol/test_piggyback.py": 411,
     "tests/report/page/test_page.py": 402,

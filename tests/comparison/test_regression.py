@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import polyfed as pf
+from polyfed.comparison.statistics.estimate import Estimate
 from polyfed.comparison.statistics.evidence import interval_ends
-from polyfed.comparison.statistics.mrmc import Estimate
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.storage.directory import read_metrics
 

@@ -1,1 +1,1 @@
-"""Several methods on the same clients: tuning, several seeds, intervals on new examples, verdicts."""
+"""Compares several methods on the same clients: tuning, several seeds, confidence intervals, verdicts."""

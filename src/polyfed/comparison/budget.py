@@ -1,4 +1,4 @@
-"""How the results of a comparison are read: at which round each run is compared, and which score is to be reached."""
+"""Defines at which round each run is compared (the budget) and which mean score it is to reach (the target)."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ BUDGET_KINDS = ("best", "steps", "bytes", "seconds")
 @final
 @dataclass(frozen=True)
 class Budget:
-    """The round at which runs are compared.
+    """Defines the round at which each run is compared.
 
     Args:
         kind: "best", each at its best round by validation loss; "steps", after all rounds with the same local training;
@@ -37,12 +37,13 @@ class Budget:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the budget is the question, so that a method that is not done learning counts as it is."""
+        """Returns whether the budget fixes the round, so that a method counts as it is there even if its loss still
+        falls."""
         return self.kind != "best"
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """From "best", "steps", "bytes", "seconds", "bytes=5e6", "seconds=30".
+        """Parses "best", "steps", "bytes", "seconds", "bytes=5e6" or "seconds=30".
 
         >>> Budget.parse("bytes=5e6")
         Budget(kind='bytes', limit=5000000.0)
@@ -61,8 +62,11 @@ class Budget:
 @final
 @dataclass(frozen=True)
 class ResultCriteria:
-    """How results are read: the budget, and the mean score to be reached (None: what the reference reaches with the same
-    seed).
+    """Holds the budget and the target of a comparison.
+
+    Args:
+        budget: the round at which each run is compared.
+        target: the mean score to be reached; None takes what the reference method reaches with the same seed.
 
     Raises:
         UserError: a target that is no score.
@@ -76,6 +80,6 @@ class ResultCriteria:
             raise UserError(f"a target is a mean score, a number such as 0.8, got {self.target!r}")
 
     def check_target(self, unit: str) -> None:
-        """Raises a `UserError` if the target cannot be a score of this unit, such as 80 for a share."""
+        """Raises a `UserError` if the target cannot be a score in this unit: 80 where scores are shares, for instance."""
         if self.target is not None and unit == "%" and self.target > 1:
             raise UserError(f"a target is a mean score, a share such as 0.8 and not 80, got {self.target!r}")

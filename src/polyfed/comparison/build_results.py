@@ -8,6 +8,7 @@ from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.statistics.convergence import convergence_advice, judge_convergence
+from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import Evidence
 from polyfed.comparison.statistics.learning_curve import (
     CurvePoint,
@@ -16,7 +17,6 @@ from polyfed.comparison.statistics.learning_curve import (
     last_point_within_budget,
 )
 from polyfed.comparison.statistics.method_statistics import add_method_statistics, mean_if_all_defined
-from polyfed.comparison.statistics.mrmc import CONFIDENCE_LEVEL
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 from polyfed.comparison.verdicts.rival_gains import (
     add_reference_gains,

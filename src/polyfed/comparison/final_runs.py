@@ -12,6 +12,7 @@ from typing import Any
 
 from polyfed.comparison.plan import ComparisonPlan, Failure, FinishedRun, Method, RunSpec, run_jobs
 from polyfed.comparison.tuning import hyperparameter_search
+from polyfed.comparison.tuning.search_result import ChoiceKey, SearchResult
 from polyfed.simulation.settings import Keep
 
 
@@ -27,9 +28,9 @@ def run_final_methods(
     """
     search_result = None
     if plan.search_space is not None:
-        search_result = hyperparameter_search.run_search(plan, methods, alike=description["same_clients"])
+        search_result = hyperparameter_search.run_search(plan, methods, has_same_clients=description["same_clients"])
     failed = {} if search_result is None else search_result.failed_methods
-    rank_by_choice = Counter[hyperparameter_search.ChoiceKey]()  # of what is compared in the ranking of the search
+    rank_by_choice = Counter[ChoiceKey]()  # of what is compared in the ranking of the search
     final_methods, runs = dict(methods), dict[tuple[str, int], FinishedRun]()
     while True:
         if search_result is not None:
@@ -43,7 +44,7 @@ def run_final_methods(
         ]  # fmt: skip
         finished_runs, failures = run_jobs(plan, jobs, plan.callbacks) if jobs else ({}, {})
         runs |= {(job.label, job.seed): finished_run for job, finished_run in finished_runs.items()}
-        to_repeat = set[hyperparameter_search.ChoiceKey]()
+        to_repeat = set[ChoiceKey]()
         for job, failure in failures.items():
             next_choice = (
                 None
@@ -66,8 +67,8 @@ def run_final_methods(
 def _run_folder(
     plan: ComparisonPlan,
     label: str,
-    search_result: hyperparameter_search.SearchResult | None,
-    rank_by_choice: Mapping[hyperparameter_search.ChoiceKey, int],
+    search_result: SearchResult | None,
+    rank_by_choice: Mapping[ChoiceKey, int],
     seed: int,
 ) -> Path | None:
     if plan.out is None:

@@ -1,4 +1,4 @@
-"""Which methods are compared: those that are asked for, those that always are, and how they train alike."""
+"""Selects the methods of a comparison, the default ones included, and gives all of them the same local training."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,20 @@ from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
 from polyfed.simulation.storage.configuration import find_method_class
 
 DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
-"""What is compared by default, wherever the clients allow it."""
+"""Methods that every comparison includes, wherever the clients allow them."""
 
 
 def select_methods(
     methods: Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
 ) -> dict[str, Method]:
-    """The methods by label, with those that are compared by default before the others.
+    """Returns the methods of a comparison by label: the default methods that are missing from `methods`, then `methods`.
+
+    Args:
+        methods: names or methods, as a list or a mapping from labels.
+        like: a method whose local training the methods given by name take over; None takes that of a method in `methods`.
 
     Raises:
-        UserError: an unknown name, something that is no method, or two with one label.
+        UserError: an unknown name, something that is no method, or two methods with one label.
 
     >>> list(select_methods(["pfedla", "local"]))
     ['fedavg', 'fedavg_ft', 'pfedla', 'local']
@@ -62,7 +66,8 @@ def select_methods(
 
 
 def _training_template(name: str, candidates: Sequence[Any]) -> Any:
-    """The first of the methods that are there which trains as `name` does by default; else its epochs and batches alone."""
+    """Returns the first candidate that by default trains as the method `name` does. If there is none, returns a `Local`
+    with the epochs and the batch size of the first candidate; None without candidates."""
     alike = (
         m
         for m in candidates
@@ -75,8 +80,9 @@ def _training_template(name: str, candidates: Sequence[Any]) -> Any:
 
 
 def build_method_with_training_of(name: str, template: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
-    """A method that is compared by its name: with the local training of `template`, so that all train equally, and its own
-    defaults otherwise; `fields` win over both.
+    """Builds the method `name` with the local training of `template`, so that all methods train equally.
+
+    The method keeps its own defaults for all other fields. `fields` override both.
 
     A method that sets a learning rate or an optimiser of its own, where `template` has not the same default, keeps its
     optimiser with all that belongs to it: the hypernetwork of FLHA-GHN and a supernet are not trained as a client's network.
@@ -114,7 +120,8 @@ def build_method_with_training_of(name: str, template: Any = None, fields: Mappi
 
 
 def _refused_field(kind: Any, shared: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
-    """The field taken over without which the method can be made."""
+    """Returns the shared field that the method refuses: the one without which it can be built. None if there is no such
+    field."""
     for field in shared:
         try:
             kind(**{name: value for name, value in shared.items() if name != field}, **fields)
@@ -125,6 +132,7 @@ def _refused_field(kind: Any, shared: Mapping[str, Any], fields: Mapping[str, An
 
 
 def _trains_differently(kind: Any, template: Any) -> bool:
+    """Returns whether the two methods have different default learning rates or optimisers, set by one of them itself."""
     method_defaults, template_defaults, base_defaults = (
         {f.name: f.default for f in dataclasses.fields(k)} for k in (kind, template, LocalTraining)
     )
@@ -135,7 +143,13 @@ def _trains_differently(kind: Any, template: Any) -> bool:
 
 
 def check_equal_training(methods: Mapping[str, Method]) -> None:
-    """Methods that train more than others would be compared by how much they train, whatever the budget."""
+    """Checks that all methods train equally in each round: same epochs or steps, same batch size.
+
+    A method that trains more would win by its amount of training, whatever the budget.
+
+    Raises:
+        UserError: two methods differ.
+    """
     trained = {
         label: (None if method.local_steps else method.local_epochs, method.local_steps, method.batch_size)
         for label, method in methods.items()

@@ -1,7 +1,8 @@
-"""Several runs at once, each in a forked process of its own.
+"""Runs several training runs in parallel, each in a forked process of its own.
 
-What a process finds comes back as JSON over a pipe; the rest of a run is in its directory. A process that is reported
-to stop saves its run first, and one whose parent is gone leaves at once, so that the run can be resumed elsewhere.
+A process sends its result to the parent as JSON over a pipe; the run's files are in its directory. A process that is
+asked to stop saves its run first. A process whose parent has died exits at once, so that the run can be resumed
+elsewhere.
 """
 
 import json
@@ -35,13 +36,18 @@ class _RunningTask(NamedTuple):
 
 
 def supports_forked_runs(settings: Settings) -> bool:
-    """Whether runs of these settings can have a process each."""
+    """Returns whether runs with these settings can have a forked process each."""
     return settings.engine != "ray" and can_fork(client_device(settings))
 
 
 def default_parallel_runs(settings: Settings, clients: int) -> int:
-    """Runs at once of so many clients each: one per core, if the settings leave that open. Few clients cannot keep all cores
-    busy to the end of each round; runs can.
+    """Returns how many runs to train in parallel: one per core if the settings leave engine and workers open, else 1.
+
+    With few clients a round the cores idle while they wait for its last client; parallel runs fill them.
+
+    Args:
+        settings: of the runs.
+        clients: number of clients of each run.
 
     >>> default_parallel_runs(Settings(rounds=1, workers=2), 10)
     1
@@ -52,15 +58,17 @@ def default_parallel_runs(settings: Settings, clients: int) -> int:
 
 
 def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int) -> Iterator[tuple[Key, Any]]:
-    """The results of `tasks`, each as it is finished; up to `processes` run at once, and one task is taken from
-    the iterator ahead. A run that cannot be completed has its error for a result, and the others go on.
+    """Runs the tasks in up to `processes` processes and yields (key, result) as each task finishes.
+
+    One task is taken from the iterator ahead. A run that fails yields its `ClientError` or `RoundError` as the result,
+    and the others go on.
 
     Args:
-        tasks: what names a task, and what it does; its result must be plain data.
-        processes: 1 runs all in this process.
+        tasks: pairs of a key and a function; what the function returns must be plain data (JSON).
+        processes: how many run at once; 1 runs all tasks in this process.
 
     Raises:
-        UserError: as the first task raises it; the others are stopped.
+        UserError: the first one that a task raises; the other tasks are stopped.
         ChildProcessError: a process died.
 
     >>> sorted(run_in_processes(iter([("a", lambda: 1), ("b", lambda: 2)]), processes=2))

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 
 from polyfed.comparison.statistics import jackknife as influence
+from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.jackknife import NUM_GROUPS, jackknife_pseudo_values
 from polyfed.comparison.statistics.learning_curve import (
     CurvePoint,
@@ -15,16 +16,13 @@ from polyfed.comparison.statistics.learning_curve import (
     last_point_within_budget,
 )
 from polyfed.comparison.statistics.mrmc import (
-    ALPHA,
-    CONFIDENCE_LEVEL,
-    ResplitDifferences,
     estimate_by_client,
-    estimate_from_resplits,
     estimate_mean,
     estimate_variance_components,
     gain_interval,
     score_interval,
 )
+from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_from_resplits
 from polyfed.core.evaluation.metrics import METRICS, Metric, resolve_metrics
 
 ACCURACY, AUC, R2 = METRICS["accuracy"], METRICS["auc"], METRICS["r2"]

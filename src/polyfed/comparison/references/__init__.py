@@ -1,1 +1,1 @@
-"""Models that a client or one server could fit without federated learning, for reference."""
+"""Trains the reference models of a comparison: what each client has alone, and one model on all data pooled."""

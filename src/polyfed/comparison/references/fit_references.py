@@ -1,7 +1,7 @@
-"""What stands beside the methods of a comparison: models that each site has alone, and all data pooled.
+"""Fits the reference models of a comparison: simple models for each client alone, and a network on all data pooled.
 
-Simple models are fitted again for each dealing of the data, on the examples that a site's network may use, so that a method
-is compared with them as with training alone: on the same test examples, example by example.
+Simple models are fitted again for each split of the data, on the examples that the client's network may use. A method
+is therefore compared with them as with training alone: on the same test examples, paired example by example.
 """
 
 import base64
@@ -29,10 +29,13 @@ Scores = dict[str, float | None]
 @final
 @dataclass(frozen=True, eq=False)
 class FittedReferences:
-    """Attributes:
-    references: the `references` of `comparison.json`, before statistics.
-    outputs: name -> seed -> client -> outputs on the client's test examples, of what each site has alone.
-    left_out: sentences on what is not among them.
+    """Holds the fitted reference models.
+
+    Attributes:
+        references: the entry `references` of `comparison.json`, before statistics.
+        outputs: name -> seed -> client id -> outputs on the client's test examples, for the models that a client has
+            alone.
+        left_out: sentences about models that were not fitted.
     """
 
     references: Mapping[str, Any] = field(default_factory=dict)
@@ -41,12 +44,12 @@ class FittedReferences:
 
 
 def fit_references(plan: ComparisonPlan, methods: Mapping[str, Method], data: Mapping[str, str]) -> FittedReferences:
-    """Fits what a site has alone, and trains on all data pooled.
+    """Fits the models that each client has alone, and trains networks on all data pooled.
 
     Args:
-        plan: of the comparison.
-        methods: as they are compared; the pooled networks are trained as `Local` among them is.
-        data: a fingerprint of the clients by seed, as text. Seeds with the same data share one fit.
+        plan: the plan of the comparison.
+        methods: the compared methods; the pooled networks are trained as `Local` among them is.
+        data: seed, as text -> fingerprint of the clients. Seeds with the same data share one fit.
     """
     metric, first = plan.metrics[0], plan.seeds[0]
     seed_of = {data[str(seed)]: seed for seed in reversed(plan.seeds)}  # the first seed with these data
@@ -95,7 +98,8 @@ def fit_references(plan: ComparisonPlan, methods: Mapping[str, Method], data: Ma
 
 
 def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """By seed: the packed outputs of each simple model, sentences about them, and what was left out."""
+    """Fits the simple models for each seed; returns their packed outputs, the sentences about them, and what was left
+    out."""
     clients = len(plan.client_set(seeds[0]).clients)
     processes = default_parallel_runs(plan.settings, clients) if plan.parallel_runs == "auto" else plan.parallel_runs
     fit_by_seed: dict[int, dict[str, Any]] = {}
@@ -113,6 +117,7 @@ def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict
 
 
 def _fit_one_seed(clients: Sequence[Client], seed: int) -> dict[str, Any]:
+    """Fits the simple models of all clients; returns plain data, which passes between processes as JSON."""
     models, left_out = fit_client_references_with_notes(clients, seed=seed)
     packed = {
         model.name: base64.b64encode(serialize_state({c.encode().hex(): o for c, o in model.outputs.items()})).decode()
@@ -133,7 +138,7 @@ def _score_or_none(metric: Metric, outputs: Tensor, targets: Tensor) -> float | 
 
 
 def _mean_scores(runs: Mapping[str, Scores]) -> dict[str, Any]:
-    """Of each client, over the seeds; and over the clients of each seed that have a score."""
+    """Returns each client's mean score over the seeds, and the mean of the seeds' means over clients that have a score."""
     by_client: dict[str, list[float | None]] = {}
     for scores in runs.values():
         for client, score in scores.items():

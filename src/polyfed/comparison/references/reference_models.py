@@ -1,6 +1,6 @@
-"""Scores that show whether a network is worth anything: a constant, simple models, and all data in one place.
+"""Trains reference models that show whether a network is worth its cost: a constant, simple models, and all data pooled.
 
-For simulations: here all clients' examples are at hand.
+For simulations only: they need all clients' examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +30,13 @@ from polyfed.simulation.monitoring.progress import SilentProgress
 @final
 @dataclass(frozen=True, eq=False)
 class ReferenceModel:
-    """What a model next to the methods says of each client's test examples.
+    """Holds the outputs of a reference model on each client's test examples.
 
     Args:
         name: "majority", "mean", "logistic_regression", "gradient_boosting", "ridge" or "pooled".
-        sentence: what it is, in a plain sentence.
-        outputs: client id -> outputs on its test examples in their order, float32, shape (n, outputs), as networks give
-            them: logits for classes and labels, values for regression.
+        sentence: a description for users.
+        outputs: client id -> outputs on its test examples in their order, float32, shape (n, outputs), in the form of a
+            network's: logits for classes and labels, values for regression.
 
     Raises:
         UserError: outputs of another form, or not finite.
@@ -56,7 +56,8 @@ class ReferenceModel:
 
 
 def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[ReferenceModel]:
-    """What a site has without a network: a constant, and simple models where every client's inputs are rows of numbers.
+    """Fits what each client can have without a network: a constant and, where all inputs are rows of numbers, simple
+    models.
 
     Each client has its own, as if it were alone. The constant is the share of each class or label, or the mean, of its
     training examples. Simple models are fitted on its training and validation examples (module `simple_models`): logistic
@@ -83,7 +84,7 @@ def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[R
 def fit_client_references_with_notes(
     clients: Sequence[Client], *, seed: int = 0
 ) -> tuple[list[ReferenceModel], tuple[str, ...]]:
-    """`fit_client_references`, and sentences on what was not fitted."""
+    """Returns the models of `fit_client_references`, and sentences about those that were not fitted."""
     requirements.check_clients(clients)
     if any(c.loss is not None for c in clients):
         return [], (
@@ -103,22 +104,22 @@ def fit_client_references_with_notes(
 def train_pooled_reference(
     clients: Sequence[Client], method: LocalTraining, *, rounds: int, seed: int, device: str = "auto"
 ) -> ReferenceModel | None:
-    """All training examples in one place, which nobody could have: the score that a method can hope for. (No bound in the
-    strict sense: clients that differ much may do better with networks of their own.)
+    """Trains networks on the pooled training examples of all clients, which no participant could do.
 
-    Each architecture is trained on the examples of all clients together, from the weights with which the clients' networks
-    begin too, and each client's test examples go through its architecture's network as it is after the last round. This
-    takes as long as `Local` does once for each architecture.
+    Their score is what a method can hope for. It is no strict upper bound: clients that differ much may do better with
+    networks of their own. Each architecture is trained on the examples of all clients together, from the clients'
+    initial weights, and scored on each client's test examples after the last round. This takes as long as `Local`
+    does, once for each architecture.
 
     Args:
         clients: of one task.
-        method: whose local training is taken over. Where `local_steps` is given, there are as many times more steps as
-            there are clients, so that each example is seen as often as by `Local`.
+        method: its local training is taken over. `local_steps`, if set, is multiplied by the number of clients, so that
+            each example is seen as often as by `Local`.
         rounds, seed, device: as for `federate`.
 
     Returns:
-        None where there is no such thing: a client without a network, inputs of different form, several forms of labels,
-        or a network without an output for a class that another client has.
+        None where it is not defined: a client without a network, inputs of different form, several forms of labels, or a
+            network without an output for a class that another client has.
 
     Raises:
         UserError: no clients, an id twice, several tasks, or a network that does not suit its data.
@@ -160,7 +161,7 @@ def train_pooled_reference(
 
 
 def _pool_training_examples(clients: Sequence[Client]) -> Examples | None:
-    """All training examples as one set; None where they have not one form."""
+    """Concatenates all training examples into one set; returns None if their forms differ."""
     sets = [client.train for client in clients]
     first = sets[0]
     if any(s.device != first.device or s.augment != first.augment for s in sets[1:]):
@@ -179,6 +180,8 @@ def _pool_training_examples(clients: Sequence[Client]) -> Examples | None:
 
 
 def _constant_reference(clients: Sequence[Client], outputs: Mapping[str, int]) -> ReferenceModel:
+    """Builds the model that always outputs the shares of the classes or labels, or the mean, of the client's training
+    examples."""
     task = clients[0].task
     rows = {}
     for client in clients:
@@ -196,7 +199,7 @@ def _constant_reference(clients: Sequence[Client], outputs: Mapping[str, int]) -
 
 
 def _log_class_shares(labels: NDArray[Any], classes: int) -> Floats:
-    """One example more, spread over all classes, keeps the logarithm finite."""
+    """Returns the logarithm of each class's share; one pseudo-example, spread over all classes, keeps it finite."""
     counts = np.bincount(labels, minlength=classes) + 1 / classes
     return np.asarray(np.log(counts / counts.sum()))
 

@@ -1,7 +1,8 @@
-"""Models that a site fits by itself in moments: logistic or ridge regression, and gradient-boosted trees, of scikit-learn.
+"""Fits scikit-learn's simple models for each client alone: logistic or ridge regression, and gradient-boosted trees.
 
-They take what the site's network may take too, its training and validation examples, and choose their penalty by
-cross-validation on these. None may take minutes: what is left out or bounded for that is told.
+They use the examples that the client's network may use, for training and validation, and choose their penalty by
+cross-validation on these. None may take minutes; models that would are left out or fitted to fewer examples, and the
+results say so.
 """
 
 import warnings
@@ -38,12 +39,12 @@ _NUMBERS = 20_000_000  # examples x features x outputs of a client, at most, tha
 @final
 @dataclass(frozen=True)
 class FittedSimpleModels:
-    """Simple models of all clients.
+    """Holds the simple models of all clients.
 
     Attributes:
-        models: name -> the sentence about it, and by client its outputs on the test examples, shape (n, outputs), as
-            networks give them.
-        left_out: sentences on what was not fitted.
+        models: name -> (description, client id -> outputs on its test examples, shape (n, outputs), in the form of a
+            network's).
+        left_out: sentences about models that were not fitted.
     """
 
     models: Mapping[str, tuple[str, Mapping[str, Floats]]]
@@ -51,12 +52,12 @@ class FittedSimpleModels:
 
 
 def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: int) -> FittedSimpleModels:
-    """Of each client, as if it were alone.
+    """Fits the simple models of each client on its own examples.
 
     Args:
         clients: of one task.
-        outputs: of each client, how many its networks have.
-        seed: of cross-validation, trees, and which examples are taken of too many.
+        outputs: client id -> number of outputs of its networks.
+        seed: of cross-validation, trees, and the draw of examples where there are too many.
     """
     task = clients[0].task
     lines, trees = _NAMES[task]
@@ -106,8 +107,14 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
 @final
 @dataclass(frozen=True, eq=False)
 class _ClientInputs:
-    """A client's inputs, standardised by the examples for fitting: `fit` with the targets `y`, and `test`; `groups` of the
-    examples for fitting, whose rows stay together in cross-validation."""
+    """Holds a client's examples for simple models, with inputs standardised by the examples for fitting.
+
+    Attributes:
+        fit: inputs for fitting, shape (n, features).
+        y: targets of these.
+        test: inputs of the test examples.
+        groups: group of each example for fitting; rows of a group stay together in cross-validation. None without groups.
+    """
 
     fit: Floats
     y: NDArray[Any]
@@ -116,6 +123,7 @@ class _ClientInputs:
 
     @classmethod
     def from_client(cls, client: Client) -> "_ClientInputs | None":
+        """Reads a client's training, validation and test examples; None if its inputs are not rows of finite numbers."""
         sets = [client.train, client.test] if client.val is None else [client.train, client.val, client.test]
         for part in sets:
             x = part.batch(torch.zeros(1, dtype=torch.int64, device=part.device))[0]
@@ -136,7 +144,7 @@ class _ClientInputs:
         return cls((fit - mean) / spread, np.concatenate(targets[:-1]), (test - mean) / spread, groups)
 
     def subsample(self, number: int, seed: int) -> "_ClientInputs":
-        """The same with so many examples for fitting, drawn at random."""
+        """Returns these inputs with at most `number` examples for fitting, drawn at random."""
         if len(self.fit) <= number:
             return self
         rows = np.random.default_rng(seed).permutation(len(self.fit))[:number]
@@ -147,7 +155,10 @@ class _ClientInputs:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """One thread, as everywhere in a federation; and a fit that is stopped early is good enough for a yardstick."""
+    """Runs scikit-learn in one thread and without convergence warnings.
+
+    One thread as everywhere in a federation; a fit that stops early is good enough for a reference.
+    """
     from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn needs it
 
@@ -160,6 +171,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _fit_logistic(table: _ClientInputs, outputs: int, seed: int) -> Floats:
+    """Fits a multinomial logistic regression; returns its log-probabilities for the test examples, shape (n, outputs)."""
     strength = _strength(table, table.y, seed)
     return _spread_to_all_classes(
         _log_probabilities(_logistic_regression(table.fit, table.y, strength), table.test), np.unique(table.y), outputs
@@ -167,7 +179,7 @@ def _fit_logistic(table: _ClientInputs, outputs: int, seed: int) -> Floats:
 
 
 def _logistic_regression(x: Floats, y: NDArray[Any], strength: float) -> Any:
-    """Logistic regression; None where there is one class."""
+    """Fits a logistic regression with C = `strength`; returns None if there is only one class."""
     from sklearn.linear_model import LogisticRegression
 
     if len(np.unique(y)) < 2:
@@ -176,7 +188,7 @@ def _logistic_regression(x: Floats, y: NDArray[Any], strength: float) -> Any:
 
 
 def _strength(table: _ClientInputs, y: NDArray[Any], seed: int) -> float:
-    """The C of the least log loss in cross-validation; 1 with few examples, or of one class."""
+    """Chooses C by the lowest log loss in cross-validation; 1 with few examples or a single class."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
@@ -214,8 +226,11 @@ def _strength(table: _ClientInputs, y: NDArray[Any], seed: int) -> float:
 
 
 def _fit_logistic_by_label(table: _ClientInputs, outputs: int, seed: int) -> Floats:
-    """A logistic regression a label; the share of a label that is always or never there. Of many labels, C is chosen for
-    that which divides the examples most evenly."""
+    """Fits one logistic regression for each label; returns logits for the test examples, shape (n, labels).
+
+    A label that is always or never present gets the logit of its share. With many labels, one C is chosen for all, on
+    the label that splits the examples most evenly.
+    """
     present = (table.y > 0).astype(np.int64)
     common = None
     if outputs > _PENALTIES_CHOSEN:
@@ -231,6 +246,7 @@ def _fit_logistic_by_label(table: _ClientInputs, outputs: int, seed: int) -> Flo
 
 
 def _fit_ridge(table: _ClientInputs, outputs: int, seed: int) -> Floats:
+    """Fits a ridge regression; returns its predictions for the test examples, shape (n, outputs)."""
     from sklearn.linear_model import RidgeCV
     from sklearn.model_selection import GroupKFold
 
@@ -248,6 +264,7 @@ def _fit_ridge(table: _ClientInputs, outputs: int, seed: int) -> Floats:
 
 
 def _fit_trees(table: _ClientInputs, outputs: int, seed: int) -> Floats:
+    """Fits gradient-boosted trees; returns their log-probabilities for the test examples, shape (n, outputs)."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     classes = np.unique(table.y)
@@ -258,8 +275,11 @@ def _fit_trees(table: _ClientInputs, outputs: int, seed: int) -> Floats:
 
 
 def _tree_options(table: _ClientInputs, seed: int) -> dict[str, Any]:
-    """Small trees, and few of them for few examples, on which more would only be surer of themselves. Leaves of a tenth of
-    few examples: scikit-learn's 20 would leave 30 examples without any split."""
+    """Returns the options of small gradient-boosted trees.
+
+    Few examples get fewer trees, since more would only make them overconfident, and smaller leaves, a tenth of the
+    examples: scikit-learn's 20 would leave 30 examples without any split.
+    """
     number = len(table.fit)
     return {
         "max_iter": 50 if number < _FEW else 100, "max_leaf_nodes": 8, "min_samples_leaf": max(1, min(20, number // 10)),
@@ -268,6 +288,7 @@ def _tree_options(table: _ClientInputs, seed: int) -> dict[str, Any]:
 
 
 def _fit_trees_by_label(table: _ClientInputs, outputs: int, seed: int) -> Floats:
+    """Fits gradient-boosted trees for each label; returns logits for the test examples, shape (n, labels)."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     present = (table.y > 0).astype(np.int64)
@@ -280,6 +301,7 @@ def _fit_trees_by_label(table: _ClientInputs, outputs: int, seed: int) -> Floats
 
 
 def _fit_regression_trees(table: _ClientInputs, outputs: int, seed: int) -> Floats:
+    """Fits gradient-boosted trees for each target; returns predictions for the test examples, shape (n, outputs)."""
     from sklearn.ensemble import HistGradientBoostingRegressor
 
     y = table.y.astype(np.float64).reshape(len(table.y), outputs)
@@ -295,7 +317,8 @@ def _fit_regression_trees(table: _ClientInputs, outputs: int, seed: int) -> Floa
 
 
 def _log_probabilities(model: Any, x: Floats) -> Floats:
-    """Shape (n, classes that the model knows); from its scores, since logarithms of its probabilities may not be finite."""
+    """Returns log-probabilities of the model's classes, shape (n, classes); from its scores, since log(probability) may
+    be infinite."""
     if model is None:
         return np.zeros((len(x), 1))
     scores = np.asarray(model.decision_function(x), dtype=np.float64)
@@ -305,14 +328,15 @@ def _log_probabilities(model: Any, x: Floats) -> Floats:
 
 
 def _spread_to_all_classes(log_probabilities: Floats, classes: NDArray[Any], outputs: int) -> Floats:
-    """The columns of a client's classes among those of all clients."""
+    """Places the columns of a client's own classes among those of all clients; other classes get a very small
+    probability."""
     table = np.full((len(log_probabilities), outputs), _NEVER_SEEN)
     table[:, classes] = log_probabilities
     return table
 
 
 def label_share_logits(labels: NDArray[Any]) -> Floats:
-    """The logit of each label's share; half an example more of either value keeps it finite."""
+    """Returns the logit of each label's share; half a pseudo-example of either value keeps it finite."""
     positive = (labels > 0).sum(axis=0) + 0.5
     return np.asarray(np.log(positive) - np.log(len(labels) + 1 - positive))
 

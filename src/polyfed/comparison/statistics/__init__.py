@@ -1,1 +1,1 @@
-"""Intervals and tests over seeds and test examples."""
+"""Statistics of a comparison: confidence intervals and tests over seeds and test examples."""

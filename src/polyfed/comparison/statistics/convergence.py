@@ -1,4 +1,4 @@
-"""Whether a run was long enough: did the loss still fall when it ended?"""
+"""Judges whether a run was long enough: whether its loss had stopped falling when it ended."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from polyfed.comparison.tuning.grid import is_number, next_value_beyond_edge
 
 MIN_EVALUATED_ROUNDS = 6
-"""Evaluated rounds below which nothing is said."""
+"""Evaluated rounds below which convergence is not judged."""
 _WINDOW = 4  # evaluated rounds that the end of a curve has at least
 _LEVEL = 0.05  # of the one-sided test
 _SHARE = 0.05  # of the whole fall, below which a fall at the end does not matter
@@ -22,9 +22,11 @@ _ROUNDING = 1e-9  # of the loss, below which it has not moved
 @final
 @dataclass(frozen=True)
 class ConvergenceResult:
-    """How a loss went.
+    """Holds the judgement whether a loss had stopped falling.
 
-    Attributes: `converged`, None where it cannot be judged; `sentence`, a sentence for people.
+    Attributes:
+        converged: None where it cannot be judged.
+        sentence: the same for users.
     """
 
     converged: bool | None
@@ -34,21 +36,24 @@ class ConvergenceResult:
 def judge_convergence(
     curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation loss", advice: str = "give more rounds"
 ) -> ConvergenceResult:
-    """Whether a loss had stopped falling at the end of the runs.
+    """Judges whether the loss had stopped falling at the end of the runs.
 
-    It still fell if a straight line through the last third of the evaluated rounds (at least four) falls, by Student's t
-    at 5 % one-sided, falls by more than 5 % of the way from the first to the lowest value, and ends below what the loss
-    had been before: a loss that falls back after a rise, to where it was, is not on its way to a better one. (Before is the
-    lowest mean of three neighbours; a loss that only ever rose until then has not been low.) All is of the mean over the
-    runs, at the rounds for which each run has a finite value.
+    The loss is the mean over the runs, at the rounds at which every run has a finite value. It still fell if all of
+    these hold:
+
+    - A least-squares line through the last third of the evaluated rounds (at least four) has a negative slope, by Student's
+      t-test at the one-sided 5 % level.
+    - That line falls by more than 5 % of the way from the first to the lowest value.
+    - It ends below the lowest mean of three neighbouring rounds before. A loss that falls back after a rise is not on its
+      way to a better value. (A loss that only rose until then passes this test.)
 
     Args:
-        curves: one a run, of (round, loss); values that are not finite are skipped.
-        kind: what the loss is called.
-        advice: what helps where it still fell.
+        curves: (round, loss) pairs of each run; values that are not finite are skipped.
+        kind: the name of the loss in the sentence.
+        advice: what the sentence suggests if the loss still fell.
 
     Returns:
-        `converged` is None with fewer than `MIN_EVALUATED_ROUNDS` such rounds.
+        The judgement; `converged` is None with fewer than `MIN_EVALUATED_ROUNDS` common rounds.
 
     >>> judge_convergence([[(t, 0.9**t) for t in range(1, 21)]], "loss").sentence
     'the loss still fell at round 20: by 14 % of its whole fall over the last 7 evaluated rounds; give more rounds'
@@ -78,11 +83,13 @@ def judge_convergence(
 
 
 def convergence_advice(tuning: Mapping[str, Any] | None) -> str:
-    """What helps a method whose loss still fell at the end. More rounds do where a larger learning rate was tried and did
-    worse; where none was, the rate may be too small, and the search comes first.
+    """Returns what to do for a method whose loss still fell at the end.
+
+    More rounds help if the search tried a larger learning rate and it did worse. Otherwise the learning rate may be
+    too small, and the advice is to search it first.
 
     Args:
-        tuning: what a search found for the method, as `comparison.json` has it; None where it was not searched.
+        tuning: the search result of the method, as in `comparison.json`; None if the method was not searched.
 
     >>> convergence_advice(None)
     'its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help'
@@ -106,7 +113,7 @@ def convergence_advice(tuning: Mapping[str, Any] | None) -> str:
 
 
 def _lowest_smoothed(before: NDArray[np.float64]) -> float:
-    """How low a loss has been, but for noise; infinity if it only rose."""
+    """Returns the lowest moving average of `before` over three rounds; infinity if the first value is the lowest."""
     if int(before.argmin()) == 0:
         return math.inf
     near = min(_NEAR, len(before))
@@ -114,6 +121,7 @@ def _lowest_smoothed(before: NDArray[np.float64]) -> float:
 
 
 def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns the rounds at which every run has a finite loss, and the mean loss over the runs at each."""
     finite = [{number: value for number, value in curve if math.isfinite(value)} for curve in curves]
     common = sorted(set.intersection(*map(set, finite))) if finite else []
     values = [np.mean([values[number] for values in finite]) for number in common]
@@ -121,8 +129,8 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[
 
 
 def _fit_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
-    """By how much the least-squares line falls from the first to the last x, where it ends, and the one-sided p of its
-    slope."""
+    """Fits a least-squares line. Returns its fall from the first to the last x, its value at the last x, and the
+    one-sided p-value of a negative slope."""
     from scipy import stats  # imported late: it takes half a second, which other commands should not pay
 
     centred = x - x.mean()

@@ -1,4 +1,5 @@
-"""What predictions on test examples support: each method's score and gains with intervals, for the mean and by site."""
+"""Computes estimates and confidence intervals of scores and gains from predictions on test examples, for the mean over
+clients and for each client."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,18 +9,17 @@ from typing import final
 
 from torch import Tensor
 
+from polyfed.comparison.statistics.estimate import Estimate
 from polyfed.comparison.statistics.mrmc import (
-    Estimate,
-    ResplitDifferences,
     SeedScores,
     VarianceComponents,
     combine_gains_over_rivals,
     difference_components,
     estimate_by_client,
-    estimate_from_resplits,
     estimate_mean,
     score_seeds,
 )
+from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_from_resplits
 from polyfed.core.evaluation.metrics import Metric, is_built_in_metric
 
 ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # by method, seed and client
@@ -28,9 +28,16 @@ ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # by me
 @final
 @dataclass(frozen=True)
 class MethodEvidence:
-    """What is known of one method: `mean`, of its score over clients; `gain` over the reference; `against_best`, its gain
-    over the best method; `clients`, the gain of each over the reference. The intervals of gains hold for all methods
-    together. None where there is nothing to compare with, or a variance is not defined."""
+    """Holds the estimates of one method's score and gains. The intervals of gains hold for all methods simultaneously.
+
+    Attributes:
+        mean: the mean score over clients.
+        gain: the mean gain over the reference method.
+        against_best: the mean gain over the best method.
+        clients: client id -> gain over the reference method.
+
+    Each is None where there is no method to compare with, or a variance is not defined.
+    """
 
     mean: Estimate | None
     gain: Estimate | None = None
@@ -41,10 +48,12 @@ class MethodEvidence:
 @final
 @dataclass(frozen=True)
 class GainOverRivals:
-    """The gain of a method over the best of several rivals.
+    """Holds the estimated gain of a method over the best of several rivals.
 
-    Attributes: `estimate`, of that gain; `best_rival`, the best of them by what was seen; `gain_by_rival`, over each,
-    as if it were the only one.
+    Attributes:
+        estimate: the gain over the best rival, whichever it is.
+        best_rival: the rival with the best observed score.
+        gain_by_rival: the gain over each rival, with an interval as if it were the only rival.
     """
 
     estimate: Estimate
@@ -55,17 +64,17 @@ class GainOverRivals:
 @final
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """The compared rounds of all runs of a comparison.
+    """Estimates scores and gains from the runs of a comparison, each at its compared round.
 
     Attributes:
-        metric: which decides.
-        seeds: of each method.
-        scores: by method, seed and client.
-        outputs: of a method, seed and client on its test examples; None where they were not kept.
-        targets: of the test examples of a client, the same in each seed if `has_same_data`.
-        has_same_data: whether clients have the same data in each seed. Otherwise the seeds' scores alone are used.
-        has_same_clients: whether a client's name is the same participant in each seed.
-        sizes: by seed and client, the number of training and of test examples.
+        metric: the metric that decides.
+        seeds: the seeds that every method was run with.
+        scores: method -> seed -> client -> score.
+        outputs: returns the outputs of a method, seed and client on its test examples; None if they were not kept.
+        targets: returns the targets of a client's test examples, the same for every seed if `has_same_data`.
+        has_same_data: whether clients have the same data with every seed. If not, only the seeds' scores are used.
+        has_same_clients: whether a client id names the same participant with every seed.
+        sizes: seed -> client -> number of training and of test examples.
     """
 
     metric: Metric
@@ -81,12 +90,12 @@ class Evidence:
     def evaluate_methods(
         self, labels: Sequence[str], reference: str | None, best: str | None
     ) -> dict[str, MethodEvidence]:
-        """Of each method.
+        """Estimates the score and the gains of each method.
 
         Args:
             labels: all methods with scores.
-            reference: the method that gains are over; None for none.
-            best: the method that the same scores show to be the best, so that all pairs count as tests.
+            reference: the method that gains are measured against; None for none.
+            best: the method that the same scores show to be the best; all pairs of methods therefore count as tests.
         """
         num_others = max(1, len([label for label in labels if label != reference]))
         num_pairs = max(1, len(labels) * (len(labels) - 1) // 2)
@@ -105,13 +114,16 @@ class Evidence:
     def gain_over_best_rival(
         self, label: str, rivals: Sequence[str], num_methods: int
     ) -> tuple[GainOverRivals | None, dict[str, GainOverRivals | None]]:
-        """What a method gains over the best that there is without it: for the mean over clients, where the best is one for
-        all of them, and for each client, where it is its own.
+        """Estimates the gain of a method over its best rival: for the mean over clients, and for each client over its own
+        best rival.
 
         Args:
-            label: of the method.
-            rivals: what there is without it. One that has no score at a client is no rival there.
-            num_methods: how many methods there are intervals for at the same time.
+            label: the method.
+            rivals: the alternatives. One that has no score at a client is no rival there.
+            num_methods: how many methods have simultaneous intervals.
+
+        Returns:
+            The gain for the mean over clients, and that of each client; None where it is not defined.
         """
         levels = (
             num_methods,
@@ -132,7 +144,7 @@ class Evidence:
         return _gain_over_rivals(mean), {client: _gain_over_rivals(of) for client, of in clients.items()}
 
     def clients_with_scores(self, label: str, rival: str | None) -> list[str]:
-        """Clients with a score by each seed of the method, and of the other one."""
+        """Lists the clients for which the method, and `rival` if given, has a score with every seed."""
         tables = [self.scores[name][seed] for name in (label, rival) if name is not None for seed in self.seeds]
         return [c for c in sorted(tables[0]) if all(table.get(c) is not None for table in tables)]
 
@@ -193,7 +205,7 @@ class Evidence:
         return None if ours is None or (rival is not None and theirs is None) else difference_components(ours, theirs)
 
     def _seed_scores(self, label: str, client: str) -> SeedScores | None:
-        """Of a method at a client; it is compared with several others."""
+        """Returns the scores of a method at a client for all seeds, cached: each method is compared with several others."""
         if (label, client) not in self._seed_scores_cache:
             outputs = [self.outputs(label, seed, client) for seed in self.seeds]
             kept_outputs = [seed_outputs for seed_outputs in outputs if seed_outputs is not None]
@@ -205,7 +217,7 @@ class Evidence:
 
 
 def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None]]) -> GainOverRivals | None:
-    """None where the variance of one is not defined: that rival may be the best."""
+    """Combines the gains over several rivals; None if one of them has no estimate, since that rival may be the best."""
     defined = {
         name: (single, joint) for name, (single, joint) in gains.items() if single is not None and joint is not None
     }
@@ -220,7 +232,8 @@ def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None
 
 
 def interval_ends(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:
-    """The ends of an interval, without what no share or error can be; None without one."""
+    """Returns the ends of an interval, clipped to the values that the metric can take; None if there is no finite
+    interval."""
     if estimate is None or not math.isfinite(estimate.low):
         return None
     if metric.unit == "%" or metric.name == "auc":

@@ -1,4 +1,4 @@
-"""What each test example contributes to a score: jackknife pseudo-values, for any metric.
+"""Computes jackknife pseudo-values for any metric: what each test example contributes to a score.
 
 The pseudo-value of example j is n·A − (n − 1)·A₍₋ⱼ₎, A being the score of all n examples and A₍₋ⱼ₎ that without example j
 (Quenouille 1956, Tukey 1958). Their mean is A up to a bias of order 1/n, and their variance says how far A varies with
@@ -17,19 +17,21 @@ from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.evaluation.score_functions import binary_problems
 
 NUM_GROUPS = 50
-"""Scores without a closed form are computed again without each example, or, of more examples than these, without each of
-so many groups."""
+"""Most groups of examples that are left out in turn, for metrics without a closed form: one example each up to this
+number."""
 _PAIRS = 40_000  # up to which comparing all is faster than ranking
 Values = NDArray[np.float64]
 
 
 def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values] | None:
-    """The score, and one value an example, shape (n,), or one a group of examples, shape (GROUPS,), for n examples.
+    """Returns the score and its jackknife pseudo-values.
 
-    Groups depend on the targets alone, so that the values of two networks on the same examples can be compared one by one.
+    For n examples these have shape (n,), one per example, or (NUM_GROUPS,), one per group of examples. Groups depend
+    on the targets alone, so that the values of two networks on the same examples can be compared one by one.
 
     Returns:
-        None if the score, or that without one of the examples, is not defined: an AUC with one positive example, say.
+        (score, pseudo-values). None if the score is not defined, or is not once an example is left out: an AUC with one
+            positive example, say.
 
     >>> from polyfed.core.evaluation.metrics import METRICS
     >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -49,7 +51,7 @@ def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) ->
 
 
 def classes_of_pseudo_values(metric: Metric, targets: Tensor) -> NDArray[np.int64]:
-    """The class of what each pseudo-value stands for, where the score is made within classes; 0 for all otherwise."""
+    """Returns the class of the example behind each pseudo-value where the metric depends on classes; 0 for all otherwise."""
     n = len(targets)
     if metric.per_example is None and n <= NUM_GROUPS and targets.dim() == 1 and not targets.is_floating_point():
         return np.asarray(targets.numpy(), dtype=np.int64)
@@ -61,8 +63,8 @@ def classes_of_pseudo_values(metric: Metric, targets: Tensor) -> NDArray[np.int6
 
 
 def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
-    """Of the mean over two-class problems. Without the positive example j, which beats the share p_j of the negatives, the
-    AUC of m positives is (m·A − p_j)/(m − 1)."""
+    """Returns the AUC, a mean over two-class problems, and its pseudo-values. Without the positive example j, which ranks
+    above the share p_j of the negatives, the AUC A of m positives is (m·A − p_j)/(m − 1)."""
     if not bool(torch.isfinite(outputs).all()):
         return math.nan, np.full(len(targets), np.nan)
     from scipy.stats import rankdata  # takes half a second to import
@@ -90,7 +92,7 @@ def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]
 
 
 def _r2_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
-    """1 − Σe²/Σ(y − ȳ)², without one example after the other."""
+    """Returns R² = 1 − Σe²/Σ(y − ȳ)² and its leave-one-out pseudo-values."""
     y = np.asarray(targets.double().numpy()).reshape(len(targets), -1)
     squared = ((y - np.asarray(outputs.double().numpy()).reshape(len(y), -1)) ** 2).sum(axis=1)
     from_mean = ((y - y.mean(axis=0)) ** 2).sum(axis=1)
@@ -104,6 +106,7 @@ def _r2_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
 
 
 def _leave_group_out_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
+    """Returns the score and the pseudo-values from leaving out one group of examples at a time."""
     n = len(targets)
     groups = min(n, NUM_GROUPS)
     order = np.arange(n)

@@ -1,4 +1,4 @@
-"""The course of a run: what it had reached, sent and computed after each evaluated round, and which round is compared."""
+"""Builds the learning curve of a run (score, bytes and seconds after each evaluated round) and selects points on it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, final
 @final
 @dataclass(frozen=True)
 class CurvePoint:
-    """An evaluated round of a run: mean score over clients, and bytes and seconds spent up to it."""
+    """Holds an evaluated round of a run: the mean score over clients, and the bytes and seconds spent up to it."""
 
     round: int
     score: float | None
@@ -18,8 +18,9 @@ class CurvePoint:
 
 
 def build_learning_curve(history: Sequence[Mapping[str, Any]], score: str) -> list[CurvePoint]:
-    """The evaluated rounds of a run from the objects of its `metrics.jsonl`. Seconds are those of clients and server: what
-    evaluation takes is no cost of the method.
+    """Builds the learning curve of a run from the records of its `metrics.jsonl`.
+
+    Seconds are those of clients and server; evaluation is not counted as a cost of the method.
 
     >>> rounds = [{"round": t, "bytes_down_total": t, "bytes_up_total": t, "seconds_clients": 1.0, "seconds_server": 0.5,
     ...     "summary": {"accuracy": {"mean": t / 4}} if t == 2 else {}} for t in (1, 2)]
@@ -37,7 +38,7 @@ def build_learning_curve(history: Sequence[Mapping[str, Any]], score: str) -> li
 
 
 def mean_metric_by_round(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Each evaluated round and the mean over clients of one of its metrics, where it has one.
+    """Returns (round, mean over clients) of a metric for each evaluated round that has it.
 
     >>> mean_metric_by_round([{"round": 2, "summary": {"val_loss": {"mean": 0.5}}}, {"round": 3, "summary": {}}], "val_loss")
     [(2, 0.5)]
@@ -46,7 +47,8 @@ def mean_metric_by_round(history: Sequence[Mapping[str, Any]], name: str) -> lis
 
 
 def last_point_within_budget(points: Sequence[CurvePoint], kind: str, limit: float | None) -> CurvePoint | None:
-    """The last evaluated round at which no more than `limit` bytes or seconds are spent; without a limit the last of all.
+    """Returns the last evaluated round up to which at most `limit` bytes or seconds were spent; without a limit, the last
+    one. None if there is none.
 
     >>> last_point_within_budget([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], "bytes", 15).round
     1
@@ -58,7 +60,7 @@ def last_point_within_budget(points: Sequence[CurvePoint], kind: str, limit: flo
 def first_point_reaching_target(
     points: Sequence[CurvePoint], target: float | None, *, higher_is_better: bool = True
 ) -> CurvePoint | None:
-    """The first evaluated round whose mean score is at least as good as `target`.
+    """Returns the first evaluated round whose mean score is at least as good as `target`; None if no round is.
 
     >>> first_point_reaching_target([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], 0.55).bytes
     20

@@ -1,4 +1,4 @@
-"""The `statistics` of each method of a comparison: means, gains over the method that trains alone, costs."""
+"""Computes the `statistics` of each method in `comparison.json`: means, gains over the reference method, costs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL, Estimate
 from polyfed.comparison.statistics.evidence import Evidence, MethodEvidence, interval_ends
-from polyfed.comparison.statistics.mrmc import CONFIDENCE_LEVEL, Estimate
 from polyfed.core.evaluation.metrics import Metric
 
 _DIGITS = 12  # after the point, of differences: what is beyond is rounding, and decides no gain or loss
 
 
 def add_method_statistics(content: dict[str, Any], evidence: Evidence) -> list[str]:
-    """The `statistics` of each method; returns clients without an interval."""
+    """Adds `statistics` to each method in `content`, and returns the clients for which no interval could be computed."""
     methods, reference = content["methods"], content["reference"]
     scored = [label for label in methods if label in evidence.scores]
     evidence_by_label = evidence.evaluate_methods(scored, reference if reference in scored else None, content["best"])
@@ -100,7 +100,8 @@ def _participant_gains(
     content: Mapping[str, Any], clients: Mapping[str, Mapping[str, Any]], runs: Sequence[Mapping[str, Any]],
     base: Sequence[Mapping[str, Any]] | None, sign: int,
 ) -> list[float]:  # fmt: skip
-    """What participants gain: clients, mean over seeds; the clients of each seed where a name stands for other data."""
+    """Returns the gains of all participants: of each client its mean over seeds, or, where a client id names other data
+    with each seed, of each client and seed."""
     if base is None:
         return []
     if content["same_clients"]:
@@ -116,7 +117,7 @@ def _client_gains(run: Mapping[str, Any], base_run: Mapping[str, Any], sign: int
 
 
 def mean_if_all_defined(values: Sequence[float | None]) -> float | None:
-    """The mean, or None if one of the values is not defined: means of other seeds would be compared."""
+    """Returns the mean; None if a value is missing, since means over different seeds cannot be compared."""
     defined = [value for value in values if value is not None]
     return fmean(defined) if defined and len(defined) == len(values) else None
 

@@ -1,4 +1,4 @@
-"""Statistics of differences from repeated splits of the same data, whose training sets overlap."""
+"""Computes the corrected variance of repeated random splits of one data set, whose training sets overlap."""
 
 import math
 from collections.abc import Sequence
@@ -9,21 +9,23 @@ from polyfed.core.errors import UserError
 
 
 def corrected_variance(differences: Sequence[float], train: float, test: float) -> float:
-    """The variance of the mean of differences from K random splits of one data set, (1/K + test/train)·s².
+    """Returns the corrected variance of the mean of differences over K random splits of one data set, (1/K +
+    test/train)·s².
 
-    The splits share most of their training examples and many of their test examples, so that their differences are alike;
-    s²/K, which takes them for independent, is several times too small, and tests with it find differences where there are
-    none. s² is the variance of the differences (K − 1). For an interval: the mean ± t(K − 1) times the root of this.
+    The splits share most of their training examples and many of their test examples, so that their differences are
+    correlated. s²/K, which takes them as independent, is several times too small, and tests with it find differences
+    where there are none. s² is the sample variance of the differences (K − 1). Confidence interval: mean ± t(K − 1) ·
+    the root of the result.
 
     Args:
-        differences: one a split, of two methods on the same split; at least two.
+        differences: of two methods, one per split; at least two.
         train, test: examples for training and for testing in each split, or their shares.
 
     Returns:
         The variance, in the square of the differences' unit.
 
     Raises:
-        UserError: fewer than two differences, or one that is no finite number, or sizes that are not positive.
+        UserError: fewer than two differences, one that is not a finite number, or sizes that are not positive.
 
     Source: C. Nadeau and Y. Bengio, "Inference for the generalization error", Machine Learning 52, 2003, equation 9.
 

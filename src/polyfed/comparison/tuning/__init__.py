@@ -1,1 +1,1 @@
-"""The search of hyper-parameters, and how many rounds a client needs alone."""
+"""Searches hyper-parameters, and finds how many rounds each client needs that trains alone."""

@@ -1,4 +1,4 @@
-"""Clients that train alone end alone: each at its own best round."""
+"""Ends each client that trains alone at its own best round."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,12 +17,16 @@ History = Sequence[Mapping[str, Any]]
 
 
 def best_round_by_client(history: History, sizes: Mapping[str, int]) -> dict[str, int]:
-    """By client the round of its lowest loss, as `polyfed.comparison.tuning.ranking` counts it; that of all clients for who has no
-    validation examples. Empty where nobody has any.
+    """Returns the round of the lowest validation loss of each client, computed as in the module `ranking`.
+
+    A client without validation examples gets the round of the lowest pooled loss.
 
     Args:
-        history: the objects of `metrics.jsonl` of a run.
-        sizes: validation examples by client.
+        history: the records of `metrics.jsonl` of a run.
+        sizes: client id -> number of validation examples.
+
+    Returns:
+        client id -> round; empty if no client has validation examples.
 
     >>> rows = [{"a": {"val_loss": loss}, "b": {"loss": 1.0}} for loss in (0.9, 0.5, 0.4, 0.5, 0.9)]
     >>> best_round_by_client([{"round": t, "clients": row} for t, row in enumerate(rows, 1)], {"a": 10})
@@ -50,8 +54,19 @@ def compared_rounds_of_local_runs(
     sizes_by_seed: Mapping[str, Any],
     tuning: Mapping[str, Any] | None,
 ) -> dict[tuple[str, int], dict[str, int]]:
-    """By label and seed of methods whose clients train alone, the round at which each client is compared. Where predictions
-    after that round were not kept, which is so where they are very large, all end with the run."""
+    """Returns, for each run in which clients train alone, the round at which each client is compared.
+
+    Args:
+        plan: the plan of the comparison; with a fixed budget the result is empty.
+        methods: label -> method.
+        runs: (label, seed) -> finished run.
+        sizes_by_seed: seed -> client id -> numbers of examples.
+        tuning: the search result as in `comparison.json`; None without a search.
+
+    Returns:
+        (label, seed) -> client id -> round. A run is missing if predictions of one of these rounds were not kept, as when
+            they are very large: its clients are all compared at the end of the run.
+    """
     rounds_by_run: dict[tuple[str, int], dict[str, int]] = {}
     for (label, seed), run in runs.items():
         if plan.criteria.budget.is_fixed or not isinstance(methods[label], Local):
@@ -67,11 +82,11 @@ def compared_rounds_of_local_runs(
 
 
 def freeze_history_after(history: History, rounds: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The history of a run whose clients end each at its round, and stay as they are then.
+    """Returns the history of a run as if each client had stopped training after its own round.
 
     Args:
-        history: the objects of `metrics.jsonl`, of which none is changed.
-        rounds: by client, an evaluated round.
+        history: the records of `metrics.jsonl`; they are not changed.
+        rounds: client id -> an evaluated round.
 
     >>> rows = [{"a": {"auc": 0.5}, "b": {"auc": 0.5}}, {"a": {"auc": 0.75}, "b": {"auc": 1.0}}]
     >>> history = [{"round": t, "clients": row, "summary": {"auc": {}}} for t, row in enumerate(rows, 1)]

@@ -1,4 +1,5 @@
-"""The values of a method's field that a search tries: those given, what the method has times factors, and values beyond."""
+"""Resolves the values that a search tries for a field: given ones, multiples of the method's own value, and an extension
+beyond the edge of the grid."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ EXTENDED_GRID = f"{GRID},{EXTEND}"
 
 
 def resolve_search_values(method: Method, name: str, values: Any) -> Any:
-    """The values as Python's, each once and without what says that the search goes on; a range as it is."""
+    """Returns the distinct values to try for a field, without the mark `...` that extends the grid; a range stays as it
+    is."""
     if not isinstance(values, str):
         if not isinstance(values, Sequence):
             return values
@@ -35,7 +37,7 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
 
 
 def values_to_check(name: str, values: Any) -> tuple[Any, ...]:
-    """Values with which a field is tried: all, or the ends of a range."""
+    """Returns the values with which a field is validated before the search: all of a list, or the two ends of a range."""
     if isinstance(values, str):
         search_range = SearchRange.parse(values)
         return search_range.low, search_range.high
@@ -47,8 +49,16 @@ def values_to_check(name: str, values: Any) -> tuple[Any, ...]:
 
 
 def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -> Any:
-    """The number beyond the smallest or the largest of `values`, as far from it as its neighbour, by its logarithm; None
-    where the best is neither, or there is none.
+    """Returns the next value beyond the edge of the grid if `best` lies on it, at the same distance as its neighbour on a
+    log scale.
+
+    Args:
+        values: the values tried so far.
+        best: the best of them.
+        is_integer: whether the field holds whole numbers.
+
+    Returns:
+        The next value; None if `best` is neither the smallest nor the largest, or the next value was tried already.
 
     >>> (next_value_beyond_edge([0.02, 0.05, 0.1], 0.1, False), next_value_beyond_edge([5, 1, 2], 5, True),
     ...  next_value_beyond_edge([5, 1, 2], 1, True))
@@ -63,14 +73,14 @@ def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -
 
 
 def may_extend(values: Any) -> bool:
-    """Whether a search may try values beyond those given."""
+    """Returns whether a search may try values beyond those given."""
     if isinstance(values, str):
         return values == EXTENDED_GRID
     return isinstance(values, Sequence) and any(isinstance(value, str) and value == EXTEND for value in values)
 
 
 def check_extension(name: str, values: Any, trials: int | None) -> None:
-    """Raises a `UserError` if the search is to go on beyond what is not numbers, or is Optuna's."""
+    """Raises a `UserError` if a grid that is to be extended holds anything but positive numbers, or if Optuna searches."""
     if not may_extend(values):
         return
     if trials is not None:
@@ -90,5 +100,5 @@ def check_extension(name: str, values: Any, trials: int | None) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, which Python's True and False are not meant to be."""
+    """Returns whether the value is a number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)

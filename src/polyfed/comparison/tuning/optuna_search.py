@@ -1,4 +1,4 @@
-"""Ranges of numbers to search, and Optuna's search in them."""
+"""Defines ranges of numbers to search, and Optuna's search in them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ _START = 4  # trials at random before Optuna's estimator has its say: searches a
 @final
 @dataclass(frozen=True)
 class SearchRange:
-    """Numbers from `low` to `high`, both included; whole ones if both are. Where both are positive each factor is equally
-    probable, as learning rates need it; otherwise each difference.
+    """Defines the numbers from `low` to `high`, both included; whole numbers if both are.
+
+    If both are positive the range is sampled on a log scale, as learning rates need it; otherwise uniformly.
 
     Raises:
         UserError: text that is no range, or a range without a number in it.
@@ -27,7 +28,7 @@ class SearchRange:
 
     @classmethod
     def parse(cls, text: str) -> "SearchRange":
-        """From "LOW..HIGH"."""
+        """Parses "LOW..HIGH"."""
         low, dots, high = text.partition("..")
         first, last = parse_number_or_text(low), parse_number_or_text(high)
         if not dots or isinstance(first, str) or isinstance(last, str):
@@ -38,7 +39,7 @@ class SearchRange:
 
 
 def parse_number_or_text(text: str) -> int | float | str:
-    """A whole number, a number, or the word as it is.
+    """Parses a whole number or a number; returns any other text unchanged.
 
     >>> [parse_number_or_text(text) for text in ("2", "1e-3", "mean")]
     [2, 0.001, 'mean']
@@ -53,12 +54,14 @@ def parse_number_or_text(text: str) -> int | float | str:
 
 @final
 class OptunaSearch:
-    """Optuna's search for one method. It depends on the seed and the scores alone, so that a search that was stopped asks
-    for the same runs again, and finds them finished.
+    """Searches the fields of one method with Optuna.
+
+    It depends only on the seed and the scores. A search that was interrupted therefore asks for the same runs again,
+    and finds them finished.
 
     Args:
-        values: by field, a list of those to try or a range as text.
-        seed: of its random draws.
+        values: field -> list of values to try, or a range as text.
+        seed: of the sampler.
     """
 
     def __init__(self, values: Mapping[str, Any], seed: int) -> None:
@@ -72,13 +75,13 @@ class OptunaSearch:
         self._failed = optuna.trial.TrialState.FAIL
 
     def suggest_fields(self) -> dict[str, Any]:
-        """The fields to try next."""
+        """Suggests the fields to try next."""
         self._trial = self._study.ask(self._space)
         parameters = self._trial.params.items()
         return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in parameters}
 
     def report_score(self, validation: float | None) -> None:
-        """The score of what was asked for last, higher is better; None if it has none."""
+        """Reports the score of the fields suggested last, higher is better; None if their run has no score."""
         if validation is None:
             self._study.tell(self._trial, state=self._failed)
         else:
@@ -86,7 +89,7 @@ class OptunaSearch:
 
 
 def import_optuna() -> Any:
-    """The module Optuna.
+    """Imports Optuna.
 
     Raises:
         UserError: it is not installed.
@@ -99,6 +102,7 @@ def import_optuna() -> Any:
 
 
 def _optuna_distribution(kinds: Any, values: Any) -> Any:
+    """Returns Optuna's distribution for a list of values or a range."""
     if not isinstance(values, str):
         return kinds.CategoricalDistribution(range(len(values)))  # values may be mappings, which Optuna does not know
     search_range = SearchRange.parse(values)

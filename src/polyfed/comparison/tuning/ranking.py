@@ -1,11 +1,12 @@
-"""By what a search chooses: the loss on validation examples.
+"""Ranks the runs of a search by their loss on validation examples.
 
-Clients that train together have one choice: the lowest mean loss over all their validation examples, each counted once. A
-mean over clients of an AUC, say, lets the one negative of a small site outvote the examples of all others.
+Clients that train together have one choice: the lowest mean loss over all their validation examples, each counted
+once. (In a mean over clients, of an AUC say, the single negative example of a small client would outweigh the examples
+of all others.)
 
-A client that trains alone has a choice of its own, by the loss on its own n validation examples. Where these are few, the
-loss of all counts too, as that of `POOLED_LOSS_WEIGHT` examples: (n·l_i + WEIGHT·l) / (n + WEIGHT).
-`benchmarks/rate_choice.py` measures how much that choice loses to the best one.
+A client that trains alone has its own choice, by the loss on its own n validation examples. Since these may be few,
+its loss is shrunk towards the pooled loss, which counts as `POOLED_LOSS_WEIGHT` examples: (n·l_i + WEIGHT·l) / (n +
+WEIGHT). `benchmarks/rate_choice.py` measures the regret of that choice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +22,17 @@ from polyfed.comparison.verdicts.verdict_sentences import join_names
 from polyfed.simulation.monitoring.validation_losses import LossCurve, pool_losses, validation_losses_by_client
 
 POOLED_LOSS_WEIGHT = 50
-"""Validation examples for which the loss of all clients counts in the choice of a client that trains alone."""
+"""Number of validation examples that the pooled loss counts as when a client that trains alone chooses."""
 SMOOTHED_ROUNDS = 3
-"""Evaluated rounds, neighbours, of which a loss is the mean: the lowest of many single rounds is low by luck."""
+"""Neighbouring evaluated rounds over which a loss is averaged: the lowest of many single rounds is low by chance."""
 _DIGITS = 6  # that count in a loss; those that agree in them are equal
 Fields = dict[str, Any]
 LossAtRound = tuple[float, int]  # a loss and its round
 
 
 def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
-    """The lowest loss and its round, the first of equals; None for an empty curve. A loss is the mean of an evaluated round
-    and its two neighbours.
+    """Returns the lowest loss, averaged over an evaluated round and its two neighbours, and its round; the first of
+    equals. None for an empty curve.
 
     >>> lowest_smoothed_loss([(1, 0.5), (2, 0.1), (3, 0.6), (4, 0.3), (5, 0.2), (6, 0.25)])
     (0.25, 5)
@@ -42,8 +43,8 @@ def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
 
 
 def mean_of_last_losses(curve: LossCurve, spent: Mapping[int, float], limit: float | None) -> LossAtRound | None:
-    """The mean loss of the last evaluated rounds up to which no more than `limit` was spent, or of the first round if that
-    is none; and the last of them.
+    """Returns the mean loss of the last `SMOOTHED_ROUNDS` evaluated rounds within the budget, and the last of these
+    rounds. If no round is within it, those of the first round; None for an empty curve.
 
     >>> mean_of_last_losses([(1, 0.9), (2, 0.25), (3, 0.5), (4, 0.75)], {}, None)
     (0.5, 4)
@@ -53,7 +54,7 @@ def mean_of_last_losses(curve: LossCurve, spent: Mapping[int, float], limit: flo
 
 
 def total_rise(curve: LossCurve) -> float:
-    """By how much a loss rises from round to round, all rises together.
+    """Returns the sum of all increases of the loss from one evaluated round to the next.
 
     >>> total_rise([(1, 1.0), (2, 0.5), (3, 0.75), (4, 0.25)])
     0.25
@@ -64,13 +65,13 @@ def total_rise(curve: LossCurve) -> float:
 def shrink_to_pooled_loss(
     client_losses: Mapping[int, float], num_examples: int, all_clients: LossCurve, weight: float = POOLED_LOSS_WEIGHT
 ) -> list[tuple[int, float]]:
-    """The loss by which a client that trains alone chooses, by round.
+    """Returns a client's loss by round, shrunk towards the loss on the validation examples of all clients.
 
     Args:
-        client_losses: its loss by round, on `num_examples` validation examples.
-        num_examples: of them.
-        all_clients: the loss on the validation examples of all clients.
-        weight: for how many examples that counts.
+        client_losses: round -> loss of the client on its `num_examples` validation examples.
+        num_examples: number of these.
+        all_clients: the loss curve on the validation examples of all clients.
+        weight: number of examples that the pooled loss counts as.
 
     >>> shrink_to_pooled_loss({1: 1.0, 2: 0.5}, 10, [(1, 0.5), (2, 1.0)], weight=10)
     [(1, 0.75), (2, 0.75)]
@@ -80,7 +81,8 @@ def shrink_to_pooled_loss(
 
 
 def cap_losses(losses: Mapping[str, Mapping[int, float]], max_loss: Mapping[str, float]) -> dict[str, dict[int, float]]:
-    """The losses of clients, none above what is the client's most: one whose training explodes would outvote all others.
+    """Returns the losses of all clients, each capped at `max_loss` of the client: one diverging client would outweigh all
+    others.
 
     >>> cap_losses({"a": {1: 1.0, 2: 1e9}}, {"a": 1.0})
     {'a': {1: 1.0, 2: 1.0}}
@@ -92,7 +94,7 @@ def cap_losses(losses: Mapping[str, Mapping[int, float]], max_loss: Mapping[str,
 
 
 def first_loss(losses: Mapping[int, float]) -> float:
-    """Of the losses by round that of the first.
+    """Returns the loss of the first round.
 
     >>> first_loss({2: 0.5, 1: 0.75})
     0.75
@@ -103,7 +105,7 @@ def first_loss(losses: Mapping[int, float]) -> float:
 def freeze_losses_after(
     losses: Mapping[str, Mapping[int, float]], rounds: Mapping[str, int]
 ) -> dict[str, dict[int, float]]:
-    """The losses of clients that each train up to a round of their own, and stay as they are then.
+    """Returns the losses of all clients as if each had stopped training after its own round.
 
     >>> freeze_losses_after({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
     {'a': {1: 0.5, 2: 0.5}, 'b': {1: 0.5, 2: 0.25}}
@@ -118,10 +120,10 @@ def freeze_losses_after(
 
 
 def format_chosen_fields(tuned: Mapping[str, Any]) -> str:
-    """What a search chose for a method, or for each of its clients; empty for nothing.
+    """Describes the fields that a search chose for a method or for each of its clients; empty if it chose none.
 
     Args:
-        tuned: as `comparison.json` has it.
+        tuned: the method's search result, as in `comparison.json`.
 
     >>> format_chosen_fields({"chosen": {"lr": 0.1}})
     'lr 0.1'
@@ -143,16 +145,18 @@ def _format_fields(fields: Fields) -> str:
 @final
 @dataclass(frozen=True, eq=False)
 class SearchRun:
-    """A run of a search.
+    """Describes one run of a search.
 
     Attributes:
-        label, fields: of which method, with which values.
-        history: the objects of `metrics.jsonl`; empty where the run failed.
-        budget: by whose rounds it is judged.
-        num_validation: validation examples by client.
-        metric_name: the name of the metric that decides, which is told beside the loss.
+        label: of the method.
+        fields: the values that the run tried.
+        history: the records of `metrics.jsonl`; empty if the run failed.
+        budget: defines the round at which the run is ranked.
+        num_validation: client id -> number of validation examples.
+        metric_name: the metric that decides the comparison; it is reported, not used.
         failed_clients: clients whose training failed in the run.
-        failure: why there is no run.
+        failure: the error of a run that failed.
+        cost_by_round: evaluated round -> bytes or seconds spent up to it, if the budget limits these.
     """
 
     label: str
@@ -167,8 +171,10 @@ class SearchRun:
 
     @cached_property
     def validation_losses_by_client(self) -> Mapping[str, Mapping[int, float]]:
-        """By client and evaluated round. A client whose training diverged has none: a mean over the others would be rewarded
-        for that."""
+        """Returns client id -> evaluated round -> validation loss.
+
+        A client whose training diverged is left out: a mean over its other rounds would reward the divergence.
+        """
         losses = {
             c: rounds for c, rounds in validation_losses_by_client(self.history).items() if c not in self.failed_clients
         }
@@ -177,28 +183,28 @@ class SearchRun:
 
     @cached_property
     def pooled_loss_curve(self) -> LossCurve:
-        """The loss on all validation examples, by round."""
+        """Returns the loss on all validation examples by round."""
         return pool_losses(self.validation_losses_by_client, self.num_validation)
 
     def select_point(self, curve: LossCurve) -> LossAtRound | None:
-        """The loss by which a curve is judged, and its round."""
+        """Returns the loss by which this curve is ranked, and its round; None for an empty curve."""
         if self.budget.is_fixed:
             return mean_of_last_losses(curve, self.cost_by_round, self.budget.limit)
         return lowest_smoothed_loss(curve)
 
     @cached_property
     def selected_point(self) -> LossAtRound | None:
-        """The loss on all validation examples, and its round; None without any."""
+        """Returns the loss on all validation examples by which the run is ranked, and its round; None if there is none."""
         return self.select_point(self.pooled_loss_curve)
 
     @property
     def selected_round(self) -> int | None:
-        """The round of `selected_point`."""
+        """Returns the round of `selected_point`."""
         return None if self.selected_point is None else self.selected_point[1]
 
     @property
     def mean_validation_score(self) -> float | None:
-        """The mean over clients of the metric that decides, after that round; it has no say."""
+        """Returns the mean over clients of the validation score after that round, for information only."""
         if self.selected_round is None:
             return None
         mean: float | None = (
@@ -208,8 +214,8 @@ class SearchRun:
 
 
 def rank_runs(runs: Sequence[SearchRun], client_ids: frozenset[str]) -> list[SearchRun]:
-    """The runs with a loss of each of `client_ids`, the lowest loss first; of equal ones the steadier, then the smaller
-    learning rate."""
+    """Ranks the runs that have a loss of every client in `client_ids`: lowest loss first, then the steadier curve, then
+    the smaller learning rate."""
     complete_runs = [
         run for run in runs if run.selected_point is not None and run.validation_losses_by_client.keys() == client_ids
     ]
@@ -217,11 +223,11 @@ def rank_runs(runs: Sequence[SearchRun], client_ids: frozenset[str]) -> list[Sea
 
 
 def rank_runs_for_client(runs: Sequence[SearchRun], client: str) -> list[tuple[SearchRun, int]]:
-    """The runs in which a client that trains alone has a loss, the best for it first, each with its best round.
+    """Ranks the runs for a client that trains alone: (run, best round) of each run in which it has a loss, best first.
 
-    In the loss of all, a client counts with no more than it began with, the median over the runs, and with that in a run in
-    which its training failed. So the mean is over the same clients in each run, and one that explodes does not decide for
-    the others.
+    In the pooled loss each client is capped at its first loss (the median over the runs), which also stands in where
+    its training failed. So every run averages over the same clients, and one that diverges does not decide for the
+    others.
     """
     client_ids = sorted({c for run in runs for c in run.validation_losses_by_client})
     first_losses = {

@@ -1,4 +1,4 @@
-"""What an answer rests on: test examples, and of scores that are made within classes the examples of the rarest class."""
+"""Counts the test examples behind an answer, and those of the rarest class where the metric is computed within classes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,13 @@ from torch import Tensor
 @final
 @dataclass(frozen=True)
 class AnswerBasis:
-    """`num_examples` for the test; `num_rarest`, how many of them are of the rarest class, None where that does not matter;
-    `sentence` for people."""
+    """Holds the number of test examples behind an answer.
+
+    Attributes:
+        num_examples: number of test examples.
+        num_rarest: how many of these are of the rarest class; None where that does not matter.
+        sentence: the same for users.
+    """
 
     num_examples: int
     num_rarest: int | None
@@ -19,8 +24,11 @@ class AnswerBasis:
 
 
 def count_rarest_class(labels: Tensor) -> tuple[int, int]:
-    """How many examples the rarest class has, and which it is; of several labels, the side of a label with the fewest.
-    Classes and sides without an example do not count where another has some; one class alone has 0 beside it.
+    """Returns the number of examples of the rarest class, and that class.
+
+    Classes without examples are ignored, unless there is only one class: then (0, that class). With several labels,
+    the rarer value of a label counts as a class, and the label with the fewest is returned; (0, 0) if no label takes
+    both values.
 
     Args:
         labels: (n,) classes, or (n, labels) of 0 and 1.
@@ -46,12 +54,12 @@ def count_rarest_class(labels: Tensor) -> tuple[int, int]:
 
 
 def answer_basis(content: Mapping[str, Any], clients: Sequence[str], *, by_class: bool) -> AnswerBasis:
-    """Of these clients, in the seed that gives them the fewest.
+    """Counts the test examples of these clients, for the seed with the fewest.
 
     Args:
-        content: of `comparison.json`.
-        clients: one, or all for their mean.
-        by_class: whether the rarest class is told.
+        content: `comparison.json`.
+        clients: one client, or all for their mean.
+        by_class: whether to count the rarest class.
     """
     sizes_by_seed = list(content["data"].values())
     examples = min(sum(sizes[c]["test"] for c in clients if c in sizes) for sizes in sizes_by_seed)
@@ -70,6 +78,7 @@ def answer_basis(content: Mapping[str, Any], clients: Sequence[str], *, by_class
 
 
 def _rarest_class_words(content: Mapping[str, Any], number: int, which: int) -> str:
+    """Describes the number of examples of the rarest class in a few words."""
     names = content["class_names"]
     if content["task"] == "multilabel":
         return "no label both ways" if not number else f"{number} on the rarer side of a label"
@@ -81,4 +90,5 @@ def _rarest_class_words(content: Mapping[str, Any], number: int, which: int) -> 
 
 
 def _client_rows(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Returns the entry `data` of each client and seed."""
     return [row for sizes in content["data"].values() for row in sizes.values()]

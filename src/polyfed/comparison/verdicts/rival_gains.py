@@ -1,4 +1,4 @@
-"""What a site has without joining, beside training its network alone: whether a method, or a simple model, is better."""
+"""Estimates the gain of the leading method over what a client can have alone: its own network or a simple model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from polyfed.core.evaluation.metrics import Metric
 
 
 def reference_key(name: str) -> str:
-    """The name of a simple model among labels of methods, none of which looks like it.
+    """Returns the key of a simple model among the labels of methods, in brackets, so that it never equals a label.
 
     >>> reference_key("ridge")
     '(ridge)'
@@ -17,7 +17,7 @@ def reference_key(name: str) -> str:
 
 
 def name_from_key(key: str) -> str:
-    """The name of what a site has without joining: a simple model, or the method that trains alone.
+    """Returns the name for a key: that of a simple model, or the label of a method.
 
     >>> name_from_key("(ridge)"), name_from_key("local")
     ('ridge', 'local')
@@ -26,7 +26,7 @@ def name_from_key(key: str) -> str:
 
 
 def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
-    """Of what each site has alone, by key, seed and client."""
+    """Returns the scores of the models that each client has alone: key -> seed -> client id -> score."""
     return {
         reference_key(name): {int(seed): scores for seed, scores in entry["runs"].items()}
         for name, entry in references.items()
@@ -37,11 +37,12 @@ def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
 def leader_gain_over_alternatives(
     content: Mapping[str, Any], evidence: Evidence, leader: str | None
 ) -> tuple[GainOverRivals | None, dict[str, GainOverRivals | None]]:
-    """What the leading method gains over the best that sites have alone: in the mean, and each client.
+    """Estimates the gain of the leading method over the best alternative without federation, for the mean and for each
+    client.
 
     Args:
-        content: of `comparison.json`, with statistics.
-        evidence: of the methods and of what sites have alone.
+        content: `comparison.json`, with statistics.
+        evidence: of the methods and the alternatives.
         leader: label of the method; None without one.
     """
     reference = content["reference"]
@@ -58,7 +59,7 @@ def leader_gain_over_alternatives(
 
 
 def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
-    """Puts into `references` what each simple model gains over training alone, with intervals that hold for all of them."""
+    """Adds to `references` the gain of each simple model over training alone, with intervals that hold for all of them."""
     simple, reference = _simple_model_keys(content), content["reference"]
     evidence_by_key = (
         evidence.evaluate_methods([*simple, reference], reference, None)

@@ -1,11 +1,11 @@
-"""What the results of a comparison support, in sentences for people. The terminal, the page and Python have the same."""
+"""Puts the results of a comparison into sentences, the same for terminal, report page and Python."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import GainOverRivals, interval_ends
-from polyfed.comparison.statistics.mrmc import CONFIDENCE_LEVEL
 from polyfed.comparison.verdicts.answer_basis import AnswerBasis, answer_basis
 from polyfed.comparison.verdicts.rival_gains import name_from_key
 from polyfed.core.evaluation.metrics import Metric
@@ -13,14 +13,14 @@ from polyfed.core.evaluation.metrics import Metric
 _DIGITS = 6  # after the point, at most
 _ROUNDED = 12  # after the point, of a gain: what is beyond is rounding, and decides nothing
 _WIDE: Mapping[str, float] = {"%": 0.5, "auc": 0.5, "r2": 1.0}
-"""Widths of an interval from which on it says nothing, by unit or score: half of what a share or an AUC can be."""
+"""Width of an interval above which it decides nothing, by unit or score: half the range of a share or an AUC."""
 _FEW = 100  # test examples of a client, below which an R² says little
 _NAMED = 8  # clients that a sentence lists
 _LINES = 40  # sites up to which each has its sentence among the verdicts, also those of which nothing is decided
 
 
 def format_difference(value: float, unit: str, label: str) -> str:
-    """The size of a difference: of shares in points, of others as they are, with the score's name.
+    """Formats the size of a difference: in percentage points for shares, otherwise as a number with the score's name.
 
     >>> (format_difference(-0.041, "%", "accuracy"), format_difference(0.041, "", "AUC"),
     ...  format_difference(0.0004, "%", "accuracy"))
@@ -30,7 +30,7 @@ def format_difference(value: float, unit: str, label: str) -> str:
 
 
 def format_difference_range(low: float, high: float, unit: str, label: str) -> str:
-    """Two differences of one sign.
+    """Formats two differences of the same sign as a range.
 
     >>> format_difference_range(0.041, 0.06, "%", "accuracy"), format_difference_range(-0.06, -0.041, "", "AUC")
     ('4.1 to 6.0 points', '0.041 to 0.060 of AUC')
@@ -40,7 +40,7 @@ def format_difference_range(low: float, high: float, unit: str, label: str) -> s
 
 
 def _rounded(value: float, unit: str) -> str:
-    """Its size, with more digits where the usual ones would show a difference as none."""
+    """Rounds a size for display, with more digits where the usual ones would show 0."""
     size, digits = (100 * abs(value), 1) if unit == "%" else (abs(value), 3)
     while size and not round(size, digits) and digits < _DIGITS:
         digits += 1
@@ -52,7 +52,8 @@ def _better_or_worse(value: float, unit: str, label: str) -> str:
 
 
 def decide_answer(gain: float | None, interval: Sequence[float] | None, decided: bool) -> str:
-    """ "join", "stay" or "undecided", from the interval of a gain; `decided` whether it may be read so.
+    """Returns the answer "join", "stay" or "undecided" from the interval of a gain; `decided` is false if it must be
+    "undecided".
 
     >>> (decide_answer(0.05, [0.04, 0.06], True), decide_answer(-0.05, [-0.06, -0.04], True),
     ...  decide_answer(0.05, [-0.01, 0.1], True))
@@ -67,16 +68,21 @@ def build_answers(
     content: Mapping[str, Any], leader: str | None, why_not: str,
     leader_gains: tuple[GainOverRivals | None, Mapping[str, GainOverRivals | None]], metric: Metric, *, by_class: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:  # fmt: skip
-    """For each site, and for the mean over sites: join, stay alone, or not decided. A method must beat the best that a site
-    has alone: its network, trained alone, and the simple models.
+    """Decides for each client, and for the mean over clients, whether to join, to stay alone, or that nothing is decided.
+
+    To be worth joining, a method must beat the best that a client has alone: its network, trained alone, and the
+    simple models.
 
     Args:
-        content: of `comparison.json`, with statistics.
-        leader: the method that did best of those that may be compared with the reference; None without one.
-        why_not: why nothing is decided, whatever the intervals; empty if they decide.
-        leader_gains: what the leader gains over the best that there is alone, for the mean and by client.
-        metric: which decides.
-        by_class: whether few test examples of one class limit that score.
+        content: `comparison.json`, with statistics.
+        leader: the best of the methods that may be compared with the reference; None without one.
+        why_not: why nothing is decided, whatever the intervals; empty if the intervals decide.
+        leader_gains: the leader's gain over the best alternative, for the mean and by client.
+        metric: the metric that decides.
+        by_class: whether the metric is limited by few test examples of a class.
+
+    Returns:
+        The answer for each client, and that for the mean; ([], None) without a reference.
     """
     reference = content["reference"]
     if reference is None:
@@ -106,6 +112,7 @@ def _answer_entry(
     basis: AnswerBasis,
     why_not: str,
 ) -> dict[str, Any]:
+    """Returns the answer for one client, or for the mean if `client` is None, as an entry of `comparison.json`."""
     interval, over = None, content["reference"]
     if rival_gain is not None:
         gain, over = round(rival_gain.estimate.value, _ROUNDED), name_from_key(rival_gain.best_rival)
@@ -122,6 +129,7 @@ def _answer_entry(
 
 
 def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str) -> str:
+    """Puts an answer into a sentence."""
     subject = "mean over clients" if row["client"] is None else row["client"]
     reference, leader, interval, basis = content["reference"], row["method"], row["interval"], row["basis"]
     if leader is None:
@@ -156,7 +164,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
 
 
 def describe_alternative(name: str, reference: str | None, task: str) -> str:
-    """What a site has alone, in words.
+    """Describes what a client has alone: training alone, or a simple model.
 
     >>> describe_alternative("ridge", "local", "regression"), describe_alternative("local", "local", "regression")
     ('ridge regression alone', 'training alone')
@@ -173,8 +181,11 @@ def describe_alternative(name: str, reference: str | None, task: str) -> str:
 def verdict_sentences(
     content: Mapping[str, Any], sites: Sequence[Mapping[str, Any]], mean: Mapping[str, Any] | None
 ) -> list[str]:
-    """The sentences that are printed: of the mean, of simple models against training alone, of the sites from the largest
-    gain to the largest loss, and, of many sites, one for all of which nothing is decided."""
+    """Returns the sentences to print.
+
+    First the mean, then simple models against training alone, then the clients from the largest gain to the largest
+    loss, then those without a decision; with many clients, the last are listed in one sentence.
+    """
     if mean is None:
         return []
     ranked = sorted(sites, key=lambda row: (-(row["gain"] or 0.0), row["client"]))
@@ -187,7 +198,8 @@ def verdict_sentences(
 
 
 def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
-    """How the best simple model compares with training the network alone."""
+    """Compares the best simple model with training the network alone, in a sentence; returns no sentence if it has no
+    gain."""
     with_gain = {name: entry for name, entry in content["references"].items() if entry.get("gain") is not None}
     if not with_gain:
         return []
@@ -212,7 +224,7 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """The first names, and how many more there are.
+    """Joins the first names with commas, and counts the others.
 
     >>> join_names(["a", "b"]), join_names([str(k) for k in range(10)])
     ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
@@ -221,12 +233,12 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def coverage_sentences(content: Mapping[str, Any]) -> list[str]:
-    """What is estimated, and what an answer does not cover."""
+    """Explains what the results estimate, and what they do not cover."""
     return [*_estimation_sentences(content), *_alternatives_sentences(content)]
 
 
 def _alternatives_sentences(content: Mapping[str, Any]) -> list[str]:
-    """What a site has alone, and what is not among that."""
+    """Lists the alternatives that a client has alone, and the models that were left out."""
     names = [name for name, entry in content["references"].items() if entry.get("alone")]
     if content["reference"] is None:
         return []
@@ -242,6 +254,7 @@ def _alternatives_sentences(content: Mapping[str, Any]) -> list[str]:
 
 
 def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
+    """Explains what a gain estimates, and over what the intervals hold."""
     seeds, resplit = len(content["seeds"]), content["resplit"]
     estimated = (
         "A gain is the difference of expected scores on new examples of the same sites, for methods trained on data like "
@@ -290,11 +303,11 @@ def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
 def note_sentences(
     content: Mapping[str, Any], clients_without_score: Mapping[tuple[str, str], Sequence[str]], unclear: Sequence[str]
 ) -> list[str]:
-    """What to bear in mind, sentences.
+    """Returns cautions about the results.
 
     Args:
-        content: of `comparison.json`, with statistics.
-        clients_without_score: by label and seed, clients for whom only other methods have a score.
+        content: `comparison.json`, with statistics.
+        clients_without_score: (label, seed) -> clients for which other methods have a score but this run has none.
         unclear: clients without an interval, because they have too few test examples.
     """
     sentences = [
@@ -330,12 +343,19 @@ def note_sentences(
 
 
 def _format_fields(fields: Mapping[str, Any]) -> str:
+    """Formats fields as "NAME VALUE, NAME VALUE"."""
     return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
 def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validated: bool) -> str:
-    """How rounds were chosen: `has_limit`, whether the limit was given; `validated`, whether there were validation
-    examples."""
+    """Describes at which round each method was compared.
+
+    Args:
+        kind: of the budget.
+        limit: bytes or seconds; None if nothing was sent.
+        has_limit: whether the user gave the limit.
+        validated: whether clients have validation examples.
+    """
     if kind == "best" and validated:
         return "each method at its best round by validation loss (alone: each client at its own), with equal local training"
     if kind in ("best", "steps"):
@@ -348,7 +368,7 @@ def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validate
 
 
 def target_sentence(target: float | None, reference: str | None) -> str:
-    """Where the target comes from."""
+    """Says where the target comes from."""
     if target is not None:
         return "asked for"
     if reference is None:

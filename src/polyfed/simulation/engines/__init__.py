@@ -1,1 +1,1 @@
-"""Where clients run: this process, a pool of processes, or a Ray cluster. `start` chooses."""
+"""Engines run the clients of a simulation: in this process, in a pool of processes, or on a Ray cluster."""

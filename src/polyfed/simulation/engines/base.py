@@ -1,4 +1,4 @@
-"""What an engine is given and gives back: tasks and results, the same on every engine."""
+"""Defines the interface of engines: the tasks that they run, and the results that they return."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,17 @@ Phase = Literal["local", "evaluate", "export"]
 @final
 @dataclass(frozen=True)
 class ClientTask:
-    """One client's work: train ("local"), evaluate its personal model, or give its weights ("export").
+    """Describes one client's work: train ("local"), evaluate its personal model, or export its weights ("export").
 
-    Attributes: `client_state` is the private state, None for a client that has none yet: then it is made from
-    `run_seed`. `seed` is the one for this round, client and purpose. `message` is the message as it arrives;
-    `compressed_message`, as it travels, where it is compressed.
+    Attributes:
+        phase: "local", "evaluate" or "export".
+        round: the current round.
+        client: id of the client.
+        message: the message as the client receives it, decompressed.
+        client_state: its private state; None before its first task: then it is created from `run_seed`.
+        seed: of this round, client and phase.
+        run_seed: of the whole run.
+        compressed_message: the message as it is sent; None if it is not compressed.
     """
 
     phase: Phase
@@ -39,24 +45,34 @@ class ClientTask:
 
     @property
     def transmitted_message(self) -> Message:
-        """The message as it travels."""
+        """Returns the message as it is sent, compressed or not."""
         return self.message if self.compressed_message is None else self.compressed_message
 
     @property
     def reply_seed(self) -> int:
-        """Of what is drawn to compress the reply."""
+        """Returns the seed for compressing the reply."""
         return derive_seed(self.run_seed, self.round, self.client, "compress")
 
 
 @final
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task: the reply, as it travels, and private state, metrics, or weights; or else `failure`.
-    `incidents` tell of workers that died on the way, also when a later attempt succeeded. `description` goes with the
-    weights of a method that brings its own networks; weights are None where they stay with the client. `predictions` go with
-    metrics: the outputs of the personal network for the examples of "test" and, if there are any, of "val", float32, shape
-    (n, ...); empty where they stay with the client. `masked` replies are parts of a secure sum, of which only the sum means
-    anything."""
+    """Holds the result of a task: reply and private state, or metrics, or weights; or else `failure`.
+
+    Attributes:
+        task: the task.
+        reply: the reply as it is sent, compressed or not; None for other phases than "local".
+        client_state: the client's new private state.
+        metrics: name -> value, of an evaluation.
+        weights: of the exported network; None if they stay with the client.
+        description: of the exported network, if the method brings its own networks.
+        seconds: how long the task took.
+        failure: the error of a task that failed.
+        incidents: workers that died while they ran the task, also if a later attempt succeeded.
+        predictions: "test" and, if there are any, "val" -> outputs of the personal network, float32, shape (n, ...);
+            empty if they stay with the client.
+        masked: whether the reply is part of a secure sum, so that only the sum of all replies has a meaning.
+    """
 
     task: ClientTask
     reply: Message | None = None
@@ -71,31 +87,32 @@ class TaskResult:
     masked: bool = False
 
     def with_seconds(self, seconds: float) -> "TaskResult":
-        """The same result with the time it took."""
+        """Returns this result with the time that it took."""
         return replace(self, seconds=seconds)
 
 
 class Engine(ABC):
-    """Where clients run."""
+    """Runs the tasks of clients: in this process, in worker processes, on a cluster, or at real sites."""
 
     max_block_bytes: ClassVar[int] = 256 * 2**20
-    """Messages that it is given at once: tasks come in blocks of no more bytes, but one task at least."""
+    """Most bytes of messages in one call of `run`: tasks come in blocks of at most this size, or one task at a time."""
 
     overlaps_evaluation: ClassVar[bool] = False
-    """Whether a round is evaluated together with the training of the next: the tasks of both come at once, with the private
-    states as they were after the round."""
+    """Says whether the engine gets the evaluation of a round together with the training of the next: the tasks of both
+    come in one call, with the private states as they were after the round."""
 
     @abstractmethod
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Carries out all tasks and yields each result as it comes, in any order. A client's failure is a result."""
+        """Runs all tasks and yields each result as it arrives, in any order. The failure of a client is a result."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back processes and memory; the engine cannot be used after."""
+        """Releases processes and memory; the engine cannot be used afterwards."""
 
 
 def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> list[Client]:
-    """The clients with their data on `device`; a store that several share is moved once and stays shared."""
+    """Returns the clients with their data on `device`; a tensor that several clients share is moved once and stays
+    shared."""
     if device.type == "cpu":
         return list(clients)
     moved_stores: dict[int, torch.Tensor] = {}
@@ -118,11 +135,11 @@ def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> l
 
 
 def count_examples_of_phase(phase: Phase, client: Client) -> int:
-    """Examples that a task of this phase goes through, as a measure of how long it takes."""
+    """Returns the number of examples that a task of this phase processes, a proxy for how long it takes."""
     sets = [client.train] if phase == "local" else [client.test, client.val, client.global_test]
     return sum(len(data) for data in sets if data is not None)
 
 
 def sort_longest_first(tasks: Sequence[ClientTask], clients: Mapping[str, Client]) -> list[ClientTask]:
-    """Tasks in the order of falling work, so that no long one starts last; ties by client id."""
+    """Sorts tasks by descending work, so that no long task starts last; ties by client id."""
     return sorted(tasks, key=lambda task: (-count_examples_of_phase(task.phase, clients[task.client]), task.client))

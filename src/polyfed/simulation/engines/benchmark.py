@@ -1,4 +1,4 @@
-"""Whether a run's clients are computed together: measured where the run is to decide (`engine="auto"`)."""
+"""Measures for `engine="auto"` whether clients are trained faster as one stacked cohort or one by one."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from polyfed.simulation.settings import Settings
 MIN_CLIENTS = 32
 """Clients of one architecture in a round from which on "auto" measures. Runs with fewer keep their results bit for bit."""
 MIN_SPEEDUP = 1.5
-"""How many times as fast training together must be: more than two timings differ by chance, and worth results that differ in
+"""Speed-up from which on clients are trained together: above the noise of two timings, and worth results that differ in
 their last bits."""
 _TRIED = 32  # clients that are measured together
 _LONGEST = 0.02  # seconds of a step on a CPU beyond which Python and starting operations cost next to nothing
@@ -36,10 +36,12 @@ _STEPS = 2
 @final
 @dataclass(frozen=True)
 class EngineChoice:
-    """How "auto" was settled.
+    """Holds the choice that "auto" made.
 
-    Attributes: `engine`, "cohort" or "one by one"; `gains`, how many times as fast a step of many clients was, by
-    architecture; `apart`, the architectures whose clients are computed one by one all the same.
+    Attributes:
+        engine: "cohort" or "one by one".
+        gains: architecture -> measured speed-up of a training step of many clients together; None without a measurement.
+        apart: architectures whose clients are trained one by one all the same.
     """
 
     engine: str = "one by one"
@@ -48,11 +50,11 @@ class EngineChoice:
 
     @property
     def uses_cohorts(self) -> bool:
-        """Whether clients are computed together."""
+        """Returns whether clients are trained together."""
         return self.engine == "cohort"
 
     def __str__(self) -> str:
-        """A sentence for people."""
+        """Describes the choice for users."""
         gains = ", ".join(f"{gain:.1f}" for gain in (self.gains or {}).values())
         measurement = f"measured: {gains} times as fast together"
         if self.uses_cohorts:
@@ -63,7 +65,7 @@ class EngineChoice:
         return f"engine auto: clients are trained one by one ({measurement})"
 
     def to_manifest(self) -> dict[str, Any]:
-        """For `manifest.json`.
+        """Returns the choice as an entry of `manifest.json`.
 
         >>> EngineChoice.from_manifest(EngineChoice("cohort", {"ab12": 8.5}, ("cd34",)).to_manifest())
         EngineChoice(engine='cohort', gains={'ab12': 8.5}, apart=('cd34',))
@@ -72,7 +74,7 @@ class EngineChoice:
 
     @staticmethod
     def from_manifest(entry: Mapping[str, Any]) -> "EngineChoice":
-        """What a manifest holds."""
+        """Restores the choice from an entry of `manifest.json`."""
         return EngineChoice(str(entry["engine"]), entry.get("gains"), tuple(entry.get("apart", ())))
 
 
@@ -83,13 +85,15 @@ def benchmark_engines(
     device: torch.device,
     tasks: Callable[[Sequence[str]], Sequence[ClientTask]],
 ) -> EngineChoice:
-    """Whether "auto" computes the clients of this run together: where a round has many of one architecture, the method
-    trains them in a way that allows it, and two steps of its training that are timed here take at most 1/`MIN_SPEEDUP`
-    of the time.
+    """Measures whether "auto" should train the clients of this run together.
+
+    It should if a round has at least `MIN_CLIENTS` of one architecture, the method's training can be stacked, and two
+    steps of it are at least `MIN_SPEEDUP` times as fast together.
 
     Args:
         settings, algorithm, clients, device: of the run.
-        tasks: gives the clients' tasks of the next round, by their ids. They are begun, and left where they train.
+        tasks: returns the tasks of the next round for these client ids. They are started, and abandoned where training
+            begins.
     """
     share = settings.cohort_size(len(clients)) / len(clients)
     if settings.engine != "auto":
@@ -110,7 +114,7 @@ def benchmark_engines(
 
 
 def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
-    """The call of `fit` with which a client begins, None if it is none that can be carried out with others'."""
+    """Returns a client's first call of `fit`; None if that call cannot be stacked with those of others."""
     deferred_run = DeferredRun(stop_at_first_call=True)
     try:
         with deferring_calls(deferred_run):
@@ -122,7 +126,7 @@ def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
 
 @grad_enabled()
 def measure_speedup(calls: Sequence[FitCall], device: torch.device) -> float:
-    """How many times as fast a step of these clients' training is together; 0 where they cannot be trained so."""
+    """Returns how many times as fast a training step of these clients is together; 0 if they cannot be trained together."""
     short_calls = [replace(call, options=replace(call.options, local_epochs=1, local_steps=_STEPS)) for call in calls]
     first = short_calls[0]
     if len(group_fit_calls(short_calls)) > 1:
@@ -148,8 +152,10 @@ def measure_speedup(calls: Sequence[FitCall], device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of a few times, after a first one that builds what is kept; on a CPU of its own seconds, which other
-    programs' work does not stretch."""
+    """Returns the shortest of several timings, after one warm-up call that fills caches.
+
+    On a CPU it counts this thread's processor seconds, which other programs do not affect.
+    """
     clock, timings = time.thread_time if device.type == "cpu" else time.perf_counter, []
     for _ in range(4):
         started = clock()

@@ -1,7 +1,7 @@
-"""Clients of one architecture side by side: their networks are stacked, and each step of training is one for all of them.
+"""Trains clients of one architecture together: their networks are stacked, and each training step is one step for all.
 
-Small networks cost more in Python and in starting operations than in arithmetic; a hundred of them at once cost little more
-than one. What a client computes is what it computes alone, up to rounding.
+Small networks spend more time in Python and in launching operations than in arithmetic; a hundred at once cost little
+more than one. Each client gets the result that it would get alone, up to rounding.
 """
 
 import time
@@ -39,7 +39,7 @@ from polyfed.simulation.engines.inprocess import InProcessEngine
 @final
 @dataclass(eq=False)
 class _PendingTask:
-    """A task whose client half is run until it is through, and the seconds that were spent on it."""
+    """Holds a task that waits for a stacked computation, its deferred calls, and the seconds spent on it so far."""
 
     task: ClientTask
     deferred_run: DeferredRun = field(default_factory=DeferredRun)
@@ -50,13 +50,13 @@ class _PendingTask:
 class CohortEngine(Engine):
     """Runs the tasks of a round together, in this process.
 
-    What cannot be computed together is computed one by one, as `InProcessEngine` does: clients whose architecture or options
-    fewer than three have, networks that are not known to allow it, calls of `fit` with functions of a method's own. If a
-    client fails while many are computed, each of them is computed alone, so that its failure is its own.
+    Some clients are computed one by one, as by `InProcessEngine`: those whose architecture or options fewer than three
+    share, networks that are not known to allow stacking, and calls of `fit` with functions of the method's own. If a
+    client fails in a stacked computation, each of its clients is computed alone, so that only that client fails.
 
     Args:
         algorithm, clients, device, metrics, compression: as for `InProcessEngine`.
-        on_fallback: is told, once for each reason, why clients are computed one by one.
+        on_fallback: called once for each reason why clients are computed one by one.
         sequential: architectures whose clients are computed one by one.
     """
 
@@ -81,7 +81,7 @@ class CohortEngine(Engine):
         }
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """All tasks together, in the order of their clients' ids; each result when its client is through."""
+        """Runs all tasks together, in the order of client ids, and yields each result when its client has finished."""
         waiting = [
             _PendingTask(task, DeferredRun(runs_alone=task.client in self._sequential_ids))
             for task in sorted(tasks, key=lambda task: task.client)
@@ -97,7 +97,7 @@ class CohortEngine(Engine):
             waiting = still_pending
 
     def _advance(self, pending: _PendingTask) -> TaskResult | None:
-        """The client's result, or None if it waits for others."""
+        """Runs a client up to its next deferred call. Returns its result, or None if it waits for a stacked computation."""
         started = time.perf_counter()
         pending.deferred_run.restart()
         try:
@@ -109,6 +109,7 @@ class CohortEngine(Engine):
         return result.with_seconds(pending.seconds + time.perf_counter() - started)
 
     def _compute_deferred_calls(self, waiting: Sequence[_PendingTask]) -> None:
+        """Computes the deferred calls of all waiting clients, those that can be stacked together."""
         training = [pending for pending in waiting if isinstance(pending.deferred_run.pending_call, FitCall)]
         fit_calls = [
             pending.deferred_run.pending_call
@@ -131,7 +132,8 @@ class CohortEngine(Engine):
     def _compute_together(
         self, members: Sequence[_PendingTask], compute: Callable[[], Sequence[FitCallResult | list[torch.Tensor]]]
     ) -> None:
-        """Puts what is found for each of these clients where its half will find it."""
+        """Computes the calls of these clients together and gives each client its result; if that fails, marks them to run
+        alone."""
         started = time.perf_counter()
         outputs: Sequence[FitCallResult | list[torch.Tensor]] = ()
         if len(members) >= MIN_COHORT_SIZE:
@@ -150,13 +152,14 @@ class CohortEngine(Engine):
                 pending.deferred_run.runs_alone = True
 
     def _report_fallback(self, reason: str) -> None:
+        """Reports why clients are computed one by one, once for each reason."""
         if self._on_fallback is not None and reason not in self._reasons:
             self._reasons.add(reason)
             self._on_fallback(reason)
 
     def predict(self, task: ClientTask, examples: Any) -> torch.Tensor:
-        """As `InProcessEngine.predict`."""
+        """Predicts as `InProcessEngine.predict` does."""
         return self._single_engine.predict(task, examples)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to release."""

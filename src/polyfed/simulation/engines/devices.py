@@ -1,4 +1,4 @@
-"""What this machine has for clients to compute on: a device, and the packages of an engine."""
+"""Chooses the device that clients compute on, and checks that an engine's packages are installed."""
 
 import torch
 
@@ -7,13 +7,15 @@ from polyfed.simulation.settings import Settings
 
 
 def check_engine_installed(engine: str) -> None:
-    """Raises a `UserError` if the engine needs a package that is missing."""
+    """Raises a `UserError` if the engine needs a package that is not installed."""
     if engine == "ray":
         check_extra_installed("ray", "ray", "engine='ray'", "take engine='auto'")
 
 
 def client_device(settings: Settings) -> torch.device:
-    """Where the clients of a run compute. With Ray that is not for this machine to say.
+    """Returns the device that the clients of a run compute on.
+
+    With Ray the cluster's nodes may differ from this machine, so that it is CUDA if workers have GPUs, else the CPU.
 
     Raises:
         UserError: as for `choose_device`.
@@ -24,8 +26,8 @@ def client_device(settings: Settings) -> torch.device:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name: "auto" (cuda if there is one, else cpu), "cpu", "cuda", "cuda:1", "mps", or another that this
-    torch knows.
+    """Returns the device with this name: "auto" (CUDA if available, else CPU), "cpu", "cuda", "cuda:1", "mps", or another
+    that this version of torch knows.
 
     Raises:
         UserError: an unknown or unavailable device.
@@ -45,7 +47,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _available(kind: str) -> bool:
-    """Whether this machine has devices of the kind."""
+    """Returns whether this machine has devices of this kind."""
     if kind in ("cpu", "mps"):
         return kind == "cpu" or torch.backends.mps.is_available()
     module = getattr(torch, kind, None)  # torch.cuda, torch.xpu, or that of a backend from outside

@@ -1,4 +1,4 @@
-"""Starts the engine that a run asks for: this process, a pool of processes, or a Ray cluster."""
+"""Builds the engine that a run asks for: this process, a pool of processes, or a Ray cluster."""
 
 import pickle
 import warnings
@@ -34,17 +34,19 @@ def build_engine(
     reply_compression: Compressor | None = None,
     choice: EngineChoice | None = None,
 ) -> Engine:
-    """An engine with these clients.
+    """Builds an engine for these clients.
 
     Args:
-        name: "inprocess"; "pool"; "cohort", many clients at once, in this process or in each worker of a pool; "ray"; or
-            "auto": the pool on a CPU for two or more workers, else this process.
-        workers: number of processes; "auto" is one per core that this process may use, at most one per client; 0 means
-            this process. (`Settings` checks both.)
-        ray_address, gpus_per_worker: see `Settings`; for "ray", which goes by the latter instead of `device`.
-        metrics: what is computed at evaluation; none is the task's own.
-        reply_compression: how replies are; None leaves them as they are.
-        choice: how "auto" was settled; None is one by one.
+        name: "inprocess"; "pool"; "cohort", many clients stacked, in this process or in each worker of a pool; "ray"; or
+            "auto": the pool on a CPU with two or more workers, else this process.
+        algorithm, clients: given to each worker.
+        device: where clients compute; "ray" goes by `gpus_per_worker` instead.
+        workers: number of processes; "auto" is one per usable core, at most one per client; 0 means this process.
+            (`Settings` checks both.)
+        ray_address, gpus_per_worker: see `Settings`; for "ray".
+        metrics: computed at evaluation; empty takes the default ones of the task.
+        reply_compression: of replies; None sends them uncompressed.
+        choice: what "auto" measured; None trains one by one.
     """
     if name == "ray":
         check_engine_installed(name)
@@ -84,7 +86,7 @@ def _build_local_engine(
     uses_cohorts: bool,
     sequential: Sequence[str],
 ) -> Engine:
-    """The engine in this process."""
+    """Builds the engine for this process."""
     if uses_cohorts:
         return CohortEngine(algorithm, clients, device, metrics, reply_compression, sequential=sequential)
     return InProcessEngine(algorithm, clients, device, metrics, reply_compression)
@@ -97,7 +99,7 @@ def build_engine_for_settings(
     metrics: Sequence[Metric] = (),
     choice: EngineChoice | None = None,
 ) -> Engine:
-    """The engine that a run's settings ask for, `choice` saying how "auto" was settled."""
+    """Builds the engine that a run's settings ask for; `choice` is what "auto" measured."""
     device = client_device(settings)
     ray_options = settings.ray_address, settings.gpus_per_worker
     reply_compression = parse_compressor(settings.compress)
@@ -107,8 +109,8 @@ def build_engine_for_settings(
 
 
 def unpicklable_client_error(clients: Sequence[Client]) -> str | None:
-    """Why a client cannot be given to a process that was not forked: a sentence about the first model factory or loss that
-    cannot be pickled, or None."""
+    """Returns why a client cannot be sent to a process that was not forked: its first model factory or loss that cannot
+    be pickled. None if all can."""
     owned = [("model factory", client.model) for client in clients] + [("loss", client.loss) for client in clients]
     for kind, thing in {id(thing): (kind, thing) for kind, thing in owned}.values():
         try:

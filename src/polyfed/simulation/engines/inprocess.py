@@ -1,4 +1,4 @@
-"""The engine for debugging and for one device: clients run one after the other in this process."""
+"""Runs clients one after the other in this process: for debugging, for a single device, and inside each worker of a pool."""
 
 import time
 import traceback
@@ -39,13 +39,12 @@ from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, move
 
 @final
 class InProcessEngine(Engine):
-    """Runs tasks in the order given; a debugger and an exception's cause reach into the client's code. Each worker of
-    the pool runs one of these.
+    """Runs tasks in the given order in this process, so that a debugger and tracebacks reach the client's code.
 
     Args:
-        algorithm, clients, device: who computes what, and where.
-        metrics: what is computed at evaluation; none is the task's own.
-        compression: of replies; None leaves them as they are.
+        algorithm, clients, device: what is computed, for whom, and where.
+        metrics: computed at evaluation; empty takes the default ones of the task.
+        compression: of replies; None sends them uncompressed.
     """
 
     def __init__(
@@ -62,8 +61,11 @@ class InProcessEngine(Engine):
         self._clients = {client.id: client for client in move_clients_to_device(clients, device)}
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """One task after the other. An exception of the method or of a client's network becomes a failure that says
-        round, client and phase, and keeps the exception as its cause."""
+        """Runs one task after the other.
+
+        An exception of the method or of a client's network becomes a failure with round, client and phase, and with
+        the exception as its cause.
+        """
         algorithm = self._algorithm
         for task in tasks:
             client, start = self._clients[task.client], time.perf_counter()
@@ -109,8 +111,11 @@ class InProcessEngine(Engine):
     def _evaluate(
         self, model: torch.nn.Module, task: ClientTask, message: Message, client_state: Any, loss: Loss
     ) -> tuple[MetricValues, dict[str, Tensor]]:
-        """Metrics and outputs of the personal network. Where it was fitted to validation examples, each of these has the
-        outputs of a network that was made without it."""
+        """Returns metrics and outputs of the personal network.
+
+        If the method fits the network to validation examples, each of these gets the output of a network fitted
+        without it.
+        """
         algorithm, client = self._algorithm, self._clients[task.client]
         if "fits_validation" not in algorithm.traits or client.val is None:
             return evaluate_client_with_outputs(model, client, self._metrics, loss=loss)
@@ -124,8 +129,10 @@ class InProcessEngine(Engine):
         return metrics | {f"val_{name}": value for name, value in row.items()}, outputs | {"val": val_outputs}
 
     def predict(self, task: ClientTask, examples: Examples) -> torch.Tensor:
-        """What the personal network of a task's client makes of these examples, computed as at evaluation: float32 on the
-        CPU, shape (n, ...).
+        """Returns the outputs of a client's personal network for these examples, computed as at evaluation.
+
+        Returns:
+            float32 on the CPU, shape (n, ...).
 
         Raises:
             ClientError: the network or the method fails.
@@ -148,12 +155,14 @@ class InProcessEngine(Engine):
             raise ClientError(task.round, task.client, "predict", reason, traceback.format_exc()) from error
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to release."""
 
 
 def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTree) -> None:
-    """A network that stays with its client may diverge while all that travels is sound. No run goes on from such a state
-    (see `Forms`), so none begins to. Methods of your own may keep what they like.
+    """Raises an error if a built-in method leaves NaN or infinite values in the private state.
+
+    A network that stays with its client may diverge while everything it sends is finite. A run never resumes from such
+    a state (see `StateValidator`), so none may create one. Methods of your own may keep what they like.
 
     Raises:
         FloatingPointError: the private state has NaN or infinite values.
@@ -167,5 +176,6 @@ def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTr
 
 
 def _exported_weights(task: ClientTask, model: torch.nn.Module, description: Mapping[str, Any] | None) -> TaskResult:
+    """Returns the result with the network's weights, copied to the CPU."""
     weights = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     return TaskResult(task, weights=weights, description=description)

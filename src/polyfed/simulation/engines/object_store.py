@@ -1,4 +1,5 @@
-"""Clients and tensors in a form that an object store keeps once per machine and several processes read in place."""
+"""Converts clients and tensors for an object store that keeps one copy per machine, which several processes read in
+place."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,8 +20,10 @@ _LARGE = 1 << 20  # bytes from which a tensor is an object of its own, which a n
 
 @final
 class FlatTensor(NamedTuple):
-    """A tensor as bytes (uint8, shape (num_bytes,), a numpy array, which pickle's fifth protocol need not copy), with what
-    makes a tensor of it, strides included."""
+    """Holds a tensor as raw bytes with its type, shape and strides.
+
+    The bytes are a NumPy array of uint8, shape (num_bytes,), which pickle's protocol 5 need not copy.
+    """
 
     data: Any
     dtype: torch.dtype
@@ -29,8 +32,10 @@ class FlatTensor(NamedTuple):
 
 
 def flatten_tensor(tensor: Tensor) -> FlatTensor:
-    """A tensor's elements alone, not the storage that it may be a small view of; without a copy where it can be. The order
-    of its dimensions in memory stays, since the rounding of what is computed from it may depend on that.
+    """Returns a tensor's own elements, without the storage that it may be a small view of, and without a copy where
+    possible.
+
+    The order of its dimensions in memory stays, since rounding in later computations may depend on it.
 
     >>> flatten_tensor(torch.ones(3, 2).t()).stride
     (1, 2)
@@ -46,7 +51,7 @@ def flatten_tensor(tensor: Tensor) -> FlatTensor:
 
 
 def unflatten_tensor(stored: FlatTensor, *, copy: bool = False) -> Tensor:
-    """The tensor again; without `copy` it shares memory with `stored`, and must not be written to.
+    """Restores a tensor; without `copy` it shares memory with `stored` and must not be written to.
 
     >>> unflatten_tensor(flatten_tensor(torch.tensor([[1.5, 2.0]])), copy=True)
     tensor([[1.5000, 2.0000]])
@@ -65,13 +70,13 @@ def unflatten_tensor(stored: FlatTensor, *, copy: bool = False) -> Tensor:
 
 @final
 class _StoredParts(NamedTuple):
-    """Inputs of several parts, each as `FlatTensor` or a reference."""
+    """Holds inputs of several parts, each as a `FlatTensor` or a reference."""
 
     form: InputSpec
     parts: tuple[Any, ...]
 
     def restore(self, load: Callable[[Any], Tensor]) -> Any:
-        """The inputs, with tensors that `load` makes."""
+        """Rebuilds the inputs; `load` turns each stored part into a tensor."""
         remaining = iter(self.parts)
         return self.form.build_inputs(lambda shape, dtype: load(next(remaining)))
 
@@ -83,7 +88,7 @@ _StoredSet = tuple[
 
 @final
 class StoredClient(NamedTuple):
-    """A client without its tensors: in their place `FlatTensor`s, or references to large ones in the store."""
+    """Holds a client whose tensors are replaced by `FlatTensor`s, or by references to large ones in the store."""
 
     id: str
     model: Architecture | None
@@ -92,7 +97,7 @@ class StoredClient(NamedTuple):
     loss: Loss | None = None
 
     def restore(self, load: Callable[[Any], Tensor]) -> Client:
-        """The client, with tensors that `load` makes of `FlatTensor`s and references."""
+        """Rebuilds the client; `load` turns each `FlatTensor` or reference into a tensor."""
 
         def examples(stored_set: _StoredSet | None) -> Examples | None:
             if stored_set is None:
@@ -106,7 +111,8 @@ class StoredClient(NamedTuple):
 
 
 def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -> list[StoredClient]:
-    """Clients for the store. A tensor that several share is in the result once, a large one is `put` once.
+    """Converts clients for the store. A tensor that several clients share is converted once; a large one is stored by
+    `put`.
 
     >>> x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
     >>> a, b = store_clients([Client(name, None, (x, y), (x, y)) for name in "ab"], put=lambda large: large)
@@ -145,9 +151,11 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
 
 @final
 class SharedTensors:
-    """The tensors that several tasks receive, in the object store: one object for all that have the same receivers.
+    """Puts the tensors that several tasks receive into the object store: one object for all tensors with the same
+    receivers.
 
-    Attributes: `names`, `id(tensor)` -> its name in the object.
+    Attributes:
+        names: `id(tensor)` -> its name in the object.
     """
 
     def __init__(self, tasks: Sequence[ClientTask], put: Callable[[dict[str, FlatTensor]], Any]) -> None:
@@ -171,5 +179,5 @@ class SharedTensors:
                 self._references[id(tasks[position])].append(reference)
 
     def references_for(self, task: ClientTask) -> list[Any]:
-        """The objects with what this task receives."""
+        """Returns the references to the objects that hold this task's tensors."""
         return self._references[id(task)]

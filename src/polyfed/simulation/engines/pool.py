@@ -1,10 +1,10 @@
-"""A pool of processes on this machine, one torch thread each.
+"""Runs clients in a pool of worker processes on this machine, with one torch thread each.
 
-Workers get the clients once, when they start: by `fork` on Linux, so that the data is shared memory, models may be
-lambdas and nothing is pickled; by `spawn` elsewhere and on CUDA, which cannot be forked. After that only messages and
+Workers get the clients once, when they start: by `fork` on Linux, so that data is shared memory, models may be lambdas
+and nothing is pickled; by `spawn` elsewhere and with CUDA, which does not survive a fork. After that only messages and
 private states travel, as safetensors bytes over a pipe; a tensor that several clients receive is sent once per worker.
 
-A worker that dies, by `kill -9` too, is reported and its task is tried once more on a new worker.
+If a worker dies, also by `kill -9`, this is reported, and its task is tried once more on a new worker.
 """
 
 import os
@@ -41,13 +41,13 @@ _ORPHAN_CHECK_SECONDS = 2.0
 
 
 def can_fork(device: torch.device) -> bool:
-    """Whether workers are forked here: on Linux, and not for CUDA, which does not survive it."""
+    """Returns whether workers are forked: on Linux, and not with CUDA, which does not survive a fork."""
     return sys.platform == "linux" and device.type == "cpu"
 
 
 @dataclass
 class _TaskBatch:
-    """Tasks that a worker is given at once, in the order in which it answers, and the number of the attempt."""
+    """Holds tasks that a worker gets at once, in the order in which it answers, and the number of the attempt."""
 
     tasks: deque[ClientTask]
     attempt: int = 1
@@ -55,8 +55,14 @@ class _TaskBatch:
 
 @dataclass
 class _PoolWorker:
-    """A process, our end of its pipe, the tensors it holds in this call of `run`, and its work; the first is what it
-    works on."""
+    """Describes a worker process of the pool.
+
+    Attributes:
+        process: the process.
+        pipe: the parent's end of its pipe.
+        tensor_names: `id(tensor)` -> name, of the tensors that it holds in this call of `run`.
+        batches: its work; it works on the first.
+    """
 
     process: Any  # multiprocessing's types differ between fork and spawn
     pipe: Connection
@@ -66,16 +72,17 @@ class _PoolWorker:
 
 @final
 class PoolEngine(Engine):
-    """`workers` processes that take the longest clients first.
+    """Runs tasks in a pool of worker processes; clients with the most examples go first.
 
     Args:
         algorithm, clients: given to each worker when it starts.
         device: where clients' data and models lie.
         workers: number of processes, at least 1.
         start_method: "fork" or "spawn"; None takes fork on Linux with the CPU, spawn otherwise.
-        metrics: what is computed at evaluation; none is the task's own.
-        compression: of replies; None leaves them as they are.
-        uses_cohorts: each worker computes a cohort of clients at once; for `sequential` see `CohortEngine`.
+        metrics: computed at evaluation; empty takes the default ones of the task.
+        compression: of replies; None sends them uncompressed.
+        uses_cohorts: whether each worker computes a cohort of clients at once.
+        sequential: as for `CohortEngine`.
     """
 
     def __init__(
@@ -102,7 +109,7 @@ class PoolEngine(Engine):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers that run now."""
+        """Returns the process ids of the running workers."""
         return [worker.process.pid for worker in self._workers]
 
     def _start_worker(self) -> _PoolWorker:
@@ -161,9 +168,12 @@ class PoolEngine(Engine):
                 yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
 
     def _handle_dead_worker(self, position: int, waiting: deque[_TaskBatch]) -> Iterator[TaskResult]:
-        """A new worker in the place of one that died. The task it worked on waits again, or fails after the last
-        attempt; those that it had not begun just wait again. Those of a cohort wait again one by one, so that the client
-        that is to blame is alone."""
+        """Replaces a worker that died and reschedules its tasks.
+
+        The task that it worked on is tried again, or fails after the last attempt; tasks that it had not begun are
+        rescheduled without counting an attempt. Tasks of a cohort are rescheduled one by one, so that a client that
+        kills its worker does so alone.
+        """
         dead = self._restart_worker(position)
         code = dead.process.exitcode
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
@@ -185,7 +195,7 @@ class PoolEngine(Engine):
             yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
 
     def _restart_worker(self, position: int) -> _PoolWorker:
-        """Puts a new worker in the place of a dead one, and returns the dead."""
+        """Replaces a dead worker by a new one, and returns the dead one."""
         dead = self._workers.pop(position)  # before the fork, which must not inherit a closed pipe
         dead.pipe.close()
         dead.process.join()
@@ -193,6 +203,7 @@ class PoolEngine(Engine):
         return dead
 
     def _take_incidents(self, task: ClientTask) -> tuple[str, ...]:
+        """Returns the deaths of workers during this client's tasks that are not reported yet."""
         return tuple(self._incidents.pop(task.client, ()))
 
     def close(self) -> None:
@@ -208,8 +219,11 @@ class PoolEngine(Engine):
 
 
 def _send_tasks(worker: _PoolWorker, waiting: deque[_TaskBatch]) -> None:
-    """Gives a worker its next task, and one more ahead if that message is small. A large one would not fit the pipe while
-    the worker is busy: we would wait to write for a worker that waits to write to us."""
+    """Sends a worker its next tasks, and one batch ahead if its message is small.
+
+    A large message would not fit the pipe while the worker is busy: parent and worker would each wait for the other to
+    read.
+    """
     while waiting and len(worker.batches) < 2:
         tasks = waiting[0].tasks
         if worker.batches and len(tasks) > 1:
@@ -237,7 +251,7 @@ def _tensor_names(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
 def _encode_tasks(
     tasks: Sequence[ClientTask], new_tensors: Mapping[int, torch.Tensor], held_names: Mapping[int, str]
 ) -> bytes:
-    """Tasks as bytes. Tensors that the worker does not hold yet are in them; the others go by name."""
+    """Encodes tasks as bytes. Tensors that the worker does not hold yet are included; the others are named."""
     names = {**held_names, **_tensor_names(new_tensors)}
     return serialize_state(
         {
@@ -274,7 +288,7 @@ def _run_worker(
     uses_cohorts: bool,
     sequential: Sequence[str],
 ) -> None:
-    """A worker's life: take tasks, carry them out, answer in their order; leave when the parent is gone."""
+    """Runs a worker: reads tasks, runs them, answers in their order, and exits when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which saves the run and closes the pipe
     for connection in inherited:
         connection.close()

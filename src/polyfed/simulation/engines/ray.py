@@ -1,24 +1,19 @@
-"""Ray: clients on the workers (actors) of a cluster, or of a Ray that is started on this machine.
+"""Runs clients on the workers (actors) of a Ray cluster, or of a Ray that is started on this machine.
 
-Everything goes into Ray's object store once: the clients when the engine starts, one copy per node, from which workers read
-their data in place (a method that wrote into a client's examples would be killed for it); a tensor that several clients
-receive, once per call of `run`. Private states and replies travel as safetensors bytes, as they do in the pool.
+Everything goes into Ray's object store once: the clients when the engine starts, one copy per node, from which workers
+read their data in place (a method that wrote into a client's examples would be killed for it); a tensor that several
+clients receive, once per call of `run`. Private states and replies travel as safetensors bytes, as in the pool.
 
-Networks and methods travel by Ray's cloudpickle, so that lambdas and classes of a notebook will do; a module of yours must
-be importable on every node. That is pickle between processes of one user's cluster: whoever may write to a Ray cluster may
-run code on it in any case. Nothing from elsewhere is unpickled here.
+Networks and methods travel by Ray's cloudpickle, so that lambdas and classes of a notebook work; a module of yours
+must be importable on every node. That is pickle between processes of one user's cluster: whoever may write to a Ray
+cluster may run code on it in any case. Nothing from elsewhere is unpickled here.
 
-A worker that dies, or is lost with its node, is reported; its task is tried once more and another worker is started.
-This is the only file that imports ray, and it is imported when the engine is chosen.
+If a worker dies, or is lost with its node, this is reported; its task is tried once more and another worker is
+started. Only this file and `ray_cluster` import ray, and both are imported when the engine is chosen.
 """
 
 import io
-import logging
 import os
-import re
-import signal
-import socket
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,14 +21,13 @@ from typing import Any, NoReturn, final
 
 import ray
 import torch
-from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.io.trusted_code import inherit_trust, trusted_names
-from polyfed.core.machine.threads import num_usable_cores
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
@@ -45,12 +39,17 @@ from polyfed.simulation.engines.object_store import (
     store_clients,
     unflatten_tensor,
 )
+from polyfed.simulation.engines.ray_cluster import (
+    connect_to_ray,
+    count_worker_slots,
+    describe_cluster_resources,
+    describe_worker_death,
+    log_worker_deaths,
+)
 from polyfed.simulation.engines.result_codec import pack_result, unpack_result
 
 _ATTEMPTS = 2
 _STARTS = 3  # workers that may die in a row before they can work, each
-_ANSWER_SECONDS = 10.0  # for a cluster to take a connection
-_RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
 _START_SECONDS = 180.0  # for the first worker, and for the next after the last was lost; nodes may have to boot
 
 
@@ -62,8 +61,14 @@ _WorkerPayload = tuple[
 
 @dataclass
 class _RayWorker:
-    """An actor; `ready`, the answer that we wait for before it gets work, None once it has come; how incidents call it; its
-    tasks, each with the reference of its result and the number of the attempt: it works on the first."""
+    """Describes a worker of the cluster.
+
+    Attributes:
+        actor: handle of the Ray actor.
+        ready: reference to the result of its start; None once it has started.
+        name: its name in incidents.
+        tasks: (reference to the result, task, number of the attempt); it works on the first.
+    """
 
     actor: Any
     ready: Any
@@ -73,16 +78,17 @@ class _RayWorker:
 
 @final
 class RayEngine(Engine):
-    """`workers` actors with a core each, which take the longest clients first.
+    """Runs tasks on Ray actors with a core each; clients with the most examples go first.
 
     Args:
         algorithm, clients: put into the object store when the engine starts.
-        workers: number of actors; "auto" is as many as the cluster has cores (and shares of GPUs), at most one per client.
-        address: "local", "auto" or HOST:PORT, see `Settings`. A Ray that this process is already connected to is used, and
-            left running.
+        workers: number of actors; "auto" is as many as the cluster has cores (and shares of GPUs), at most one per
+            client.
+        address: "local", "auto" or HOST:PORT, see `Settings`. A Ray that this process is already connected to is used,
+            and left running.
         gpus_per_worker: GPUs of each actor; a fraction shares one. 0 computes on CPUs.
-        metrics: what is computed at evaluation; none is the task's own.
-        compression: of replies; None leaves them as they are.
+        metrics: computed at evaluation; empty takes the default ones of the task.
+        compression: of replies; None sends them uncompressed.
 
     Raises:
         UserError: no cluster at the address, no GPU on this machine, or clients that cannot be sent.
@@ -102,9 +108,9 @@ class RayEngine(Engine):
         self._workers: list[_RayWorker] = []
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
         self._call, self._failed_starts, self._gpus = 0, 0, gpus_per_worker
-        self._owns_ray = _connect(address, workers)
+        self._owns_ray = connect_to_ray(address, workers)
         try:
-            count = min(_count_slots(gpus_per_worker), len(clients)) if workers == "auto" else int(workers)
+            count = min(count_worker_slots(gpus_per_worker), len(clients)) if workers == "auto" else int(workers)
             if address == "local" and ray.cluster_resources().get("GPU", 0) < gpus_per_worker:
                 raise UserError(f"gpus_per_worker={gpus_per_worker}, but Ray finds no such GPU on this machine; use 0")
             options = {"num_cpus": 1, "num_gpus": gpus_per_worker, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
@@ -119,7 +125,7 @@ class RayEngine(Engine):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers, on their nodes, once all have started."""
+        """Returns the process ids of the workers on their nodes, once all have started."""
         return [pid for pid, _ in ray.get([worker.actor.where.remote() for worker in self._workers])]
 
     def _start_worker(self) -> _RayWorker:
@@ -155,14 +161,14 @@ class RayEngine(Engine):
                 failure = ClientError(task.round, task.client, task.phase, reason, str(error))
                 yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
             except RayError as error:
-                yield from self._handle_dead_worker(position, waiting, _cause_of_death(error))
+                yield from self._handle_dead_worker(position, waiting, describe_worker_death(error))
             else:
                 worker.tasks.popleft()
                 self._send_tasks(waiting, shared)  # before anything else, so that it does not wait for us
                 yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
 
     def _send_tasks(self, waiting: deque[tuple[ClientTask, int]], shared: SharedTensors) -> None:
-        """A task for every worker that has none; one more ahead, as long as enough are left to go round."""
+        """Gives a task to every idle worker, and a second one ahead while enough tasks are left for all."""
         for depth, reserve in ((1, 0), (2, len(self._workers))):
             for worker in self._workers:
                 if worker.ready is None and len(worker.tasks) < depth and len(waiting) > reserve:
@@ -172,7 +178,7 @@ class RayEngine(Engine):
                     worker.tasks.append((reference, task, attempt))
 
     def _wait_for_worker(self) -> int:
-        """Waits for a worker that has started or finished its task, and returns its position."""
+        """Waits until a worker has started or has finished its task, and returns its position."""
         busy = any(worker.tasks for worker in self._workers)
         expected = {(w.tasks[0][0] if w.tasks else w.ready): i for i, w in enumerate(self._workers)}
         expected.pop(None, None)  # those without work
@@ -180,12 +186,12 @@ class RayEngine(Engine):
         if not ready_references:
             raise RoundError(
                 f"no worker of Ray could start in {_START_SECONDS:.0f} s; each needs a free core and {self._gpus} GPUs, of "
-                f"the cluster's {_describe_resources()}"
+                f"the cluster's {describe_cluster_resources()}"
             )
         return expected[ready_references[0]]
 
     def _check_started(self, position: int) -> None:
-        """A worker that has started, or has not: then another takes its place."""
+        """Takes a worker into service if it has started; replaces it if its start failed."""
         worker = self._workers[position]
         try:
             pid, node = ray.get(worker.ready)
@@ -195,7 +201,7 @@ class RayEngine(Engine):
             self._failed_starts += 1
             if self._failed_starts >= _STARTS * len(self._workers):
                 raise RoundError(
-                    f"workers of Ray die before they can work, last by {_cause_of_death(error)}"
+                    f"workers of Ray die before they can work, last by {describe_worker_death(error)}"
                 ) from error
             self._restart_worker(position)
         else:
@@ -204,8 +210,11 @@ class RayEngine(Engine):
     def _handle_dead_worker(
         self, position: int, waiting: deque[tuple[ClientTask, int]], cause: str
     ) -> Iterator[TaskResult]:
-        """A new worker in the place of one that died. The task it worked on waits again, or fails after the last
-        attempt; those that it had not begun just wait again."""
+        """Replaces a worker that died and reschedules its tasks.
+
+        The task that it worked on is tried again, or fails after the last attempt; tasks that it had not begun are
+        rescheduled without counting an attempt.
+        """
         dead_worker = self._restart_worker(position)
         _, task, attempt = dead_worker.tasks.popleft()
         incident = f"{dead_worker.name} died ({cause}), phase {task.phase!r}, attempt {attempt} of {_ATTEMPTS}"
@@ -219,32 +228,34 @@ class RayEngine(Engine):
             yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
 
     def _restart_worker(self, position: int) -> _RayWorker:
-        """Puts a new worker in the place of another, which is killed if it still lives, and returns that."""
+        """Replaces a worker by a new one, kills the old one if it still lives, and returns it."""
         old_worker = self._workers[position]
         ray.kill(old_worker.actor)
         self._workers[position] = self._start_worker()
         return old_worker
 
     def _take_incidents(self, task: ClientTask) -> tuple[str, ...]:
+        """Returns the deaths of workers during this client's tasks that are not reported yet."""
         return tuple(self._incidents.pop(task.client, ()))
 
     def close(self) -> None:
-        """Kills the actors, and ends the connection to Ray if it is ours: a Ray that was started for it ends too."""
+        """Kills the actors, and disconnects from Ray if this engine connected: a Ray that was started for it ends too."""
         if ray.is_initialized():
             for worker in self._workers:
                 ray.kill(worker.actor)
             if self._owns_ray:
                 ray.shutdown()
-                _log_worker_deaths(True)
+                log_worker_deaths(True)
         self._workers.clear()
         self._payload = None
 
 
 class _Actor:
-    """A worker: clients that it has been asked for, ready to run, and the shared tensors of this call of `run`."""
+    """Runs tasks on a node of the cluster; it holds the clients that it was asked for and the shared tensors of this call
+    of `run`."""
 
     def start(self, payload: _WorkerPayload) -> tuple[int, str]:
-        """Takes algorithm and clients; returns where it is."""
+        """Receives the method and the clients; returns process id and node."""
         torch.set_num_threads(1)
         self._algorithm, clients, device, classes, self._options, allowed = payload
         inherit_trust(allowed)
@@ -258,11 +269,11 @@ class _Actor:
         return self.where()
 
     def where(self) -> tuple[int, str]:
-        """Process id and address of the node."""
+        """Returns the process id and the address of the node."""
         return os.getpid(), ray.util.get_node_ip_address()
 
     def run(self, call: int, references: list[Any], data: bytes) -> bytes:
-        """Carries out a task."""
+        """Runs one encoded task and returns its encoded result."""
         if call != self._call:
             self._call = call
             self._loaded_references.clear()
@@ -284,7 +295,7 @@ class _Actor:
         return self._engines[client]
 
     def _load_tensor(self, reference: Any) -> Tensor:
-        """A tensor on the worker's device; one that several clients share is made once."""
+        """Returns a tensor on the worker's device; a tensor that several clients share is loaded once."""
         key = id(reference) if isinstance(reference, FlatTensor) else reference
         if key not in self._tensors:
             stored = reference if isinstance(reference, FlatTensor) else ray.get(reference)
@@ -293,6 +304,7 @@ class _Actor:
 
 
 def _encode_task(task: ClientTask) -> dict[str, Any]:
+    """Encodes a task as a state that `serialize_state` can write."""
     return {
         "task": [task.phase, task.round, task.client, task.seed, task.run_seed],
         "down": task.message.tensors,
@@ -304,8 +316,8 @@ def _encode_task(task: ClientTask) -> dict[str, Any]:
 def _put_payload(
     algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: str, options: _WorkerOptions
 ) -> Any:
-    """Algorithm, clients and settings as one object of the store; large tensors are objects of their own, fetched when
-    needed."""
+    """Puts method, clients and settings into the store as one object; large tensors are objects of their own, fetched
+    when needed."""
     stored_clients = store_clients(clients, ray.put)
     try:
         pickler = _ClassNamePickler()
@@ -320,15 +332,18 @@ def _put_payload(
 
 
 class _ClassNamePickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Finds the classes that travel by value under a name that cloudpickle does not keep, as `build.<locals>.Net`. A
-    network's architecture, from which its first weights derive, is told by that name too."""
+    """Collects classes that travel by value and whose qualified name cloudpickle does not keep, such as
+    `build.<locals>.Net`.
+
+    An architecture's fingerprint, from which its initial weights derive, includes that name.
+    """
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), buffer_callback=lambda buffer: None)
         self.classes: list[tuple[type, str]] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """What cloudpickle would write."""
+        """Returns what cloudpickle returns, and notes the class if its qualified name would be lost."""
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and isinstance(obj, type) and obj.__qualname__ != obj.__name__:
             self.classes.append((obj, obj.__qualname__))
@@ -336,6 +351,7 @@ class _ClassNamePickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def _raise_unreadable(error: RayTaskError) -> NoReturn:
+    """Raises a `UserError` for a worker that cannot unpickle the clients."""
     sentence = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[
         -1
     ]  # Ray may have put a traceback before it
@@ -343,71 +359,3 @@ def _raise_unreadable(error: RayTaskError) -> NoReturn:
         f"a worker of Ray cannot read the clients: {sentence}; polyfed and the modules that define networks, transforms and "
         "method must be importable on every node"
     ) from error
-
-
-def _connect(address: str, workers: int | str) -> bool:
-    """Starts or joins Ray, silently; returns whether that was needed."""
-    if ray.is_initialized():
-        return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    # Ray takes over SIGTERM, whose meaning is the caller's.
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    sigterm_handler = signal.getsignal(signal.SIGTERM) if in_main_thread else None
-    try:
-        if address == "local":
-            cores = max(num_usable_cores(), 0 if workers == "auto" else int(workers))
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
-        else:
-            endpoint = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-            if ":" in endpoint and "://" not in endpoint:  # Ray itself would try for minutes
-                host, _, port = endpoint.rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
-            ray.init(address=address, **quiet)
-    except (OSError, OverflowError, ValueError, RuntimeError, RayError) as error:  # a ConnectionError is an OSError
-        sentence = " ".join(str(error).split())
-        raise UserError(
-            f"ray_address={address!r}: no Ray answers there ({sentence}); start one with `ray start --head`, or use 'local'"
-            "; if the cluster wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too"
-        ) from error
-    finally:
-        if sigterm_handler is not None:
-            signal.signal(signal.SIGTERM, sigterm_handler)
-    _log_worker_deaths(False)
-    return True
-
-
-def _log_worker_deaths(enabled: bool) -> None:
-    """Whether Ray prints a paragraph to standard output for each worker that dies: there it would be among the results, and
-    we report deaths ourselves. Ray has no public switch for it."""
-    if hasattr(ray._private.worker, "_worker_logs_enabled"):
-        ray._private.worker._worker_logs_enabled = enabled
-
-
-def _count_slots(gpus_per_worker: float) -> int:
-    """Workers that fit the cluster as it is, at least one."""
-    total = ray.cluster_resources()
-    slots = int(total.get("CPU", 0))
-    if gpus_per_worker:
-        # Several workers share a GPU, but none has parts of two.
-        gpu_share, gpus = gpus_per_worker, int(total.get("GPU", 0))
-        slots = min(slots, gpus * int(1 / gpu_share + 1e-9) if gpu_share <= 1 else int(gpus / gpu_share))
-    return max(slots, 1)
-
-
-def _describe_resources() -> str:
-    total, free = ray.cluster_resources(), ray.available_resources()
-    return ", ".join(f"{total.get(kind, 0):g} {name} ({free.get(kind, 0):g} free)" for kind, name in _RESOURCES.items())
-
-
-def _cause_of_death(error: RayError) -> str:
-    """What ended a worker, in a few words; Ray tells it in a paragraph of possibilities."""
-    text = str(error)
-    connection_lost = isinstance(
-        error, ObjectLostError | ActorUnavailableError
-    )  # the latter comes seconds before Ray knows of a node
-    if connection_lost or "node has died" in text or "node was terminated" in text:
-        return "the loss of its node or connection"
-    if exit_code := re.search(r"exit code (\d+)", text):
-        return f"exit status {exit_code[1]}"
-    return "a crash or kill"

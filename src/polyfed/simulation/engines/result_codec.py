@@ -1,4 +1,4 @@
-"""Results as bytes, for the engines whose workers are other processes: safetensors, so that nobody unpickles a reply."""
+"""Encodes task results as safetensors bytes for engines with worker processes, so that no reply is ever unpickled."""
 
 import json
 
@@ -9,7 +9,7 @@ from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 
 def pack_result(result: TaskResult) -> bytes:
-    """A result as bytes; one that cannot be written becomes a failure that says why."""
+    """Encodes a result as bytes; a result that cannot be encoded becomes a failure that says why."""
     try:
         return _pack(result)
     except (TypeError, ValueError) as error:
@@ -37,7 +37,7 @@ def _pack(result: TaskResult) -> bytes:
 
 
 def unpack_result(data: bytes, task: ClientTask) -> TaskResult:
-    """The result of `task` that `pack_result` wrote."""
+    """Decodes the result of `task` from the bytes of `pack_result`."""
     body = deserialize_state(data)
     reply = None if body["reply"] is None else Message(body["reply"]["tensors"], body["reply"]["scalars"])
     failure = None

@@ -1,0 +1,69 @@
+"""Builds point estimates with confidence intervals and p-values."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+CONFIDENCE_LEVEL = 0.95
+ALPHA = 0.04
+"""Error rate that intervals are computed for, a little below 1 − `CONFIDENCE_LEVEL`, because t quantiles are
+approximations for discrete and skewed scores: `benchmarks/verdicts.py` measures that 1 − `CONFIDENCE_LEVEL` holds."""
+
+
+@final
+@dataclass(frozen=True)
+class Estimate:
+    """Holds a point estimate with its confidence interval and p-value.
+
+    Attributes:
+        value: the point estimate.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        p: two-sided p-value for 0, the smallest error rate at which the interval excludes 0, corrected for multiple
+            tests.
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+def t_quantile(alpha: float, freedom: float) -> float:
+    """Returns the two-sided t quantile at error rate `alpha` with `freedom` degrees of freedom."""
+    from scipy.special import stdtrit  # the t quantile; scipy.stats would take half a second to import
+
+    return float(stdtrit(freedom, 1 - alpha / 2))
+
+
+def build_estimate(value: float, centre: float, half_width: Callable[[float], float], alpha: float) -> Estimate:
+    """Builds an estimate from the half-width of its interval as a function of the error rate.
+
+    Args:
+        value: the point estimate.
+        centre: the centre of the interval; for shares it is shrunk towards the middle, and the interval is widened to
+            contain `value`.
+        half_width: error rate -> half-width.
+        alpha: the error rate of the interval."""
+    width = half_width(alpha)
+    if width == 0:  # differences that are all equal say nothing of how far they vary
+        return Estimate(value, -math.inf, math.inf, 1.0)
+    # Shares are moved towards the middle for their interval, which must still hold what was seen.
+    level = _level_touching_zero(centre, half_width) if value * centre > 0 else 1.0
+    low, high = min(centre - width, value), max(centre + width, value)
+    return Estimate(value, low, high, min(1.0, level * (1 - CONFIDENCE_LEVEL) / alpha))
+
+
+def _level_touching_zero(centre: float, half_width: Callable[[float], float]) -> float:
+    """Finds by bisection the error rate at which the interval just touches 0; intervals narrow as it rises."""
+    if abs(centre) <= half_width(1.0):
+        return 1.0
+    low, high = -40.0, 0.0  # logarithms
+    for _ in range(50):
+        middle = (low + high) / 2
+        if half_width(math.exp(middle)) >= abs(centre):
+            low = middle
+        else:
+            high = middle
+    return math.exp(high)

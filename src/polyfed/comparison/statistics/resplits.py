@@ -1,0 +1,64 @@
+"""Estimates confidence intervals of differences over repeated random splits of the data (corrected resampled t-test)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import numpy as np
+
+from polyfed.comparison.statistics.estimate import ALPHA, Estimate, build_estimate, t_quantile
+from polyfed.comparison.statistics.nadeau_bengio import corrected_variance
+
+
+@final
+@dataclass(frozen=True)
+class ResplitDifferences:
+    """Holds the differences of one client (or of the mean) over repeated random splits of its data.
+
+    Attributes:
+        values: difference of each split, at least two.
+        num_train: training examples of each split, or any number in that ratio to `num_test`.
+        num_test: test examples of each split.
+    """
+
+    values: Sequence[float]
+    num_train: float
+    num_test: float
+
+    @property
+    def mean_variance_factor(self) -> float:
+        """Returns the variance of the mean of differences with variance 1: 1/K + test/train."""
+        return corrected_variance(self.values, self.num_train, self.num_test) / self.variance if self.variance else 0.0
+
+    @property
+    def variance(self) -> float:
+        """Returns the sample variance of the differences."""
+        return float(np.var(self.values, ddof=1))
+
+
+def estimate_from_resplits(
+    sites: Sequence[ResplitDifferences], *, tests: int = 1, alpha: float = ALPHA
+) -> list[Estimate]:
+    """Estimates the mean difference of each client over repeated random splits, by the corrected resampled t-test.
+
+    The variance is that of Nadeau and Bengio (2003), which corrects for the examples that the splits share. As in
+    `estimate_by_client`, the clients pool their variance, since a few splits give a poor estimate of it.
+
+    Args:
+        sites: differences of each client, at least one, with the same number of splits each.
+        tests: how many methods have intervals for these clients.
+        alpha: the share of comparisons in which one interval or more may miss the truth.
+    """
+    free, num_claims = len(sites[0].values) - 1, len(sites) * tests
+    common = float(np.mean([site.variance for site in sites]))
+
+    def half_width(site: ResplitDifferences, alpha: float) -> float:
+        together = t_quantile(alpha / num_claims, len(sites) * free) ** 2 * max(common, site.variance)
+        return math.sqrt(site.mean_variance_factor * max(together, t_quantile(alpha, free) ** 2 * site.variance))
+
+    means = [float(np.mean(site.values)) for site in sites]
+    return [
+        build_estimate(mean, mean, partial(half_width, site), alpha) for mean, site in zip(means, sites, strict=True)
+    ]

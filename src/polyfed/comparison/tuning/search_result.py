@@ -1,0 +1,255 @@
+"""Holds the runs of a hyper-parameter search, and chooses the best fields for each method or client."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+from polyfed.algorithms import Local
+from polyfed.comparison.plan import ComparisonPlan, Failure, Method
+from polyfed.comparison.tuning.grid import is_number, may_extend
+from polyfed.comparison.tuning.ranking import (
+    POOLED_LOSS_WEIGHT,
+    SMOOTHED_ROUNDS,
+    Fields,
+    SearchRun,
+    freeze_losses_after,
+    rank_runs,
+    rank_runs_for_client,
+)
+from polyfed.comparison.verdicts.verdict_sentences import join_names
+from polyfed.core.errors import ClientError, RoundError
+from polyfed.simulation.monitoring.validation_losses import pool_losses
+from polyfed.simulation.storage.paths import safe_file_name
+
+MAX_EXTENSIONS = 2  # further values of a field, on either side
+ChoiceKey = tuple[str, str | None]  # a label, and a client that chooses alone
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """Holds the runs of a search, ranks them, and applies the choices to the methods.
+
+    Attributes:
+        plan: the plan of the search.
+        methods: label -> method, before the search.
+        runs_by_label: label -> runs so far.
+        num_validation: client id -> number of validation examples.
+        held_out: whether validation examples were held out for the search.
+        has_same_clients: whether a client id names the same client with every seed.
+    """
+
+    plan: ComparisonPlan
+    methods: Mapping[str, Method]
+    runs_by_label: Mapping[str, Sequence[SearchRun]]
+    num_validation: Mapping[str, int]
+    held_out: bool
+    has_same_clients: bool
+
+    def with_runs(self, runs: Sequence[SearchRun]) -> "SearchResult":
+        """Returns this result with further runs."""
+        tried = {
+            label: [*earlier_runs, *(run for run in runs if run.label == label)]
+            for label, earlier_runs in self.runs_by_label.items()
+        }
+        return dataclasses.replace(self, runs_by_label=tried)
+
+    @cached_property
+    def scored_clients(self) -> frozenset[str]:
+        """Returns the clients over which the loss is averaged: the largest set of clients with a loss in any run."""
+        return max(
+            (frozenset(run.validation_losses_by_client) for runs in self.runs_by_label.values() for run in runs),
+            key=len,
+            default=frozenset(),
+        )
+
+    @cached_property
+    def ranked_runs(self) -> Mapping[str, Sequence[SearchRun]]:
+        """Returns, by label, the runs that have a loss for all these clients, best first."""
+        return {label: rank_runs(runs, self.scored_clients) for label, runs in self.runs_by_label.items()}
+
+    @cached_property
+    def ranked_runs_by_client(self) -> Mapping[str, Mapping[str, Sequence[tuple[SearchRun, int]]]]:
+        """Ranks the runs of methods whose clients train alone, for each client separately.
+
+        Returns:
+            label -> client id -> (run, best round) of each run in which the client has a loss, best first. A client
+                without a loss is missing and takes the method's choice. Empty if a client id names other data with each
+                seed.
+        """
+        return {
+            label: {
+                client: order for client in sorted(self.num_validation) if (order := rank_runs_for_client(runs, client))
+            }
+            for label, runs in self.runs_by_label.items()
+            if self.has_same_clients and runs and self.ranked_runs[label] and isinstance(self.methods[label], Local)
+        }
+
+    def best_fields(self, label: str) -> list[Fields]:
+        """Returns the best fields of a method; if its clients choose alone, those of each client, most validation
+        examples first."""
+        if label in self.ranked_runs_by_client:
+            clients = sorted(self.ranked_runs_by_client[label], key=lambda client: -self.num_validation[client])
+            return [self.ranked_runs_by_client[label][client][0][0].fields for client in clients]
+        return [run.fields for run in self.ranked_runs[label][:1]]
+
+    @property
+    def failed_methods(self) -> dict[str, Failure]:
+        """Returns the methods whose search runs all failed, with the first failure of each."""
+        failures = dict[str, Failure]()
+        for label, runs in self.runs_by_label.items():
+            if runs and not self.ranked_runs[label]:
+                lost = RoundError(f"no run of the search has a validation loss of every client (method {label})")
+                failures[label] = next((run.failure for run in runs if run.failure is not None), lost)
+        return failures
+
+    def next_choice_after_failure(
+        self, label: str, failure: Failure, rank_by_choice: Mapping[ChoiceKey, int]
+    ) -> ChoiceKey | None:
+        """Returns the choice to replace by the next best after a final run failed: that of the failed client where
+        clients choose alone, else that of the method. None if no further run is left."""
+        if label in self.ranked_runs_by_client:
+            client = failure.client if isinstance(failure, ClientError) else ""
+            order = self.ranked_runs_by_client[label].get(client, ())
+            return (label, client) if rank_by_choice.get((label, client), 0) + 1 < len(order) else None
+        return (label, None) if rank_by_choice.get((label, None), 0) + 1 < len(self.ranked_runs[label]) else None
+
+    def run_folder_name(self, label: str, rank_by_choice: Mapping[ChoiceKey, int]) -> str:
+        """Returns the name of the folder, below that of the method, for final runs with these choices; empty for the
+        first choices."""
+        if rank := rank_by_choice.get((label, None), 0):
+            return safe_file_name(format_field_values(self.ranked_runs[label][rank].fields))
+        later = sum(rank for (name, _), rank in rank_by_choice.items() if name == label)
+        return f"choice-{later + 1}" if later else ""
+
+    def apply_choices(self, rank_by_choice: Mapping[ChoiceKey, int]) -> tuple[dict[str, Method], dict[str, Any]]:
+        """Returns the methods with their best fields, and the entry `tuning` of `comparison.json`.
+
+        Args:
+            rank_by_choice: the rank of the chosen run, for the methods and clients whose better runs diverged with
+                another seed; 0 for all others.
+        """
+        tuned_methods, entry_by_label = dict(self.methods), dict[str, Any]()
+        rounds: dict[str, int | None] = {}
+        losses: dict[str, list[list[float]]] = {}
+        edge = []
+        for label, runs in self.runs_by_label.items():
+            order, rank = self.ranked_runs[label], rank_by_choice.get((label, None), 0)
+            entry: dict[str, Any] = {
+                "chosen": {},
+                "diverged": [search_run.fields for search_run in order[:rank]],
+                "runs": len(runs),
+            }
+            if order:
+                best = order[rank]
+                tuned_methods[label] = dataclasses.replace(tuned_methods[label], **best.fields)  # type: ignore[type-var]
+                entry["chosen"] = best.fields
+                rounds[label], losses[label] = best.selected_round, [list(point) for point in best.pooled_loss_curve]
+                edge += [] if label in self.ranked_runs_by_client else [
+                    f"{name} of {label}" for name in best.fields if _is_at_edge(name, best, runs)]  # fmt: skip
+            if label in self.ranked_runs_by_client:
+                choice_by_client = {
+                    c: order[rank_by_choice.get((label, c), 0)]
+                    for c, order in self.ranked_runs_by_client[label].items()
+                }
+                tuned_methods[label] = _with_client_fields(
+                    tuned_methods[label], {c: search_run.fields for c, (search_run, _) in choice_by_client.items()}
+                )
+                entry["by_client"] = {c: search_run.fields for c, (search_run, _) in choice_by_client.items()}
+                entry["rounds"] = {
+                    c: choice_by_client[c][1] if c in choice_by_client else best.selected_round
+                    for c in sorted(self.num_validation)
+                }
+                rounds[label] = max(entry["rounds"].values())
+                losses[label] = self._pooled_curve_of_choices(choice_by_client)
+                for name in next(iter(entry["by_client"].values())):
+                    if at := [
+                        c for c, (search_run, _) in choice_by_client.items() if _is_at_edge(name, search_run, runs)
+                    ]:
+                        edge.append(f"{name} of {label} at {join_names(at)}")
+                entry["diverged"] = [
+                    {"client": c, **search_run.fields} for c, order in self.ranked_runs_by_client[label].items()
+                    for search_run, _ in order[: rank_by_choice.get((label, c), 0)]
+                ]  # fmt: skip
+            complete_ids = {id(search_run) for search_run in order}
+            entry["tried"] = [
+                {
+                    "fields": search_run.fields,
+                    "loss": search_run.selected_point[0]
+                    if id(search_run) in complete_ids and search_run.selected_point
+                    else None,
+                    "validation": search_run.mean_validation_score if id(search_run) in complete_ids else None,
+                }
+                for search_run in runs
+            ]
+            entry_by_label[label] = entry
+        most = max(entry["runs"] for entry in entry_by_label.values())
+        sentence = self._sentence(most)
+        entry = {
+            "sentence": sentence, "by": "validation loss", "methods": entry_by_label, "edge": edge, "losses": losses,
+        }  # fmt: skip
+        return tuned_methods, entry | ({"rounds": rounds} if self.held_out else {})
+
+    def _pooled_curve_of_choices(self, choice_by_client: Mapping[str, tuple[SearchRun, int]]) -> list[list[float]]:
+        """Returns the loss curve on all validation examples if each client trains with its own choice and ends at its own
+        round."""
+        histories = {c: search_run.validation_losses_by_client[c] for c, (search_run, _) in choice_by_client.items()}
+        return [
+            list(point)
+            for point in pool_losses(
+                freeze_losses_after(histories, {c: n for c, (_, n) in choice_by_client.items()}), self.num_validation
+            )
+        ]
+
+    def _sentence(self, max_runs: int) -> str:
+        """Describes the search in a sentence for users."""
+        plan, at = self.plan, self.plan.search_budget
+        how = "all combinations" if plan.num_trials is None else "by Optuna"
+        if plan.num_trials is None and any(may_extend(values) for values in (plan.search_space or {}).values()):
+            how += f", and up to {MAX_EXTENSIONS} values beyond where the best was the smallest or the largest"
+        runs = (
+            f"up to {max_runs} {'run' if max_runs == 1 else 'runs'} of {plan.settings.rounds} rounds with seed "
+            f"{plan.seeds[0]}"
+        )
+        score = "lowest loss on all validation examples together"
+        if at.is_fixed:
+            score += f", of the last {SMOOTHED_ROUNDS} evaluated rounds" + ("" if at.limit is None else f" within {at}")
+        sentence = (
+            f"{', '.join(plan.search_space or {})}, {how}: {runs} for each method that has the fields, chosen by the "
+            f"{score}"
+        )
+        if self.ranked_runs_by_client:
+            sentence += (
+                f"; each client of {join_names(list(self.ranked_runs_by_client))} chose for itself, by the loss on its "
+                f"own validation examples (where they are few, that of all clients counts as {POOLED_LOSS_WEIGHT} more)"
+            )
+        if not self.held_out:
+            return sentence
+        also = "" if at.is_fixed else "which also chose the number of rounds, "
+        return (
+            f"{sentence}; clients without validation examples held out a fifth of their training examples for the search, "
+            f"{also}and train on all of them afterwards"
+        )
+
+
+def _with_client_fields(method: Method, chosen: Mapping[str, Fields]) -> Method:
+    """Returns `local` with the fields that each client has chosen; fields that a client was given beforehand take
+    precedence."""
+    assert isinstance(method, Local)
+    before = method.by_client or {}
+    return dataclasses.replace(
+        method, by_client={**before, **{c: {**fields, **before.get(c, {})} for c, fields in chosen.items()}}
+    )
+
+
+def _is_at_edge(name: str, best: SearchRun, runs: Sequence[SearchRun]) -> bool:
+    """Returns whether the best number is the smallest or the largest of at least three that were tried."""
+    values = sorted({run.fields[name] for run in runs if is_number(run.fields[name])})
+    return len(values) > 2 and best.fields[name] in (values[0], values[-1])
+
+
+def format_field_values(fields: Fields) -> str:
+    """Formats fields as "NAME=VALUE,NAME=VALUE"."""
+    return ",".join(f"{key}={value}" for key, value in fields.items())

@@ -1,0 +1,88 @@
+"""Connects to a Ray cluster, counts the workers that fit it, and describes its resources and the deaths of workers."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+
+import ray
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError
+
+from polyfed.core.errors import UserError
+from polyfed.core.machine.threads import num_usable_cores
+
+_ANSWER_SECONDS = 10.0  # for a cluster to take a connection
+_RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
+
+
+def connect_to_ray(address: str, workers: int | str) -> bool:
+    """Starts or joins Ray without output, unless this process is connected already; returns whether it connected."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    # Ray takes over SIGTERM, whose meaning is the caller's.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    sigterm_handler = signal.getsignal(signal.SIGTERM) if in_main_thread else None
+    try:
+        if address == "local":
+            cores = max(num_usable_cores(), 0 if workers == "auto" else int(workers))
+            ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+        else:
+            endpoint = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+            if ":" in endpoint and "://" not in endpoint:  # Ray itself would try for minutes
+                host, _, port = endpoint.rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
+            ray.init(address=address, **quiet)
+    except (OSError, OverflowError, ValueError, RuntimeError, RayError) as error:  # a ConnectionError is an OSError
+        sentence = " ".join(str(error).split())
+        raise UserError(
+            f"ray_address={address!r}: no Ray answers there ({sentence}); start one with `ray start --head`, or use 'local'"
+            "; if the cluster wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too"
+        ) from error
+    finally:
+        if sigterm_handler is not None:
+            signal.signal(signal.SIGTERM, sigterm_handler)
+    log_worker_deaths(False)
+    return True
+
+
+def log_worker_deaths(enabled: bool) -> None:
+    """Sets whether Ray prints a paragraph to standard output for each worker that dies.
+
+    It would stand among the results, and the engine reports deaths itself. Ray has no public switch for it.
+    """
+    if hasattr(ray._private.worker, "_worker_logs_enabled"):
+        ray._private.worker._worker_logs_enabled = enabled
+
+
+def count_worker_slots(gpus_per_worker: float) -> int:
+    """Returns how many workers fit the cluster's current cores and GPUs, at least one."""
+    total = ray.cluster_resources()
+    slots = int(total.get("CPU", 0))
+    if gpus_per_worker:
+        # Several workers share a GPU, but none has parts of two.
+        gpu_share, gpus = gpus_per_worker, int(total.get("GPU", 0))
+        slots = min(slots, gpus * int(1 / gpu_share + 1e-9) if gpu_share <= 1 else int(gpus / gpu_share))
+    return max(slots, 1)
+
+
+def describe_cluster_resources() -> str:
+    """Describes the cluster's cores and GPUs, and how many of them are free."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{total.get(kind, 0):g} {name} ({free.get(kind, 0):g} free)" for kind, name in _RESOURCES.items())
+
+
+def describe_worker_death(error: RayError) -> str:
+    """Describes in a few words how a worker died; Ray's own message is a paragraph of possible causes."""
+    text = str(error)
+    connection_lost = isinstance(
+        error, ObjectLostError | ActorUnavailableError
+    )  # the latter comes seconds before Ray knows of a node
+    if connection_lost or "node has died" in text or "node was terminated" in text:
+        return "the loss of its node or connection"
+    if exit_code := re.search(r"exit code (\d+)", text):
+        return f"exit status {exit_code[1]}"
+    return "a crash or kill"
