@@ -26,8 +26,8 @@ from polyfed.simulation.settings import Settings
 
 Key = TypeVar("Key")
 _ORPHAN_CHECK_SECONDS = 0.2
-_STOP_SECONDS = 10.0  # to save a run
-_FEW = 10  # clients of a round and core, up to which runs side by side leave no core idle
+_STOP_SECONDS = 10.0  # that a process has to save its run
+_FEW = 10  # clients per round and core up to which parallel runs use the cores better
 
 
 class _RunningTask(NamedTuple):
@@ -103,7 +103,7 @@ def _start(task: Callable[[], Any]) -> tuple[Connection, Any]:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, task, os.getpid()), daemon=True, name="polyfed-run")
     with warnings.catch_warnings():
-        # As for `PoolEngine`: our threads are torch's idle ones and the progress bar's.
+        # As in `PoolEngine`: the only other threads are torch's idle ones and the progress bar's.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
         process.start()
     theirs.close()
@@ -111,7 +111,7 @@ def _start(task: Callable[[], Any]) -> tuple[Connection, Any]:
 
 
 def _serve(pipe: Connection, task: Callable[[], Any], parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which asks us to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and stops this process by SIGTERM
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
@@ -135,7 +135,7 @@ def _serve(pipe: Connection, task: Callable[[], Any], parent: int) -> None:
 def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_ORPHAN_CHECK_SECONDS)
-    os._exit(1)  # as by kill -9: what the run has saved is whole
+    os._exit(1)  # as by kill -9: what the run has saved is complete
 
 
 def _receive_result(pipe: Connection, process: Any, key: Any) -> Any:

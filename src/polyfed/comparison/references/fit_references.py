@@ -133,7 +133,7 @@ def _unpack_outputs(text: str) -> dict[str, Tensor]:
 
 
 def _score_or_none(metric: Metric, outputs: Tensor, targets: Tensor) -> float | None:
-    score = metric(outputs, targets)  # a site of one class has no AUC by any method
+    score = metric(outputs, targets)  # no method has an AUC at a client whose test examples are all of one class
     return score if math.isfinite(score) else None
 
 

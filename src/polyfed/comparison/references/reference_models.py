@@ -166,17 +166,19 @@ def _pool_training_examples(clients: Sequence[Client]) -> Examples | None:
     first = sets[0]
     if any(s.device != first.device or s.augment != first.augment for s in sets[1:]):
         return None
-    if any(not have_same_columns(first, client_set) for client_set in sets[1:]):  # of one width, but of another meaning
+    # The same number of columns, but with another meaning.
+    if any(not have_same_columns(first, client_set) for client_set in sets[1:]):
         return None
     if all(not describe_mismatch(first, client_set) for client_set in sets[1:]):
         return concat_examples(sets)
-    ready = [Examples(*s.batch(torch.arange(len(s), device=s.device))) for s in sets]  # each by its own transform
+    # Each transformed by its own transform.
+    ready = [Examples(*s.batch(torch.arange(len(s), device=s.device))) for s in sets]
     if first.augment is not None or any(describe_mismatch(ready[0], client_set) for client_set in ready[1:]):
         return None
     return concat_examples(ready)
 
 
-# -- a constant -------------------------------------------------------------------------------------------------------
+# -- the constant model -----------------------------------------------------------------------------------------------------
 
 
 def _constant_reference(clients: Sequence[Client], outputs: Mapping[str, int]) -> ReferenceModel:

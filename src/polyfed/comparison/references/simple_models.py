@@ -20,20 +20,20 @@ from polyfed.core.algorithm import Client, Task
 from polyfed.core.seeds import derive_seed
 
 Floats = NDArray[np.float64]
-_NEVER_SEEN = float(np.log(1e-6))  # log-probability of a class that a client has no example of
+_NEVER_SEEN = float(np.log(1e-6))  # log-probability of a class without an example at the client
 _STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)  # values of C that cross-validation tries
 _PENALTIES = np.logspace(-3, 4, 15)  # of ridge regression
 _FOLDS = 5
-_FEWEST = 20  # examples below which C is not chosen, but 1
+_FEWEST = 20  # examples below which C is 1, without cross-validation
 _FEW = 1000  # examples below which there are fewer trees
-_TRIED_ON = 2000  # examples, at most, on which C is chosen
-_FEWEST_IN_CLASS = 3  # examples of a class below which it does not count when C is chosen
-_ROUNDING = 1e-9  # of its mean, below which a feature does not vary
+_TRIED_ON = 2000  # most examples on which C is chosen
+_FEWEST_IN_CLASS = 3  # examples of a class below which cross-validation ignores the class
+_ROUNDING = 1e-9  # spread relative to the mean below which a feature is constant
 _TOO_MUCH = 10_000  # clients x outputs x features from which on trees take longer than half a minute
-_LABELS = 200  # from which on a model a label takes minutes
-_PENALTIES_CHOSEN = 10  # labels, at most, that each have a C of their own; of more, one is chosen for all
-_EXAMPLES = 10_000  # of a client, at most, that are fitted
-_NUMBERS = 20_000_000  # examples x features x outputs of a client, at most, that a line is fitted to
+_LABELS = 200  # labels above which one model per label takes minutes
+_PENALTIES_CHOSEN = 10  # most labels that each have a C of their own; with more, one C is chosen for all
+_EXAMPLES = 10_000  # most examples of a client that are fitted
+_NUMBERS = 20_000_000  # most examples x features x outputs of a client in a linear model
 
 
 @final
@@ -167,7 +167,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-# -- lines ------------------------------------------------------------------------------------------------------------
+# -- linear models ----------------------------------------------------------------------------------------------------------
 
 
 def _fit_logistic(table: _ClientInputs, outputs: int, seed: int) -> Floats:
@@ -251,9 +251,9 @@ def _fit_ridge(table: _ClientInputs, outputs: int, seed: int) -> Floats:
     from sklearn.model_selection import GroupKFold
 
     y = table.y.astype(np.float64).reshape(len(table.y), outputs)
-    if len(y) < 3:  # leaving one out leaves a line through one point
+    if len(y) < 3:  # leave-one-out would fit a line through one point
         return np.tile(y.mean(axis=0), (len(table.test), 1))
-    folds = None  # leaves one out
+    folds = None  # leave-one-out
     if table.groups is not None and (number := min(_FOLDS, len(np.unique(table.groups)))) > 1:
         folds = list(GroupKFold(number).split(table.fit, y, table.groups))
     model = RidgeCV(alphas=_PENALTIES, cv=folds, scoring=None if folds is None else "neg_mean_squared_error")
@@ -313,7 +313,7 @@ def _fit_regression_trees(table: _ClientInputs, outputs: int, seed: int) -> Floa
     return np.stack([model.predict(table.test) for model in models], axis=1)
 
 
-# -- what they share --------------------------------------------------------------------------------------------------
+# -- shared helpers -------------------------------------------------------------------------------------------------
 
 
 def _log_probabilities(model: Any, x: Floats) -> Floats:

@@ -12,11 +12,11 @@ from polyfed.comparison.tuning.grid import is_number, next_value_beyond_edge
 
 MIN_EVALUATED_ROUNDS = 6
 """Evaluated rounds below which convergence is not judged."""
-_WINDOW = 4  # evaluated rounds that the end of a curve has at least
+_WINDOW = 4  # fewest evaluated rounds in the last part of a curve
 _LEVEL = 0.05  # of the one-sided test
-_SHARE = 0.05  # of the whole fall, below which a fall at the end does not matter
-_NEAR = 3  # evaluated rounds of which the mean counts, where one may be low by chance
-_ROUNDING = 1e-9  # of the loss, below which it has not moved
+_SHARE = 0.05  # share of the whole fall below which a fall at the end is negligible
+_NEAR = 3  # rounds of the moving average, since a single one may be low by chance
+_ROUNDING = 1e-9  # share of the loss below which a change is rounding error
 
 
 @final
@@ -131,13 +131,13 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[NDArray[
 def _fit_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
     """Fits a least-squares line. Returns its fall from the first to the last x, its value at the last x, and the
     one-sided p-value of a negative slope."""
-    from scipy import stats  # imported late: it takes half a second, which other commands should not pay
+    from scipy import stats  # imported late: other commands should not pay its half second
 
     centred = x - x.mean()
     spread = float(centred @ centred)
     slope = float(centred @ y) / spread
     residuals = y - y.mean() - slope * centred
     error = math.sqrt(float(residuals @ residuals) / (len(x) - 2) / spread)
-    # On a line that fits exactly every slope but 0 is certain.
+    # If the line fits exactly, any slope but 0 is certain.
     p = float(stats.t.cdf(slope / error, len(x) - 2)) if error > 0 else float(slope >= 0)
     return -slope * float(x[-1] - x[0]), float(y.mean() + slope * centred[-1]), p

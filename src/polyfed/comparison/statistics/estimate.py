@@ -32,7 +32,7 @@ class Estimate:
 
 def t_quantile(alpha: float, freedom: float) -> float:
     """Returns the two-sided t quantile at error rate `alpha` with `freedom` degrees of freedom."""
-    from scipy.special import stdtrit  # the t quantile; scipy.stats would take half a second to import
+    from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
     return float(stdtrit(freedom, 1 - alpha / 2))
 
@@ -47,9 +47,9 @@ def build_estimate(value: float, centre: float, half_width: Callable[[float], fl
         half_width: error rate -> half-width.
         alpha: the error rate of the interval."""
     width = half_width(alpha)
-    if width == 0:  # differences that are all equal say nothing of how far they vary
+    if width == 0:  # if all differences are equal, their variance is unknown, not 0
         return Estimate(value, -math.inf, math.inf, 1.0)
-    # Shares are moved towards the middle for their interval, which must still hold what was seen.
+    # For shares the centre is shrunk towards the middle; the interval must still contain the observed value.
     level = _level_touching_zero(centre, half_width) if value * centre > 0 else 1.0
     low, high = min(centre - width, value), max(centre + width, value)
     return Estimate(value, low, high, min(1.0, level * (1 - CONFIDENCE_LEVEL) / alpha))
@@ -59,7 +59,7 @@ def _level_touching_zero(centre: float, half_width: Callable[[float], float]) ->
     """Finds by bisection the error rate at which the interval just touches 0; intervals narrow as it rises."""
     if abs(centre) <= half_width(1.0):
         return 1.0
-    low, high = -40.0, 0.0  # logarithms
+    low, high = -40.0, 0.0  # logarithms of the error rate
     for _ in range(50):
         middle = (low + high) / 2
         if half_width(math.exp(middle)) >= abs(centre):

@@ -22,7 +22,7 @@ from polyfed.comparison.statistics.mrmc import (
 from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_from_resplits
 from polyfed.core.evaluation.metrics import Metric, is_built_in_metric
 
-ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # by method, seed and client
+ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # method -> seed -> client -> score
 
 
 @final
@@ -125,10 +125,8 @@ class Evidence:
         Returns:
             The gain for the mean over clients, and that of each client; None where it is not defined.
         """
-        levels = (
-            num_methods,
-            num_methods * len(rivals),
-        )  # of each rival as if it were the only one, and of all together
+        # Tests that the intervals allow for: each rival as if it were the only one, and all rivals together.
+        levels = num_methods, num_methods * len(rivals)
         mean = {
             rival: (
                 self._estimate_mean_gain(label, rival, levels[0]),
@@ -238,8 +236,7 @@ def interval_ends(estimate: Estimate | None, metric: Metric, *, difference: bool
         return None
     if metric.unit == "%" or metric.name == "auc":
         return [max(estimate.low, -1.0 if difference else 0.0), min(estimate.high, 1.0)]
-    if (
-        not difference and not metric.higher_is_better and is_built_in_metric(metric.name)
-    ):  # errors and losses are never below 0
+    # Errors and losses are never negative.
+    if not difference and not metric.higher_is_better and is_built_in_metric(metric.name):
         return [max(estimate.low, 0.0), estimate.high]
     return [estimate.low, estimate.high]

@@ -19,7 +19,7 @@ from polyfed.core.evaluation.score_functions import binary_problems
 NUM_GROUPS = 50
 """Most groups of examples that are left out in turn, for metrics without a closed form: one example each up to this
 number."""
-_PAIRS = 40_000  # up to which comparing all is faster than ranking
+_PAIRS = 40_000  # positive x negative examples up to which comparing all pairs is faster than ranking
 Values = NDArray[np.float64]
 
 
@@ -72,7 +72,7 @@ def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]
     values_by_problem, areas = [], []
     for score, positive in binary_problems(outputs, targets):
         n, m, q = len(score), int(positive.sum()), int((~positive).sum())
-        beaten = np.empty(n)  # the share of the other class that the example is on the right side of, ties by half
+        beaten = np.empty(n)  # share of the other class that is ranked correctly against the example; ties count half
         if m * q <= _PAIRS:
             above = score[positive][:, None] - score[~positive]
             wins = (above > 0) + 0.5 * (above == 0)
@@ -110,7 +110,8 @@ def _leave_group_out_pseudo_values(metric: Metric, outputs: Tensor, targets: Ten
     n = len(targets)
     groups = min(n, NUM_GROUPS)
     order = np.arange(n)
-    if targets.dim() == 1 and n > NUM_GROUPS:  # each group with its share of the classes, or of small and large values
+    # Stratified: each group has its share of the classes, or of small and large values.
+    if targets.dim() == 1 and n > NUM_GROUPS:
         order = np.argsort(targets.numpy(), kind="stable")
     group_of = np.empty(n, dtype=np.int64)
     group_of[order] = np.arange(n) % groups

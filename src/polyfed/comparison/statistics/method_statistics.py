@@ -10,7 +10,7 @@ from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL, Estimate
 from polyfed.comparison.statistics.evidence import Evidence, MethodEvidence, interval_ends
 from polyfed.core.evaluation.metrics import Metric
 
-_DIGITS = 12  # after the point, of differences: what is beyond is rounding, and decides no gain or loss
+_DIGITS = 12  # digits after the decimal point of a difference; what is beyond is rounding error
 
 
 def add_method_statistics(content: dict[str, Any], evidence: Evidence) -> list[str]:

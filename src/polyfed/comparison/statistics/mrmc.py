@@ -268,8 +268,8 @@ def estimate_mean(sites: Sequence[VarianceComponents], *, tests: int = 1, alpha:
         return math.sqrt(spread + (t_quantile(alpha / tests, seeds - 1) ** 2 * of_seeds if seeds > 1 else 0.0))
 
     value = float(np.mean([site.mean for site in sites]))
-    # As many pseudo-examples in all as one site has: those of every site would move a mean of many small ones by more than
-    # its interval is wide.
+    # As many pseudo-examples in all as one client has: those of every client would shift the mean of many small clients by
+    # more than the width of its interval.
     return build_estimate(value, value + (float(means.mean()) - value) / len(sites), half_width, alpha)
 
 

@@ -9,9 +9,9 @@ from polyfed.comparison.tuning.optuna_search import SearchRange
 from polyfed.core.errors import UserError
 from polyfed.simulation.storage.directory import to_plain_values
 
-GRID = "grid"  # instead of a field's values: what a method has, times each of the factors
+GRID = "grid"  # stands for the method's own value times each of the factors
 FACTORS = (0.1, 0.3, 1, 3, 10)
-EXTEND = "..."  # as the last of a field's values: the search goes on beyond them
+EXTEND = "..."  # as the last value: the grid is extended beyond its edge
 EXTENDED_GRID = f"{GRID},{EXTEND}"
 
 
@@ -21,7 +21,8 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
     if not isinstance(values, str):
         if not isinstance(values, Sequence):
             return values
-        written = [to_plain_values(value, f"tune[{name!r}]") for value in values]  # NumPy's numbers as Python's
+        # Converts NumPy's numbers to Python's.
+        written = [to_plain_values(value, f"tune[{name!r}]") for value in values]
         return [value for position, value in enumerate(written) if value not in (*written[:position], EXTEND)]
     if values not in (GRID, EXTENDED_GRID):
         return values

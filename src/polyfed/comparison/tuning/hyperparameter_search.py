@@ -48,8 +48,8 @@ from polyfed.simulation.storage.paths import safe_file_name
 AUTO, NONE = "auto", "none"
 DEFAULT_SEARCH_SPACE = {"lr": EXTENDED_GRID}
 """Fields that are searched by default: every method's learning rate, on a grid around its own value that may be extended."""
-_LOSS = ("label_smoothing", "class_weights")  # fields that change what the loss means
-_EACH = "by_client"  # field of `local` with what each client has chosen
+_LOSS = ("label_smoothing", "class_weights")  # fields that change the meaning of the loss
+_EACH = "by_client"  # field of `local` with the choice of each client
 
 
 def no_fields_error(trials: int) -> str:
@@ -137,7 +137,8 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
             for label, method in methods.items()
             if (of := _search_values(plan, method))
         }
-        for _ in range(plan.num_trials):  # one run of each method at a time: the next depends on what it found
+        # One run of each method at a time, since Optuna's next suggestion depends on its score.
+        for _ in range(plan.num_trials):
             new_runs = _run_candidates(
                 result, [(label, study.suggest_fields()) for label, study in studies.items()], data
             )
@@ -188,7 +189,7 @@ def _run_candidates(result: SearchResult, candidates: Sequence[tuple[str, Fields
         name, method = format_field_values(fields), result.methods[label]
         folder = None if plan.out is None else plan.out / TUNING_FOLDER / label / safe_file_name(name)
         changed = dataclasses.replace(method, **fields)  # type: ignore[type-var]
-        skips = isinstance(method, Local)  # who diverges alone takes nothing from the others
+        skips = isinstance(method, Local)  # a client that trains alone and diverges does not affect the others
         jobs.append(
             RunSpec(
                 f"{label} with {name}", changed, plan.seeds[0], folder, data, keep_predictions=False,

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from polyfed.core.errors import UserError, check_extra_installed
 
-_START = 4  # trials at random before Optuna's estimator has its say: searches are small
+_START = 4  # random trials before Optuna's estimator takes over; few, since searches are small
 
 
 @final
@@ -104,7 +104,8 @@ def import_optuna() -> Any:
 def _optuna_distribution(kinds: Any, values: Any) -> Any:
     """Returns Optuna's distribution for a list of values or a range."""
     if not isinstance(values, str):
-        return kinds.CategoricalDistribution(range(len(values)))  # values may be mappings, which Optuna does not know
+        # Positions, since values may be mappings, which Optuna does not support.
+        return kinds.CategoricalDistribution(range(len(values)))
     search_range = SearchRange.parse(values)
     is_integer = isinstance(search_range.low, int) and isinstance(search_range.high, int)
     kind = kinds.IntDistribution if is_integer else kinds.FloatDistribution

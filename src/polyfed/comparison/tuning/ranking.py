@@ -25,7 +25,7 @@ POOLED_LOSS_WEIGHT = 50
 """Number of validation examples that the pooled loss counts as when a client that trains alone chooses."""
 SMOOTHED_ROUNDS = 3
 """Neighbouring evaluated rounds over which a loss is averaged: the lowest of many single rounds is low by chance."""
-_DIGITS = 6  # that count in a loss; those that agree in them are equal
+_DIGITS = 6  # significant digits of a loss; losses that agree in these are equal
 Fields = dict[str, Any]
 LossAtRound = tuple[float, int]  # a loss and its round
 

@@ -23,8 +23,8 @@ from polyfed.core.errors import ClientError, RoundError
 from polyfed.simulation.monitoring.validation_losses import pool_losses
 from polyfed.simulation.storage.paths import safe_file_name
 
-MAX_EXTENSIONS = 2  # further values of a field, on either side
-ChoiceKey = tuple[str, str | None]  # a label, and a client that chooses alone
+MAX_EXTENSIONS = 2  # values that a grid is extended by, on either side
+ChoiceKey = tuple[str, str | None]  # a method's label, and the client if clients choose alone
 
 
 @final

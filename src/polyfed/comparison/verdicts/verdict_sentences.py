@@ -10,13 +10,13 @@ from polyfed.comparison.verdicts.answer_basis import AnswerBasis, answer_basis
 from polyfed.comparison.verdicts.rival_gains import name_from_key
 from polyfed.core.evaluation.metrics import Metric
 
-_DIGITS = 6  # after the point, at most
-_ROUNDED = 12  # after the point, of a gain: what is beyond is rounding, and decides nothing
+_DIGITS = 6  # most digits after the decimal point
+_ROUNDED = 12  # digits after the decimal point of a gain; what is beyond is rounding error
 _WIDE: Mapping[str, float] = {"%": 0.5, "auc": 0.5, "r2": 1.0}
 """Width of an interval above which it decides nothing, by unit or score: half the range of a share or an AUC."""
-_FEW = 100  # test examples of a client, below which an R² says little
+_FEW = 100  # test examples of a client below which its R² is too uncertain
 _NAMED = 8  # clients that a sentence lists
-_LINES = 40  # sites up to which each has its sentence among the verdicts, also those of which nothing is decided
+_LINES = 40  # clients up to which each undecided one has a sentence of its own
 
 
 def format_difference(value: float, unit: str, label: str) -> str:

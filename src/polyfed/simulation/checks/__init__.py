@@ -1,1 +1,1 @@
-"""What is checked before the first round."""
+"""Checks of clients, networks, data and settings before the first round."""

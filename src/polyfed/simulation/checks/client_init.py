@@ -1,4 +1,4 @@
-"""What a method says against a client when it begins, asked for before the first round."""
+"""Checks before the first round that a method can create the private state of each client."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Makes the private state of one client of each network and form of inputs, and drops it.
+    """Creates the private state of one client for each architecture and form of inputs, and discards it.
 
     Raises:
         UserError: the method refuses this network: its last layer has no bias, say.
@@ -29,5 +29,5 @@ def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any])
                 algorithm.client_init(client, 0)
         except UserError:
             raise
-        except Exception:  # whatever else is raised is told in round 1, with the client and the place
+        except Exception:  # any other exception is reported in round 1, with client and traceback
             continue

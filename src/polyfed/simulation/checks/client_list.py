@@ -1,4 +1,4 @@
-"""Who takes part, as a list, whatever a caller has them in."""
+"""Converts the clients that a caller gives, in any iterable, to a list."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,8 @@ def list_clients(clients: Any) -> list[Client]:
     """Returns the clients of any iterable (list, generator, `dict.values()`, array of objects) as a list.
 
     Raises:
-        UserError: it is one client, a mapping, nothing that can be gone through, or empty, or holds something else.
+        UserError: one client, a mapping, something that cannot be iterated, an empty iterable, or one that holds anything
+            else.
 
     >>> from polyfed.testing import small_clients
     >>> [client.id for client in list_clients(client for client in small_clients(2))]

@@ -1,8 +1,8 @@
-"""Test examples that were trained on: scores of them say nothing of new data, and nothing else shows it.
+"""Warns of data leakage: test examples that are training examples too, whose scores say nothing about new data.
 
-Examples are alike if their stored inputs are equal byte for byte. Inputs that repeat by nature (a few categories, constants)
-are no leak: what counts is by how much more test examples are found among training examples than these repeat among
-themselves.
+Two examples are equal if their stored inputs are equal byte for byte. Inputs that repeat by nature (few categories,
+constants) are no leakage: the warning depends on how many more test examples occur among training examples than
+training examples repeat among themselves.
 """
 
 import warnings
@@ -22,18 +22,18 @@ from polyfed.core.algorithm import Client
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 
-_SHARE = 0.05  # of a client's test examples, from which on it is told
-_LEAST = 2  # different ones
-# And this many times the share of training inputs that repeat in their set: so often test inputs are found by chance, among
-# the client's own, and among those of others, who are many.
+_SHARE = 0.05  # of a client's test examples, from which on it warns
+_LEAST = 2  # fewest different leaked examples
+# Added to `_SHARE`: so many times the share of training inputs that repeat in their set. Test inputs occur by chance that
+# often among the client's own training inputs, and more often among those of the many others.
 _OWN, _OTHERS = 2, 10
-_MOST = 2_000_000  # examples, from which on clients are not compared with each other
+_MOST = 2_000_000  # examples above which clients are not compared with each other
 _NAMED = 3  # clients in a sentence
-_PRIME = 1_000_003  # of numbers that are combined
-_BLOCK = 2**26  # bytes that are copied at one time
+_PRIME = 1_000_003  # factor for combining hashes
+_BLOCK = 2**26  # bytes that are copied at once
 
 _SEEN: WeakValueDictionary[tuple[int, int], Client] = WeakValueDictionary()
-_WARNED: ContextVar[list[str] | None] = ContextVar("_WARNED", default=None)  # the warnings of a call of many runs
+_WARNED: ContextVar[list[str] | None] = ContextVar("_WARNED", default=None)  # warnings within `limit_leak_warnings`
 
 Hashes = NDArray[np.int64]
 _KINDS = {
@@ -46,7 +46,15 @@ _KINDS = {
 @final
 @dataclass(frozen=True)
 class _Leak:
-    """`num_leaked` of the `number` examples of a client are training examples: its own, or others' (of the kind "other")."""
+    """Describes leaked examples of a client: `num_leaked` of its `number` examples are training examples.
+
+    Attributes:
+        client: id of the client.
+        kind: "test" or "val", examples among the client's own training examples; "other", test examples among those of
+            other clients.
+        num_leaked: how many are training examples.
+        number: how many there are.
+    """
 
     client: str
     kind: str
@@ -58,11 +66,12 @@ class _Leak:
 
 
 def warn_of_test_leakage(clients: Sequence[Client]) -> None:
-    """One `UserWarning` if test or validation examples of a client are among its own training examples, or test examples
-    among those of another: at least two different ones and 5 % of them.
+    """Warns once (`UserWarning`) if test examples were trained on.
 
-    Clients are compared with each other if they have up to 2 million examples in all. Clients that were looked at together
-    before are not looked at again: a comparison runs many methods on the same. See also `limit_leak_warnings`.
+    It warns if at least two different test or validation examples of a client, and 5 % of them, are among its own
+    training examples, or as many test examples among those of other clients. Clients are compared with each other if
+    they have at most 2 million examples in all. Clients that were checked together before are not checked again: a
+    comparison runs many methods on the same clients. See also `limit_leak_warnings`.
 
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
     >>> with warnings.catch_warnings(record=True) as told:
@@ -93,7 +102,8 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
 
 @contextmanager
 def limit_leak_warnings() -> Iterator[None]:
-    """Within it there is one warning at most: a comparison deals the same data several times, and holds out parts of them.
+    """Limits the warnings within this context to one: a comparison splits the same data several times, and holds out
+    parts of them.
 
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
     >>> with warnings.catch_warnings(record=True) as told, limit_leak_warnings():
@@ -111,7 +121,7 @@ def limit_leak_warnings() -> Iterator[None]:
 
 
 def _groups(clients: Sequence[Client]) -> Iterator[list[Client]]:
-    """The clients in groups with so few examples that they can be looked at together."""
+    """Splits the clients into groups that have few enough examples to be compared with each other."""
     group: list[Client] = []
     num_examples = 0
     for client in clients:
@@ -125,6 +135,7 @@ def _groups(clients: Sequence[Client]) -> Iterator[list[Client]]:
 
 
 def _find_leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
+    """Finds leaked examples within each client and, if `between`, between clients."""
     number = len(clients)
     train, owner = _concat_hashes(dict(enumerate(client.train for client in clients)))
     train_keys = _keys_by_client(train, owner)
@@ -157,7 +168,14 @@ def _find_leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
 def _suspicious_counts(
     alike: NDArray[np.bool_], keys: Hashes, whose: NDArray[np.int64], least: NDArray[np.float64]
 ) -> dict[int, int]:
-    """The clients of whose examples (`whose`) a share of at least `least` is `alike`, and how many these are."""
+    """Returns the number of leaked examples of each client that has enough of them to warn.
+
+    Args:
+        alike: for each example, whether it is a training example.
+        keys: equal for equal examples of one client.
+        whose: position of each example's client.
+        least: the share from which on a client counts, by client.
+    """
     number = len(least)
     leaked = np.bincount(whose[alike], minlength=number)
     _, first = np.unique(keys[alike], return_index=True)
@@ -167,24 +185,24 @@ def _suspicious_counts(
 
 
 def _concat_hashes(sets: Mapping[int, Examples]) -> tuple[Hashes, NDArray[np.int64]]:
-    """The hashes of several sets, and whose each is."""
+    """Returns the hashes of the examples of several sets, and the position of the client of each."""
     whose = np.repeat(np.fromiter(sets, np.int64), [len(data) for data in sets.values()])
     return np.concatenate([_hashes(data) for data in sets.values()]), whose
 
 
 def _keys_by_client(hashes: Hashes, whose: NDArray[np.int64]) -> Hashes:
-    """Numbers that are the same only for equal examples of one client."""
+    """Combines hashes and clients to numbers that are equal only for equal examples of one client."""
     return hashes * 0x9E3779B97F4A7C1 + whose * 0x2545F4914F6CDD1D
 
 
 def _count_occurrences(ranked: Hashes, values: Hashes) -> NDArray[np.int64]:
-    """How often each is among the ascending `ranked`."""
+    """Counts how often each value occurs in the ascending array `ranked`."""
     counts: NDArray[np.int64] = np.searchsorted(ranked, values, side="right") - np.searchsorted(ranked, values)
     return counts
 
 
 def _same_rows(data: Examples, train: Examples) -> NDArray[np.bool_]:
-    """Which of the examples are the same rows of the same store: they are no others that happen to be equal."""
+    """Returns which examples are the same rows of the same stored tensor as a training example, not just equal by chance."""
     if _storage_keys(data.x) != _storage_keys(train.x):
         return np.zeros(len(data), bool)
     rows, used = (np.arange(len(d)) if d.index is None else d.index.cpu().numpy() for d in (data, train))
@@ -196,11 +214,11 @@ def _storage_keys(x: Any) -> list[Any]:
 
 
 def _hashes(examples: Examples) -> Hashes:
-    """One number for the stored input of each example, the same for equal ones of one structure, type and shape."""
+    """Returns a hash for the stored input of each example, equal for equal inputs of one structure, type and shape."""
     if isinstance(examples.x, Tensor):
         return _hash_part(examples, examples.x)
     hashes = np.zeros(len(examples), np.int64)
-    for _, part in named_leaves(examples.x):  # the place of a part counts
+    for _, part in named_leaves(examples.x):  # the order of the parts matters
         hashes = hashes * _PRIME + _hash_part(examples, part)
     return hashes
 

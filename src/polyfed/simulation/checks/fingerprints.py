@@ -1,4 +1,4 @@
-"""Short hashes of what a run is about: clients, their examples and networks. A run may only be resumed with the same."""
+"""Computes short hashes of clients, examples and networks: a run may only be resumed with the same."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,11 @@ from polyfed.simulation.checks.requirements import architecture_keys_by_client, 
 
 
 def initial_weights_fingerprint(clients: Sequence[Client]) -> str:
-    """A short hash of the weights with which the clients' networks begin at seed 0: the fingerprint knows their forms alone,
-    and networks that come with weights of their own have the same. Networks that begin otherwise at each call, because they
-    draw from more than torch's generator, do not count."""
+    """Returns a short hash of the initial weights of the clients' networks at seed 0.
+
+    It tells networks with the same architecture but other weights of their own apart. Networks whose initial weights
+    differ at each call, because they draw from more than torch's generator, are not hashed.
+    """
     total, digest_by_model = hashlib.sha256(), dict[int, bytes]()
     for client in sorted(clients, key=lambda c: c.id):
         if client.model is not None and id(client.model) not in digest_by_model:
@@ -37,15 +39,15 @@ def _hash_state_dict(module: nn.Module) -> bytes:
 
 
 def _describe_loss(client: Client) -> str:
-    """A client's own loss, in a few words; empty for the task's."""
+    """Describes a client's own loss in a few words; empty for the default one of the task."""
     if isinstance(client.loss, nn.Module):
         return repr(client.loss) + hash_tensors(client.loss.state_dict())
     return "" if client.loss is None else stable_repr(client.loss)
 
 
 def former_version_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str:
-    """Why a run with the fingerprint `run_fingerprint` cannot go on, if a former version made it of these clients;
-    else empty."""
+    """Returns why a run with this fingerprint cannot be resumed, if a former version of polyfed made it of these clients;
+    else ""."""
     modules = {c.id: cached_module(c.model).module for c in clients if c.model is not None}
     further_names_of = next(filter(None, map(first_name_by_alias, modules.values())), None)
     if not further_names_of:
@@ -64,15 +66,21 @@ def former_version_error(run_fingerprint: str, clients: Sequence[Client], public
 def data_fingerprint(
     clients: Sequence[Client], public: Examples | None = None, architecture_by_client: Mapping[str, str] | None = None
 ) -> str:
-    """A short hash of every example of every client, of ids, tasks and architectures, and of the public examples: a run
-    may only be resumed with the same. `architecture_by_client` are names of architectures in place of those of this
-    version."""
+    """Returns a short hash of every example of every client, of ids, tasks and architectures, and of the public examples.
+
+    A run may only be resumed with the same.
+
+    Args:
+        clients: the clients.
+        public: public examples, if there are any.
+        architecture_by_client: client id -> name of its architecture, in place of the names of this version.
+    """
     digest_by_storage: dict[Any, str] = {}
 
     def digest(tensor: Tensor | None) -> str:
         if tensor is None:
             return "none"
-        # Not by id: clients may hold different views of one store, which is read once.
+        # Not keyed by id: clients may hold different views of one tensor, which is hashed once.
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in digest_by_storage:
             raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Whether the clients' networks are such as a method can train, as far as it can be told before the first round."""
+"""Checks before the first round that the method can train the clients' networks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,15 +16,15 @@ from polyfed.core.vectorized.stacked_module import has_batch_statistics
 from polyfed.simulation.checks.trial_forward import check_trains_on_one_example
 
 _SENT = frozenset({"weights", "hypernetwork"})
-"""Words of `Algorithm.discloses` of methods whose clients send tensors of their networks."""
+"""Words of `Algorithm.discloses` that mean that clients send tensors of their networks."""
 
 
 def cached_module_of(client: Client) -> CachedModule:
-    """The scratch module of a client's network; raises a `UserError` if a part of its state cannot be sent."""
+    """Returns the cached module of a client's network. Raises a `UserError` if a part of its state cannot be sent."""
     assert client.model is not None
     try:
         return cached_module(client.model)
-    except AttributeError as error:  # tensors are copied, which an extra state of another type cannot be
+    except AttributeError as error:  # an extra state that is no tensor cannot be copied as one
         state = build_module(client.model, seed=0).state_dict()
         non_tensors = [name for name, value in state.items() if not isinstance(value, Tensor)]
         if not non_tensors:
@@ -37,7 +37,7 @@ def cached_module_of(client: Client) -> CachedModule:
 
 
 def check_network_internals(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Raises a `UserError` if a network has tensors that cannot be sent, or not what the method looks for in it."""
+    """Raises a `UserError` if a network has tensors that cannot be sent, or lacks what the method looks for in it."""
     checked_keys: set[tuple[str, str]] = set()
     for client in clients:
         cached = cached_module_of(client)
@@ -76,14 +76,13 @@ def check_single_example_batches(
     examples_by_field: Mapping[str, Examples | None],
     factory: Architecture | None = None,
 ) -> None:
-    """Raises a `UserError` if a network gets one example alone in training, and cannot take it.
+    """Raises a `UserError` if a network would be trained on a minibatch of one example, and cannot be.
 
     Args:
-        clients: whose networks are tried.
-        algorithm: what trains them.
-        factory: the network that the method brings, in place of the clients' own.
-        examples_by_field: the fields with the size of a minibatch, with the examples that these are of; None are the
-            client's own.
+        clients: their networks are tried.
+        algorithm: the method that trains them.
+        examples_by_field: field with a minibatch size -> the examples that are batched; None for the client's own.
+        factory: builds the network of the method, in place of the clients' own.
     """
     checked_keys: set[Any] = set()
     for client in clients:

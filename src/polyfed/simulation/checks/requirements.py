@@ -1,4 +1,4 @@
-"""What is checked before the first round: that the federation suits the method, and models suit their data."""
+"""Checks before the first round that the federation suits the method, and that the networks suit their data."""
 
 import fnmatch
 from collections import Counter
@@ -38,8 +38,14 @@ from polyfed.simulation.checks.trial_forward import check_trains_on_one_example,
 
 
 def check_clients(clients: Sequence[Client]) -> None:
-    """Raises a `UserError` for an empty federation, something that is no client, or an id that occurs twice; warns of test
-    examples that are trained on (see `polyfed.simulation.checks.data_leakage`)."""
+    """Checks that there are clients, all with different ids and one task, and warns of test examples that were trained
+    on.
+
+    Raises:
+        UserError: no clients, something that is no client, an id that occurs twice, or several tasks.
+
+    For the warning see `polyfed.simulation.checks.data_leakage`.
+    """
     clients = list_clients(clients)
     twice = [i for i, count in Counter(client.id for client in clients).items() if count > 1]
     if twice:
@@ -51,7 +57,8 @@ def check_clients(clients: Sequence[Client]) -> None:
 
 
 def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
-    """Raises a `UserError` if the federation lacks what `algorithm.requires`; it names clients and other methods."""
+    """Raises a `UserError` if the federation lacks something in `algorithm.requires`; it names clients and suitable
+    methods."""
     if "public_data" in algorithm.requires and public is None:
         raise UserError(
             f"{registry_name(algorithm)} needs public examples that are no client's data; give public=... (federate) "
@@ -67,7 +74,7 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
 
 
 def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """The part of `check_requirements` that is about the clients alone, their networks and the form of their data."""
+    """Checks the part of `check_requirements` that concerns the clients alone: their networks and the form of their data."""
     requirements, name = algorithm.requires, registry_name(algorithm)
     check_declared_words(algorithm, type(algorithm).__name__)
     check_table_schemas(clients, algorithm)
@@ -146,7 +153,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
 
 
 def representation_width(client: Client) -> int:
-    """How many numbers the last linear layer of a client's network takes."""
+    """Returns the number of inputs of the last linear layer of a client's network."""
     assert client.model is not None
     network = cached_module(client.model).module
     try:
@@ -156,10 +163,10 @@ def representation_width(client: Client) -> int:
 
 
 def client_data_spec(client: Client) -> DataSpec:
-    """What goes into this client's network, and the logits that its labels ask for.
+    """Returns the input shape of a client's network and the number of logits that its labels need.
 
     Raises:
-        UserError: several tensors go into it, which such a description does not hold.
+        UserError: the network takes several tensors, which a `DataSpec` cannot describe.
     """
     form = form_of_inputs(_first_input(client))
     if form.container:
@@ -169,22 +176,22 @@ def client_data_spec(client: Client) -> DataSpec:
 
 
 def num_outputs_needed(client: Client) -> int:
-    """The number of logits that this client's labels ask for."""
+    """Returns the number of logits that this client's labels need."""
     if client.task == "classification":
         return 1 + max(int(data.labels.max()) for data in example_sets(client).values())
     return client.train.labels.shape[1]
 
 
 def _first_input(client: Client) -> Any:
-    """The inputs of one example, as the network gets them."""
+    """Returns the input of the first example, as the network gets it."""
     return client.train.batch(torch.zeros(1, dtype=torch.int64, device=client.train.device))[0]
 
 
 def common_data_spec(clients: Sequence[Client], name: str = "the method") -> DataSpec:
-    """The form of all clients; classes are as many as the largest label asks for.
+    """Returns the data spec that all clients share; the number of classes is that of the largest label.
 
     Raises:
-        UserError: inputs or numbers of outputs differ.
+        UserError: input shapes or numbers of outputs differ.
     """
     forms = {client.id: client_data_spec(client) for client in clients}
     first = clients[0]
@@ -203,7 +210,7 @@ def _describe_inputs(examples: Examples) -> str:
 
 
 def _check_public(clients: Sequence[Client], public: Examples) -> None:
-    """Public examples reach networks as the client's own inputs do."""
+    """Checks that public examples reach the networks in the same form, and prepared alike, as each client's own inputs."""
     compared: list[tuple[Any, Any]] = []
     if not len(public):
         raise UserError("public holds no examples; give some (public=..., or --data.public_fraction)")
@@ -234,19 +241,20 @@ def _are_equal_inputs(a: Any, b: Any) -> bool:
 
 
 def architecture_keys_by_client(clients: Sequence[Client]) -> dict[str, str]:
-    """Client id -> short name of its architecture, for clients that have one."""
+    """Returns client id -> short name of its architecture, for clients that have a network."""
     return {client.id: cached_module_of(client).architecture for client in clients if client.model is not None}
 
 
 def check_networks_run(
     clients: Sequence[Client], num_outputs: int | None = None, factory: Architecture | None = None
 ) -> None:
-    """Runs two examples through a copy of the network, for each distinct pair of network and input form.
+    """Runs two examples through a copy of each network, once for each distinct pair of architecture and form of inputs.
 
     Args:
-        clients: whose networks are tried.
-        num_outputs: the outputs that each network must have, where the data say how many classes there are.
-        factory: the network that the method brings, which is tried in place of the clients' own.
+        clients: their networks are tried.
+        num_outputs: the number of outputs that each network must have; None if the data do not say how many classes there
+            are.
+        factory: builds the network of the method, which is tried in place of the clients' own.
 
     Raises:
         UserError: a network has nothing to train, or other frozen parameters each time it is built, or fails on its data,
@@ -293,15 +301,20 @@ def check_networks_run(
 
 
 def _common_tensor(first: nn.Module, second: nn.Module) -> str | None:
-    """The name of a tensor that two networks hold in common; frozen parameters, which nothing changes, may be."""
+    """Returns the name of a tensor that two networks share; frozen parameters, which never change, may be shared. None if
+    there is none."""
     first_ids = {id(tensor) for tensor in (*first.parameters(), *first.buffers())}
     second_tensors = (*((n, p) for n, p in second.named_parameters() if p.requires_grad), *second.named_buffers())
     return next((name for name, tensor in second_tensors if id(tensor) in first_ids), None)
 
 
 def check_training_options(clients: Sequence[Client], options: LocalTraining) -> None:
-    """Raises a `UserError` if local training asks of a client what it does not have: validation examples to stop by, classes
-    to weigh, a column of weights; or if no network has a parameter of a name for which a rate is given."""
+    """Checks that every client has what the options of local training need.
+
+    Raises:
+        UserError: no validation examples to stop by, no classes to weight, no column of weights, or no parameter with a
+            name for which a learning rate is given.
+    """
     for client in clients:
         if options.patience is not None and client.val is None:
             raise UserError(
@@ -331,7 +344,7 @@ def _describe_outputs(shape: tuple[int, ...]) -> str:
 
 
 def example_sets(client: Client) -> dict[str, Examples]:
-    """The sets of examples that the client has, by name."""
+    """Returns the client's sets of examples by name: "train", "test" and, if it has them, "val" and "global_test"."""
     sets = {"train": client.train, "test": client.test, "val": client.val, "global_test": client.global_test}
     return {name: data for name, data in sets.items() if data is not None}
 
@@ -350,12 +363,13 @@ def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str)
                         f"{tuple(labels.shape)}; they must have the same form")  # fmt: skip
 
 
-# Class names as data fingerprints have them, which are in manifest.json: a renaming does not change a fingerprint.
+# Class names in data fingerprints, which manifest.json stores: renaming a class must not change a fingerprint.
 _FINGERPRINT_NAMES = {"TablePreprocessor(": "Prepared(", "LazyImageDecoder(": "Decoded("}
 
 
 def stable_repr(transform: Any) -> str:
-    """Describe a transform by a text that is the same in another process: a plain function's `repr` has its address."""
+    """Describes a transform by a text that is the same in every process: the `repr` of a plain function includes its
+    address."""
     if isinstance(transform, PartwiseTransform):
         return str({name: stable_repr(part_transform) for name, part_transform in transform.transforms.items()})
     if not is_dataclass(transform):

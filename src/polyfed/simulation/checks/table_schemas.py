@@ -1,9 +1,10 @@
-"""Whether tables of several clients can be trained on together: found before round 1, and said with the names of columns.
-Categories, classes and values are never shown.
+"""Checks before round 1 that the tables of several clients can be trained on together; errors name the columns that
+differ.
 
-A table is compared by its columns in their order, their categories, where cells may be empty, and its classes. Networks that
-are averaged, and networks that read the same public examples, give one meaning to each input and so need all of it.
-What other methods share, such as means of classes or logits, needs the same classes alone.
+Categories, classes and values are never shown. Tables are compared by their columns in order, their categories, where
+cells may be empty, and their classes. All of this must agree where networks are averaged or read the same public
+examples, since each input then needs one meaning. For other methods, which share class means or logits, say, only
+classes must agree.
 """
 
 from collections import Counter
@@ -24,8 +25,10 @@ _LONGEST, _SHOWN = 60, 5  # characters of a name, names in a sentence
 
 
 def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str]) -> bool:
-    """Whether networks of different clients read inputs of one meaning: networks that are averaged, a network that all train
-    beside their own (its weights travel, and the clients' own may be of any architecture), or readers of public examples.
+    """Returns whether the networks of different clients must read inputs of the same meaning.
+
+    So it is if networks are averaged, if all clients train a common network beside their own (its weights are sent,
+    while the clients' own may be of any architecture), or if they read public examples.
 
     Args:
         requirements: `Algorithm.requires`.
@@ -42,7 +45,7 @@ def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str])
 
 
 def tables_by_part(examples: Examples) -> dict[str, TablePreprocessor]:
-    """The preprocessing of a table by the part of the inputs that it is; the name of a lone one is empty."""
+    """Returns the preprocessing of each part of the inputs that is a table; the name of a single part is ""."""
     transform = examples.transform
     parts = transform.transforms if isinstance(transform, PartwiseTransform) else {"": transform}
     return {
@@ -51,7 +54,7 @@ def tables_by_part(examples: Examples) -> dict[str, TablePreprocessor]:
 
 
 def columns_by_name(examples: Examples) -> dict[str, tuple[tuple[str, ...] | None, bool]]:
-    """Categories, and whether cells may be empty, by column; columns of a part of the inputs are called PART/COLUMN."""
+    """Returns name -> (categories, whether cells may be empty) of each column; columns of a part are named PART/COLUMN."""
     return {
         f"{part}/{column.name}" if part else column.name: (column.categories, column.missing)
         for part, table in tables_by_part(examples).items()
@@ -60,19 +63,23 @@ def columns_by_name(examples: Examples) -> dict[str, tuple[tuple[str, ...] | Non
 
 
 def class_names_of(examples: Examples) -> tuple[str, ...]:
-    """Names of the classes, labels or targets of a table; none where there is no table."""
+    """Returns the names of a table's classes, labels or targets; empty if the inputs are no table."""
     return next((table.classes for table in tables_by_part(examples).values()), ())
 
 
 def have_same_columns(first: Examples, second: Examples) -> bool:
-    """Whether two sets of examples are of tables of the same columns and classes in one order, or both of none."""
+    """Returns whether two sets of examples come from tables with the same columns and classes in the same order, or both
+    from none."""
     return _schema_key(first) == _schema_key(second)
 
 
 def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Raises a `UserError` unless the clients' tables have in common what the method needs; see the module.
+    """Checks that the clients' tables have in common what the method needs (see the module).
 
-    Tables that have yet to agree on one preprocessing need the same columns: their categories and classes become common.
+    Tables that have yet to agree on one preprocessing need the same columns only: categories and classes are merged.
+
+    Raises:
+        UserError: they differ.
     """
     for client in clients:
         _check_sets_of_client(client)
@@ -100,8 +107,12 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
 
 
 def check_public_table(client: Client, public: Examples) -> None:
-    """Raises a `UserError` unless a client's inputs and public examples are of tables of the same columns, scaled alike; or
-    both of no table."""
+    """Checks that a client's inputs and the public examples come from tables with the same columns and scaling, or both
+    from none.
+
+    Raises:
+        UserError: they do not.
+    """
     ours, theirs = tables_by_part(client.train), tables_by_part(public)
     if ours.keys() != theirs.keys():
         subject = "the public examples (public=...) are" if theirs else f"the inputs of client {client.id!r} are"
@@ -123,7 +134,7 @@ _PUBLIC = "take both from one table: pf.data.split_table(..., preprocess='federa
 
 
 def find_deviating_pair(marks: Mapping[str, Hashable]) -> tuple[str, str] | None:
-    """Somebody whose mark most have, and the first whose mark is another; None where all have the same.
+    """Returns a client with the most frequent mark, and the first with another; None if all marks are equal.
 
     >>> find_deviating_pair({"a": 1, "b": 2, "c": 2}), find_deviating_pair({"a": 1})
     (('b', 'a'), None)
@@ -134,11 +145,10 @@ def find_deviating_pair(marks: Mapping[str, Hashable]) -> tuple[str, str] | None
 
 
 def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[str, Any]) -> list[str]:
-    """What tells one table from another, each in a few words.
+    """Describes the differences between two tables, each in a few words.
 
     Args:
-        reference, deviant: `columns`, by name a pair of categories (or their hash) and whether cells may be empty;
-            `classes`.
+        reference, deviant: `columns`, name -> (categories or their hash, whether cells may be empty); and `classes`.
 
     >>> north = {"columns": {"age": (None, False), "sex": (("f", "m"), False)}, "classes": ("no", "yes")}
     >>> describe_table_differences(north, {**north, "columns": {"age": (None, True), "lab": (None, False)}})
@@ -169,12 +179,12 @@ def _schema_key(examples: Examples) -> Hashable:
 
 
 def _check_sets_of_client(client: Client) -> None:
-    """What trains a client and what tests it are of one table."""
+    """Checks that a client's training, test and validation examples come from the same kind of table."""
     for name, part in (("test", client.test), ("val", client.val), ("global_test", client.global_test)):
         if part is None or have_same_columns(client.train, part):
             continue
         if not tables_by_part(client.train) or not tables_by_part(part):
-            continue  # prepared by hand, and checked by the form of inputs
+            continue  # prepared by hand: only the form of inputs is checked
         training_schema, set_schema = (
             {"columns": columns_by_name(examples), "classes": class_names_of(examples)}
             for examples in (client.train, part)
@@ -188,6 +198,7 @@ def _check_sets_of_client(client: Client) -> None:
 def _check_same_schema(
     marks: Mapping[str, Hashable], tables: Mapping[str, Examples], *, classes_alone: bool = False
 ) -> None:
+    """Raises a `UserError` that describes the difference if not all clients have the same mark."""
     if (pair := find_deviating_pair(marks)) is None:
         return
     if classes_alone:

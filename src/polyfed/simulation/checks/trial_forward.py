@@ -1,4 +1,4 @@
-"""What a network makes of a few examples, tried before the first round."""
+"""Runs a few examples through a network before the first round to find out whether it works and what it returns."""
 
 import re
 from typing import Any
@@ -14,16 +14,16 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...]:
-    """The shape of a network's output for one example.
+    """Returns the shape of a network's output for one example.
 
     Args:
-        module: the network; what it changes or caches in its forward pass is changed in a copy.
-        data: of which it gets the first example, twice.
-        name: of whom errors speak.
+        module: the network; a copy of it is run, so that nothing in it changes.
+        data: its first example is used, twice in a batch.
+        name: of the client, for error messages.
 
     Raises:
-        UserError: the network fails, in evaluation or in training; its output is no tensor with a row for each example; or
-            it builds layers or tensors as it runs.
+        UserError: the network fails, in evaluation or in training; its output is no tensor with a row for each example;
+            or it creates layers or tensors as it runs.
     """
     x = data.batch(torch.zeros(2, dtype=torch.int64))[0]
     shapes = []
@@ -61,9 +61,10 @@ def check_trains_on_one_example(module: nn.Module, data: Examples, name: str, wh
 
     Args:
         module: the network.
-        data: of which it gets the first example.
-        name, why: of whom errors speak, and why there is such a batch.
-        cure: what else to do than to take another normalisation.
+        data: its first example is used.
+        name: of the client, for the error message.
+        why: how such a batch comes about, for the error message.
+        cure: what to do, other than choosing another normalisation.
     """
     x = data.batch(torch.zeros(1, dtype=torch.int64))[0]
     try:
@@ -78,7 +79,7 @@ def check_trains_on_one_example(module: nn.Module, data: Examples, name: str, wh
 
 
 def _forward(module: nn.Module, x: Any, training: bool) -> Any:
-    """Without a gradient, but not in inference mode, and with random numbers that are not the caller's."""
+    """Runs the network without gradients, but not in inference mode, and without changing the caller's random state."""
     with torch.no_grad(), temporary_rng_seed(0):
         return call_network(module.train(training), x)
 
@@ -88,13 +89,13 @@ def _mode_suffix(training: bool) -> str:
 
 
 def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool) -> str:
+    """Explains why a network failed on these inputs; wrong types of weights or inputs come first."""
     types = {p.dtype for p in module.parameters() if p.is_floating_point()}
     parts = [part for _, part in named_leaves(x)]
+    # Integers are suspects only if the error names types: they are correct inputs for tokens.
     odd_dtypes = [part.dtype for part in parts if part.is_floating_point() and part.dtype not in types]
     if not odd_dtypes and isinstance(error, RuntimeError) and re.search(r"\b(dtype|type|scalar)\b", str(error)):
-        odd_dtypes = [
-            part.dtype for part in parts if not part.is_floating_point()
-        ]  # numbers of tokens are as they should be
+        odd_dtypes = [part.dtype for part in parts if not part.is_floating_point()]
     if types and odd_dtypes:
         return (
             f"its network has weights of {' and '.join(sorted(map(str, types)))}, but its inputs are {odd_dtypes[0]}; "
@@ -104,6 +105,7 @@ def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool
 
 
 def _describe_batch(x: Any) -> str:
+    """Describes the batch that the network got."""
     if isinstance(x, Tensor):
         return f"a batch of shape {tuple(x.shape)} ({x.dtype})"
     keys = "keyword" if isinstance(x, dict) else "positional"

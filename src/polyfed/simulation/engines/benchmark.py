@@ -28,8 +28,8 @@ MIN_CLIENTS = 32
 MIN_SPEEDUP = 1.5
 """Speed-up from which on clients are trained together: above the noise of two timings, and worth results that differ in
 their last bits."""
-_TRIED = 32  # clients that are measured together
-_LONGEST = 0.02  # seconds of a step on a CPU beyond which Python and starting operations cost next to nothing
+_TRIED = 32  # most clients in a measurement
+_LONGEST = 0.02  # seconds of a CPU step beyond which the overhead of Python and of launching operations is negligible
 _STEPS = 2
 
 
@@ -147,7 +147,7 @@ def measure_speedup(calls: Sequence[FitCall], device: torch.device) -> float:
         if device.type == "cpu" and single_seconds / _STEPS > _LONGEST:
             return 0.0
         return single_seconds * len(calls) / _seconds(lambda: train_cohort(short_calls), device)
-    except Exception:  # whatever a network raises is reported where clients are computed
+    except Exception:  # the run itself reports whatever a network raises
         return 0.0
 
 

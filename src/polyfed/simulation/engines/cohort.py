@@ -141,7 +141,7 @@ class CohortEngine(Engine):
                 outputs = compute()
             except CannotStackError as reason:
                 self._report_fallback(f"clients are computed one by one: {reason}")
-            except Exception as error:  # one client's; it is found out which when each is computed alone
+            except Exception as error:  # of one client, which shows when each is computed alone
                 self._report_fallback(f"clients are computed one by one: {type(error).__name__}: {error}")
         share_of_seconds = (time.perf_counter() - started) / len(members)
         for place, pending in enumerate(members):

@@ -50,5 +50,5 @@ def _available(kind: str) -> bool:
     """Returns whether this machine has devices of this kind."""
     if kind in ("cpu", "mps"):
         return kind == "cpu" or torch.backends.mps.is_available()
-    module = getattr(torch, kind, None)  # torch.cuda, torch.xpu, or that of a backend from outside
+    module = getattr(torch, kind, None)  # torch.cuda, torch.xpu, or the module of a third-party backend
     return bool(module is not None and hasattr(module, "is_available") and module.is_available())

@@ -70,7 +70,7 @@ class InProcessEngine(Engine):
         for task in tasks:
             client, start = self._clients[task.client], time.perf_counter()
             try:
-                # The random state is for networks and methods that draw from torch's generator.
+                # Networks and methods may draw from torch's global generator.
                 adapted_message = message_at_client_rank(algorithm, client, task.message)
                 with grad_enabled(), temporary_rng_seed(task.seed, self._device), adapted_message as message:
                     client_state = (
@@ -81,7 +81,7 @@ class InProcessEngine(Engine):
                         reply = pack_adapters(algorithm, client, reply)
                         check_serializable(client_state, "the private state")
                         _check_finite(algorithm, reply, client_state)
-                        if not message_error(reply):  # else it is refused as it is
+                        if not message_error(reply):  # an invalid reply is rejected later, unchanged
                             if self._compression is not None:
                                 reply = compress_message(reply, task.message, self._compression, task.reply_seed)
                             reply = contiguous_message(reply)
@@ -101,7 +101,7 @@ class InProcessEngine(Engine):
                                     reset_for_eval(other_model), client, self._metrics, f"{name}_", loss
                                 )[0]
                             result = TaskResult(task, metrics=metrics, predictions=outputs)
-            except Exception as error:  # whatever a user's network or data may raise; it is reported, never swallowed
+            except Exception as error:  # whatever a user's network or data may raise is reported, never swallowed
                 reason = f"{type(error).__name__}: {error}"
                 failure = ClientError(task.round, task.client, task.phase, reason, traceback.format_exc())
                 failure.__cause__ = error
@@ -168,7 +168,7 @@ def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTr
         FloatingPointError: the private state has NaN or infinite values.
     """
     if type(algorithm) not in REGISTRY.values() or message_error(reply) or nonfinite_state_error(dict(reply.scalars)):
-        return  # what is wrong with a reply is said where it is accepted
+        return  # an invalid reply is reported where replies are accepted
     if problem := nonfinite_state_error(client_state):
         raise FloatingPointError(
             f"the private state: {problem}; the local training diverged: lower lr or set clip_norm"

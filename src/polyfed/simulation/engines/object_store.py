@@ -15,7 +15,7 @@ from polyfed.core.examples.pytree import InputSpec, input_spec_of, named_leaves
 from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.engines.base import ClientTask
 
-_LARGE = 1 << 20  # bytes from which a tensor is an object of its own, which a node fetches only if it is used there
+_LARGE = 1 << 20  # bytes from which a tensor is an object of its own, which only nodes that use it fetch
 
 
 @final
@@ -62,7 +62,7 @@ def unflatten_tensor(stored: FlatTensor, *, copy: bool = False) -> Tensor:
         data = torch.tensor(stored.data)
     else:
         with warnings.catch_warnings():
-            # Shared memory is read-only, of which torch warns; nobody writes into a client's examples.
+            # Shared memory is read-only, and torch warns of that; nothing writes into a client's examples.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ", category=UserWarning)
             data = torch.from_numpy(stored.data)
     return data.view(stored.dtype).as_strided(stored.shape, stored.stride)
@@ -81,9 +81,8 @@ class _StoredParts(NamedTuple):
         return self.form.build_inputs(lambda shape, dtype: load(next(remaining)))
 
 
-_StoredSet = tuple[
-    Any, Any, Any, Any, Any, Any
-]  # x, y and index, each as `FlatTensor` or a reference; transform, augment, columns
+# x, y and index, each as `FlatTensor` or a reference; transform, augment, columns
+_StoredSet = tuple[Any, Any, Any, Any, Any, Any]
 
 
 @final
@@ -124,7 +123,7 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
     def store_tensor(tensor: Tensor | None) -> Any:
         if tensor is None:
             return None
-        # By memory, since clients that were given the same tensor hold different objects.
+        # Keyed by memory, since clients that share a tensor hold different tensor objects.
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in stored_by_key:
             stored = flatten_tensor(tensor)

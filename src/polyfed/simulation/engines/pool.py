@@ -115,7 +115,7 @@ class PoolEngine(Engine):
     def _start_worker(self) -> _PoolWorker:
         parent_end, worker_end = self._context.Pipe()
         forked = self._context.get_start_method() == "fork"
-        # A forked worker inherits our ends of all pipes; it closes them, so that it sees when we are gone.
+        # A forked worker inherits the parent's ends of all pipes; it closes them, to notice when the parent is gone.
         inherited = [*(worker.pipe for worker in self._workers), parent_end] if forked else []
         arguments = (
             worker_end,
@@ -131,8 +131,8 @@ class PoolEngine(Engine):
         )
         process = self._context.Process(target=_run_worker, args=arguments, daemon=True, name="polyfed-worker")
         with warnings.catch_warnings():
-            # Python 3.12 warns of forking beside threads. Ours are torch's idle OpenMP threads and the progress bar's;
-            # the worker uses one thread, and takes no lock that either could hold.
+            # Python 3.12 warns of forking with threads. Here these are torch's idle OpenMP threads and the progress bar's;
+            # the worker uses one thread, and takes no lock that they could hold.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             process.start()
         worker_end.close()
@@ -141,12 +141,12 @@ class PoolEngine(Engine):
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """Yields results as workers finish. A task whose worker died twice is a failure."""
         ordered = sort_longest_first(tasks, self._clients)
-        # Every so-manieth of them, so that cohorts take equally long; one task each where each is computed alone.
+        # Tasks are dealt in turn, so that batches take equally long; without cohorts a batch is one task.
         number = max(len(self._workers), -(-len(ordered) // MAX_COHORT_SIZE)) if self._uses_cohorts else len(ordered)
         waiting = deque(_TaskBatch(deque(part)) for i in range(number) if (part := ordered[i::number]))
         for position, worker in enumerate(self._workers):
             worker.tensor_names.clear()
-            if worker.batches:  # an earlier call was abandoned: what the worker still sends is no answer to us
+            if worker.batches:  # an earlier call was abandoned: the worker would still send its results
                 worker.process.kill()
                 self._restart_worker(position)
         while waiting or any(worker.batches for worker in self._workers):
@@ -164,7 +164,7 @@ class PoolEngine(Engine):
                 task = worker.batches[0].tasks.popleft()
                 if not worker.batches[0].tasks:
                     worker.batches.popleft()
-                _send_tasks(worker, waiting)  # before anything else, so that it does not wait for us
+                _send_tasks(worker, waiting)  # first of all, so that the worker does not wait
                 yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
 
     def _handle_dead_worker(self, position: int, waiting: deque[_TaskBatch]) -> Iterator[TaskResult]:
@@ -227,12 +227,12 @@ def _send_tasks(worker: _PoolWorker, waiting: deque[_TaskBatch]) -> None:
     while waiting and len(worker.batches) < 2:
         tasks = waiting[0].tasks
         if worker.batches and len(tasks) > 1:
-            return  # a cohort's message is large, and would be written anew at each reply only to find that
+            return  # a cohort's message is too large to send ahead; encoding it at each reply to find that out is a waste
         message_tensors = [tensor for task in tasks for tensor in iter_tensors(task.message.tensors)]
         new_tensors = {id(t): t for t in message_tensors if id(t) not in worker.tensor_names}
         state_tensors = [tensor for task in tasks for tensor in iter_tensors(task.client_state)]
         if worker.batches and sum(t.nbytes for t in (*new_tensors.values(), *state_tensors)) > _AHEAD_BYTES:
-            return  # known without encoding it
+            return  # too large, which is known without encoding it
         message = _encode_tasks(tasks, new_tensors, worker.tensor_names)
         if worker.batches and len(message) > _AHEAD_BYTES:
             return
@@ -241,7 +241,7 @@ def _send_tasks(worker: _PoolWorker, waiting: deque[_TaskBatch]) -> None:
         try:
             worker.pipe.send_bytes(message)
         except OSError:
-            return  # it is dead, which `run` notices when it waits for the reply
+            return  # the worker is dead; `run` notices when it waits for the reply
 
 
 def _tensor_names(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
@@ -289,7 +289,7 @@ def _run_worker(
     sequential: Sequence[str],
 ) -> None:
     """Runs a worker: reads tasks, runs them, answers in their order, and exits when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which saves the run and closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C: it saves the run and closes the pipe
     for connection in inherited:
         connection.close()
     parent = os.getppid()
@@ -313,7 +313,7 @@ def _run_worker(
             for task in tasks:
                 pipe.send_bytes(pack_result(results[task.client]))
     except (EOFError, ConnectionError):
-        os._exit(0)  # the parent closed the pipe; no clean-up of what was inherited from it
+        os._exit(0)  # the parent closed the pipe; do not clean up what was inherited from it
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -49,11 +49,11 @@ from polyfed.simulation.engines.ray_cluster import (
 from polyfed.simulation.engines.result_codec import pack_result, unpack_result
 
 _ATTEMPTS = 2
-_STARTS = 3  # workers that may die in a row before they can work, each
-_START_SECONDS = 180.0  # for the first worker, and for the next after the last was lost; nodes may have to boot
+_STARTS = 3  # failed starts in a row, per worker, after which the run ends
+_START_SECONDS = 180.0  # for the first worker to start, also after all were lost; nodes may have to boot
 
 
-_WorkerOptions = tuple[tuple[Metric, ...], Compressor | None]  # what of the settings the workers need
+_WorkerOptions = tuple[tuple[Metric, ...], Compressor | None]  # settings that the workers need
 _WorkerPayload = tuple[
     Algorithm[Any, Any], list[StoredClient], str, list[tuple[type, str]], _WorkerOptions, tuple[str, ...]
 ]
@@ -155,7 +155,7 @@ class RayEngine(Engine):
             reference, task, _ = worker.tasks[0]
             try:
                 data = ray.get(reference)
-            except RayTaskError as error:  # outside the client's code, which the worker reports by itself
+            except RayTaskError as error:  # not raised by the client's code: the worker reports that as a failure
                 worker.tasks.popleft()
                 reason = f"its worker failed: {type(error.cause).__name__}: {error.cause}"
                 failure = ClientError(task.round, task.client, task.phase, reason, str(error))
@@ -164,7 +164,7 @@ class RayEngine(Engine):
                 yield from self._handle_dead_worker(position, waiting, describe_worker_death(error))
             else:
                 worker.tasks.popleft()
-                self._send_tasks(waiting, shared)  # before anything else, so that it does not wait for us
+                self._send_tasks(waiting, shared)  # first of all, so that the worker does not wait
                 yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
 
     def _send_tasks(self, waiting: deque[tuple[ClientTask, int]], shared: SharedTensors) -> None:
@@ -181,7 +181,7 @@ class RayEngine(Engine):
         """Waits until a worker has started or has finished its task, and returns its position."""
         busy = any(worker.tasks for worker in self._workers)
         expected = {(w.tasks[0][0] if w.tasks else w.ready): i for i, w in enumerate(self._workers)}
-        expected.pop(None, None)  # those without work
+        expected.pop(None, None)  # workers without work
         ready_references, _ = ray.wait(list(expected), num_returns=1, timeout=None if busy else _START_SECONDS)
         if not ready_references:
             raise RoundError(
@@ -281,7 +281,7 @@ class _Actor:
         if missing := [reference for reference in references if reference not in self._loaded_references]:
             self._loaded_references.update(missing)
             for group in ray.get(missing):
-                # A copy of its own: a network may be filled by reference, and what is in the store cannot be written to.
+                # Copied, since a network may be filled by reference, and the store is read-only.
                 self._shared_tensors |= {name: unflatten_tensor(stored, copy=True) for name, stored in group.items()}
         body = deserialize_state(data, self._shared_tensors)
         phase, number, client, seed, run_seed = body["task"]
@@ -323,7 +323,7 @@ def _put_payload(
         pickler = _ClassNamePickler()
         pickler.dump((algorithm, stored_clients, options))
         return ray.put((algorithm, stored_clients, device, pickler.classes, options, trusted_names()))
-    except Exception as error:  # cloudpickle raises what the object's own methods raise
+    except Exception as error:  # cloudpickle passes on whatever the object's own methods raise
         sentence = str(error).strip().splitlines()[0]
         raise UserError(
             f"a network, transform, metric or method cannot be sent to Ray's workers: {type(error).__name__}: {sentence}; "
@@ -352,9 +352,8 @@ class _ClassNamePickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
 
 def _raise_unreadable(error: RayTaskError) -> NoReturn:
     """Raises a `UserError` for a worker that cannot unpickle the clients."""
-    sentence = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[
-        -1
-    ]  # Ray may have put a traceback before it
+    # Ray may have put a traceback in front of the message.
+    sentence = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[-1]
     raise UserError(
         f"a worker of Ray cannot read the clients: {sentence}; polyfed and the modules that define networks, transforms and "
         "method must be importable on every node"

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError
 from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import num_usable_cores
 
-_ANSWER_SECONDS = 10.0  # for a cluster to take a connection
+_ANSWER_SECONDS = 10.0  # that a cluster has to accept a connection
 _RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
 
 
@@ -23,7 +23,7 @@ def connect_to_ray(address: str, workers: int | str) -> bool:
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    # Ray takes over SIGTERM, whose meaning is the caller's.
+    # Ray replaces the handler of SIGTERM, which belongs to the caller.
     in_main_thread = threading.current_thread() is threading.main_thread()
     sigterm_handler = signal.getsignal(signal.SIGTERM) if in_main_thread else None
     try:
@@ -32,7 +32,7 @@ def connect_to_ray(address: str, workers: int | str) -> bool:
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
         else:
             endpoint = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-            if ":" in endpoint and "://" not in endpoint:  # Ray itself would try for minutes
+            if ":" in endpoint and "://" not in endpoint:  # Ray itself would keep trying for minutes
                 host, _, port = endpoint.rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
             ray.init(address=address, **quiet)
@@ -63,7 +63,7 @@ def count_worker_slots(gpus_per_worker: float) -> int:
     total = ray.cluster_resources()
     slots = int(total.get("CPU", 0))
     if gpus_per_worker:
-        # Several workers share a GPU, but none has parts of two.
+        # Several workers may share a GPU, but no worker spans parts of two.
         gpu_share, gpus = gpus_per_worker, int(total.get("GPU", 0))
         slots = min(slots, gpus * int(1 / gpu_share + 1e-9) if gpu_share <= 1 else int(gpus / gpu_share))
     return max(slots, 1)
@@ -78,9 +78,8 @@ def describe_cluster_resources() -> str:
 def describe_worker_death(error: RayError) -> str:
     """Describes in a few words how a worker died; Ray's own message is a paragraph of possible causes."""
     text = str(error)
-    connection_lost = isinstance(
-        error, ObjectLostError | ActorUnavailableError
-    )  # the latter comes seconds before Ray knows of a node
+    # Ray raises `ActorUnavailableError` seconds before it knows that a node is lost.
+    connection_lost = isinstance(error, ObjectLostError | ActorUnavailableError)
     if connection_lost or "node has died" in text or "node was terminated" in text:
         return "the loss of its node or connection"
     if exit_code := re.search(r"exit code (\d+)", text):

@@ -1,1 +1,1 @@
-"""Progress, trackers, norms of updates and validation losses of a run."""
+"""Monitors a run: progress display, trackers, norms of updates, and validation losses."""

@@ -1,4 +1,4 @@
-"""How a run tells where it is: a bar on a terminal, plain lines elsewhere, or nothing."""
+"""Shows the progress of a run: a bar on a terminal, plain lines elsewhere, or nothing."""
 
 import sys
 import time
@@ -14,34 +14,35 @@ from polyfed.simulation.monitoring.update_norms import norms_by_client
 
 
 class Progress(ABC):
-    """Told about a run as it goes on; everything is written to standard error."""
+    """Receives the events of a run and shows them; all output goes to standard error."""
 
     @abstractmethod
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """The run begins, or goes on after `rounds_done` rounds."""
+        """Is called when the run begins, or resumes after `rounds_done` rounds."""
 
     @abstractmethod
     def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Another client of the current round has finished."""
+        """Is called when another client of the current round has finished."""
 
     @abstractmethod
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """A round is complete; `record` is what `metrics.jsonl` gets."""
+        """Is called when a round is complete; `record` is what `metrics.jsonl` gets."""
 
     @abstractmethod
     def say(self, sentence: str) -> None:
-        """Something that the user should know."""
+        """Shows a sentence to the user."""
 
     def warn(self, sentence: str) -> None:
-        """What was said of this round is grave; nothing more, where somebody reads what is said."""
+        """Is called for a serious problem that `say` has shown already; does nothing more by default."""
         return
 
     @abstractmethod
     def stop(self) -> None:
-        """The run has ended, well or not."""
+        """Is called when the run has ended, with or without an error."""
 
 
 def _mean_score(record: Mapping[str, Any]) -> str:
+    """Formats the mean over clients of the metric that decides; empty if the round has none."""
     for score in [record["score"]] if "score" in record else DEFAULT_METRIC.values():
         if score in record.get("summary", {}):
             return f"{score} {record['summary'][score]['mean']:.3f}"
@@ -49,48 +50,49 @@ def _mean_score(record: Mapping[str, Any]) -> str:
 
 
 def _megabytes(record: Mapping[str, Any]) -> str:
+    """Formats the traffic so far in MB (2^20 bytes)."""
     return f"{(record['bytes_down_total'] + record['bytes_up_total']) / 2**20:.1f} MB"
 
 
 @final
 class SilentProgress(Progress):
-    """Says nothing.
+    """Shows nothing.
 
     Args:
-        warns: whether what is grave is a warning of Python, since nobody else tells of it.
+        warns: whether serious problems become Python warnings, since nothing else shows them.
     """
 
     def __init__(self, *, warns: bool = False) -> None:
         self._warns = warns
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def say(self, sentence: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def warn(self, sentence: str) -> None:
-        """A warning of Python, where it is to be one."""
+        """Emits a Python warning, if `warns` is set."""
         if self._warns:
             warnings.warn(sentence, RuntimeWarning, stacklevel=5)
 
     def stop(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @final
 class LineProgress(Progress):
-    """A line a round, for logs.
+    """Prints a line for each round, for logs.
 
     Args:
-        stream: where to; None is standard error.
-        norms: whether another line has the norm of each client's update, where it is known.
+        stream: where to print; None is standard error.
+        norms: whether to print the norm of each client's update in a further line, where it is known.
     """
 
     def __init__(self, stream: TextIO | None = None, *, norms: bool = False) -> None:
@@ -98,14 +100,14 @@ class LineProgress(Progress):
         self._title, self._rounds, self._done, self._start = "", 0, 0, 0.0
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Remembers when the run began."""
+        """Notes when the run began."""
         self._title, self._rounds, self._done, self._start = title, rounds, rounds_done, time.monotonic()
 
     def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Nothing: a line a client would drown the log."""
+        """Does nothing: a line for each client would flood the log."""
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Round, mean score, traffic and time left."""
+        """Prints round, mean score, traffic and remaining time."""
         rounds_played = record["round"] - self._done
         seconds_left = (time.monotonic() - self._start) / rounds_played * (self._rounds - record["round"])
         parts = [f"{self._title}: round {record['round']}/{self._rounds}"]
@@ -118,16 +120,16 @@ class LineProgress(Progress):
             self.say(f"round {record['round']}: norms of updates: {listed}")
 
     def say(self, sentence: str) -> None:
-        """The sentence on a line."""
+        """Prints the sentence on a line."""
         print(sanitise_for_terminal(sentence), file=self._stream, flush=True)
 
     def stop(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @final
 class ProgressBar(Progress):
-    """A rich bar: round, clients done, mean score, traffic, time left."""
+    """Shows a rich progress bar: round, clients done, mean score, traffic, remaining time."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -148,16 +150,16 @@ class ProgressBar(Progress):
         self._bar.start()
 
     def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Counts the clients of the round."""
+        """Updates the number of clients done in this round."""
         self._bar.update(self._task, state=f"{phase} {clients_done}/{total} clients  {self._summary}")
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Moves the bar."""
+        """Advances the bar by a round."""
         self._summary = "  ".join(part for part in (_mean_score(record), _megabytes(record)) if part)
         self._bar.update(self._task, completed=record["round"], state=self._summary)
 
     def say(self, sentence: str) -> None:
-        """The sentence above the bar."""
+        """Prints the sentence above the bar."""
         self._bar.console.print(sanitise_for_terminal(sentence), markup=False, highlight=False)
 
     def stop(self) -> None:
@@ -166,8 +168,13 @@ class ProgressBar(Progress):
 
 
 def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: bool = False) -> Progress:
-    """A bar if standard error is a terminal; otherwise lines, or nothing if `lines` is false or `quiet` is true; `warns` is
-    that of `SilentProgress`."""
+    """Builds the progress for the command line: a bar if standard error is a terminal, else lines or nothing.
+
+    Args:
+        quiet: shows nothing at all.
+        lines: whether to print lines where there is no terminal.
+        warns: as for `SilentProgress`.
+    """
     if quiet:
         return SilentProgress()
     if sys.stderr.isatty():
@@ -176,8 +183,10 @@ def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: b
 
 
 def resolve_progress(progress: Progress | bool | None, *, quiet: bool = False) -> Progress:
-    """Returns who is told of a run made in Python: `progress` itself, or a bar on a terminal, or nobody if it is False or
-    `quiet` is True.
+    """Returns the progress of a run started in Python.
+
+    That is `progress` itself, or a bar on a terminal if it is None or True, or nothing if it is False or `quiet` is
+    True.
 
     Raises:
         UserError: `progress` is something else.

@@ -1,8 +1,8 @@
-"""Runs in TensorBoard or MLflow: each number of `metrics.jsonl`, round by round (pip install 'polyfed[tracking]').
+"""Logs each number of `metrics.jsonl` to TensorBoard or MLflow, round by round (pip install 'polyfed[tracking]').
 
-TensorBoard's files go to `tensorboard/` of the run directory. MLflow is set up by its own environment variables
-(MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); which of its runs it is, is kept in `mlflow.json`. A run that is gone on with
-goes on there, too: no round is logged twice, and rounds that were played without tracking are added.
+TensorBoard's files go to `tensorboard/` in the run directory. MLflow is configured by its own environment variables
+(MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); `mlflow.json` names its run. A resumed run continues there: no round is
+logged twice, and rounds that ran without tracking are added.
 """
 
 import importlib
@@ -23,41 +23,43 @@ from polyfed.simulation.monitoring.progress import Progress, build_terminal_prog
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
 TENSORBOARD_FOLDER = "tensorboard"  # folder of the run directory
-MLFLOW_LINK_FILE = "mlflow.json"  # file of the run directory, which names MLflow's run
+MLFLOW_LINK_FILE = "mlflow.json"  # file of the run directory that names MLflow's run
 _EXPERIMENT = "polyfed"
-_MARK = "seconds"  # every round has it; logged last, so that a round which has it is whole
-_METRICS, _PARAMS, _LENGTH = 1000, 100, 6000  # MLflow's limits of a batch, and of a parameter's text
+_MARK = "seconds"  # every round has it; logged last, so that a round with it is complete
+# MLflow's limits: metrics and parameters per batch, length of a parameter's text.
+_METRICS, _PARAMS, _LENGTH = 1000, 100, 6000
 
 
 class Logger(ABC):
-    """A place where the numbers of one run go."""
+    """Logs the numbers of one run to a tracking service."""
 
     @abstractmethod
     def check_reachable(self) -> None:
-        """Fails if nothing can be logged there, before anything has been computed."""
+        """Raises an error if nothing can be logged there, before anything has been computed."""
 
     @abstractmethod
     def open(self, folder: Path, title: str, rounds_done: int) -> int:
-        """The run begins, or goes on after `rounds_done` rounds; returns the last round that is there already."""
+        """Opens the log of a run that begins, or resumes after `rounds_done` rounds; returns the last round that is
+        logged already."""
 
     @abstractmethod
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """The numbers of a round."""
+        """Logs the numbers of a round."""
 
     @abstractmethod
     def close(self, *, finished: bool) -> None:
-        """The run has ended, with all of its rounds or not."""
+        """Closes the log; `finished` says whether the run completed all rounds."""
 
 
 @final
 class TensorBoard(Logger):
-    """Event files in the run directory, for `tensorboard --logdir`."""
+    """Writes event files to the run directory, for `tensorboard --logdir`."""
 
     def check_reachable(self) -> None:
-        """The run directory can be written anyway."""
+        """Does nothing: the run directory is writable anyway."""
 
     def open(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Goes on with the files that are there; what they have of rounds after `rounds_done` no longer counts."""
+        """Continues the existing files; their rounds after `rounds_done` are purged."""
         has_events = any((folder / TENSORBOARD_FOLDER).glob("events.*"))
         last_logged = min(rounds_done, self._last_logged_round(folder / TENSORBOARD_FOLDER)) if has_events else 0
         create_private_folder(folder / TENSORBOARD_FOLDER)
@@ -72,7 +74,7 @@ class TensorBoard(Logger):
         return max((e.step for e in events.Scalars(_MARK)), default=0) if _MARK in events.Tags()["scalars"] else 0
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """A scalar each, on the disk at once: what a killed run has not written would be missing after it is resumed."""
+        """Writes a scalar for each number to disk at once: a killed run would lose what is buffered."""
         for name, value in sorted(values.items(), key=_is_mark):
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
@@ -84,7 +86,7 @@ class TensorBoard(Logger):
 
 @final
 class MLflow(Logger):
-    """A run of MLflow, with the configuration as its parameters."""
+    """Logs to a run of MLflow, with the configuration as its parameters."""
 
     def check_reachable(self) -> None:
         """Asks the server for the experiment."""
@@ -93,7 +95,7 @@ class MLflow(Logger):
         self._client.get_experiment_by_name(_experiment_name())
 
     def open(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Goes on with the run that `mlflow.json` names, or makes one where it does not or the server no longer has it."""
+        """Continues the run that `mlflow.json` names, or creates one if there is none or the server no longer has it."""
         run_id = self._existing_run_id(folder)
         if run_id is not None:
             self._id = run_id
@@ -111,6 +113,7 @@ class MLflow(Logger):
         return 0
 
     def _existing_run_id(self, folder: Path) -> str | None:
+        """Returns the id of the run that `mlflow.json` names, if the server still has it; else None."""
         try:
             run_id = read_mlflow_run_id(folder)
             if run_id is not None:
@@ -120,7 +123,7 @@ class MLflow(Logger):
         return run_id
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """A metric each, the round as its step."""
+        """Logs a metric for each number, with the round as step."""
         timestamp_ms = int(1000 * time.time())
         ordered = sorted(values.items(), key=_is_mark)
         metrics = [self._entities.Metric(_mlflow_name(name), value, timestamp_ms, round) for name, value in ordered]
@@ -128,7 +131,7 @@ class MLflow(Logger):
             self._client.log_batch(self._id, metrics=part)
 
     def close(self, *, finished: bool) -> None:
-        """Says how the run ended."""
+        """Marks the run as finished or killed."""
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
@@ -137,13 +140,13 @@ def _experiment_name() -> str:
 
 
 def ensure_mlflow_experiment(client: Any) -> str:
-    """The number of MLflow's experiment where runs go, made if it is not there; `update_clients` is an `MlflowClient`."""
+    """Returns the id of MLflow's experiment for these runs, and creates it if needed; `client` is an `MlflowClient`."""
     experiment = client.get_experiment_by_name(_experiment_name())
     return str(experiment.experiment_id if experiment else client.create_experiment(_experiment_name()))
 
 
 def read_mlflow_run_id(folder: Path) -> str | None:
-    """The run of MLflow that the link file of a run directory names; None without one, or if it is damaged."""
+    """Returns the id of the MLflow run that a run directory is linked to; None without a link, or if it is damaged."""
     try:
         link = parse_json(read_file(folder / MLFLOW_LINK_FILE))
     except (OSError, ValueError):
@@ -152,7 +155,7 @@ def read_mlflow_run_id(folder: Path) -> str | None:
 
 
 class _Link(TypedDict):
-    """What the link file holds."""
+    """Describes the content of `mlflow.json`."""
 
     run_id: str
 
@@ -162,18 +165,20 @@ def _is_mark(item: tuple[str, float]) -> bool:
 
 
 LOGGERS: Mapping[str, type[Logger]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
-"""The places, by name; the name is that of the package, too."""
+"""Loggers by name, which is also the name of the package that they need."""
 
 
 @final
 class Tracker(Progress):
-    """Tells a run's numbers to loggers, and everything to another progress. A logger that fails is left out for the rest of
-    the run, with a warning: a server that is down should not end a federation.
+    """Passes a run's numbers to loggers, and all events to another progress.
+
+    A logger that fails is dropped for the rest of the run, with a warning: a server that is down should not end a
+    federation.
 
     Args:
-        loggers: places by name.
+        loggers: name -> logger.
         folder: the run directory.
-        display: who shows the run to the user.
+        display: shows the run to the user.
     """
 
     def __init__(self, loggers: Mapping[str, Logger], folder: Path, display: Progress) -> None:
@@ -182,7 +187,7 @@ class Tracker(Progress):
         self._rounds = self._last_round = 0
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Opens the loggers, and tells them the rounds before `rounds_done` that they lack."""
+        """Opens the loggers, and logs the earlier rounds that they lack."""
         self._display.start(title, rounds, rounds_done)
         self._rounds, self._last_round = rounds, rounds_done
         records = [record for record in read_metrics(self._folder / "metrics.jsonl") if record["round"] <= rounds_done]
@@ -195,7 +200,7 @@ class Tracker(Progress):
             self._log(record)
 
     def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Only shown."""
+        """Passes the event to the display."""
         self._display.update_clients(phase, clients_done, total)
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
@@ -205,7 +210,7 @@ class Tracker(Progress):
         self._log(record)
 
     def say(self, sentence: str) -> None:
-        """Only shown."""
+        """Passes the sentence to the display."""
         self._display.say(sentence)
 
     def stop(self) -> None:
@@ -234,12 +239,12 @@ class Tracker(Progress):
 
 
 def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress | None = None) -> Progress:
-    """A progress that tracks a run, for `federate(..., out=out, progress=tracked("tensorboard", out))`.
+    """Builds a progress that tracks a run, for `federate(..., out=out, progress=build_tracker("tensorboard", out))`.
 
     Args:
-        names: "tensorboard" or "mlflow", or several of them, as a list or with commas between.
+        names: "tensorboard" or "mlflow", or several, as a list or separated by commas.
         out: the run directory.
-        display: who shows the run beside; None shows a bar on a terminal and nothing elsewhere.
+        display: shows the run too; None shows a bar on a terminal and nothing elsewhere.
 
     Raises:
         UserError: an unknown name, a package that is not installed, or a server that cannot be reached.
@@ -248,7 +253,7 @@ def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress
     for name, logger in loggers.items():
         try:
             logger.check_reachable()
-        except Exception as error:  # of whatever kind the package has
+        except Exception as error:  # of any type that the package raises
             raise UserError(f"cannot track with {name}: {_first_line(error)}") from error
     return Tracker(
         loggers, expand_user_path(out, "out"), build_terminal_progress(lines=False) if display is None else display
@@ -256,10 +261,10 @@ def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress
 
 
 def validate_logger_names(names: str | Sequence[str]) -> list[str]:
-    """The places that are named, which are known and whose packages are installed.
+    """Returns the names as a list, checked: each is known and its package is installed.
 
     Raises:
-        UserError: otherwise.
+        UserError: one is not.
     """
     logger_names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     for name in logger_names:
@@ -270,7 +275,7 @@ def validate_logger_names(names: str | Sequence[str]) -> list[str]:
 
 
 def list_loggers_of_run(out: str | Path) -> list[str]:
-    """With what a run directory has been tracked before, so that it goes on when the run does."""
+    """Lists the loggers that a run directory was tracked with before, so that a resumed run continues with them."""
     return [
         name
         for name, mark in (("tensorboard", TENSORBOARD_FOLDER), ("mlflow", MLFLOW_LINK_FILE))
@@ -279,7 +284,7 @@ def list_loggers_of_run(out: str | Path) -> list[str]:
 
 
 def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record of `metrics.jsonl` by the path to them.
+    """Returns the numbers of a record of `metrics.jsonl` by their path.
 
     >>> flatten_numbers({"round": 3, "train_loss": None, "summary": {"accuracy": {"mean": 0.5}}, "failures": []})
     {'round': 3.0, 'summary/accuracy/mean': 0.5}
@@ -289,7 +294,7 @@ def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flatten(content: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings with the path to each."""
+    """Yields the values of nested mappings, each with its path."""
     for key, value in content.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, separator, f"{prefix}{key}{separator}")
@@ -302,7 +307,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _mlflow_name(name: str) -> str:
-    """A name as MLflow takes it.
+    """Replaces the characters of a name that MLflow does not accept.
 
     >>> _mlflow_name("clients/Zürich #3/accuracy")
     'clients/Z_rich _3/accuracy'

@@ -1,8 +1,8 @@
-"""How much each client changes what it received, and what of a round's record deserves a warning.
+"""Measures how much each client changes the weights it received, and describes which rounds deserve a warning.
 
-The norm of a reply is Euclidean, over its tensors of floating numbers. A group that came down under the same name counts
-by its change; any other group (class means, outputs on public examples, updates) counts as it is. It is a sign of a
-single update that outweighs all others, whether by mistake or on purpose; it bounds nothing.
+The norm of a reply is Euclidean, over its floating-point tensors. A group that the message has under the same name
+counts by its change; any other group (class means, outputs on public examples, updates) counts as it is. A large norm
+is a sign of a single update that outweighs all others, by mistake or on purpose; nothing is limited here.
 """
 
 import math
@@ -16,18 +16,18 @@ from torch import Tensor
 from polyfed.core.algorithm import Message
 
 NORM = "update_norm"  # in the client rows of `metrics.jsonl`
-OUTLIER_FACTOR = 10.0  # the median of the others, from which a norm is pointed out
+OUTLIER_FACTOR = 10.0  # times the median of the others, from which on a norm stands out
 _LOSSES = {"train_loss": "training loss", "loss": "test loss", "val_loss": "validation loss"}
 _NAMED = 3  # clients in a sentence
 _NOBODY = "no client has a finite"
 
 
 def update_norm(reply: Message, message: Message, differences: Iterable[str] = ()) -> float | None:
-    """The norm of what a client changed; None of a reply without floating numbers.
+    """Returns the Euclidean norm of a client's update; None for a reply without floating-point tensors.
 
     Args:
         reply: of a client, decompressed; adapters may be of a lower rank than those in `message`.
-        message: what the client had received.
+        message: the message that the client received.
         differences: groups of the reply that are differences already, so that nothing is subtracted.
 
     >>> w = torch.tensor([3.0, 0.0])
@@ -48,8 +48,8 @@ def update_norm(reply: Message, message: Message, differences: Iterable[str] = (
 
 
 def _change(sent: Tensor, received: Tensor | None) -> Tensor:
-    """Of adapters of a lower rank, a client had the first components of what came down."""
-    sent = sent.to(torch.promote_types(sent.dtype, torch.float32))  # a difference of half numbers may overflow
+    """Subtracts the received tensor. A client with adapters of a lower rank had received the first components only."""
+    sent = sent.to(torch.promote_types(sent.dtype, torch.float32))  # a difference in half precision may overflow
     if received is None or received.dim() != sent.dim():
         return sent
     first = received[tuple(slice(size) for size in sent.shape)]
@@ -57,7 +57,7 @@ def _change(sent: Tensor, received: Tensor | None) -> Tensor:
 
 
 def find_outlying_norms(norms: Mapping[str, float]) -> dict[str, float]:
-    """The clients whose norm is many times the median of the others', and how many times.
+    """Returns the clients whose norm is at least `OUTLIER_FACTOR` times the median of the others', with that multiple.
 
     >>> (find_outlying_norms({"a": 2.0, "b": 1.0, "c": 300.0}), find_outlying_norms({"a": 2.0}),
     ...  find_outlying_norms({"a": 0.0, "b": 1.0}))
@@ -73,7 +73,7 @@ def find_outlying_norms(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
-    """Each client's norm in a record of `metrics.jsonl`; records of early versions and of secure sums have none.
+    """Returns each client's norm in a record of `metrics.jsonl`; records of early versions and of secure sums have none.
 
     >>> norms_by_client({"clients": {"a": {"update_norm": 1.5}, "b": {"loss": 1.0}}})
     {'a': 1.5}
@@ -82,7 +82,7 @@ def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_round_warnings(record: Mapping[str, Any]) -> list[str]:
-    """Sentences about a round: losses that are not finite, and norms that stand out.
+    """Describes what is wrong with a round, in sentences: losses that are not finite, and norms that stand out.
 
     >>> rows = {"a": {"loss": None, "update_norm": 1.0}, "b": {"loss": 0.5, "update_norm": 40.0}}
     >>> describe_round_warnings({"round": 2, "clients": rows})
@@ -93,7 +93,7 @@ def describe_round_warnings(record: Mapping[str, Any]) -> list[str]:
 
 
 def describe_diverged_losses(records: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence about the losses that no client has finite in the last of these records; empty if there are none.
+    """Describes the losses that are not finite for any client in the last record; empty if there are none.
 
     >>> describe_diverged_losses([{"round": 2, "clients": {"a": {"loss": None}, "b": {"loss": None}}}])
     'round 2: no client has a finite test loss; the training has diverged, or an update has ruined the model'

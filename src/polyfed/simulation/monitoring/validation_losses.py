@@ -1,4 +1,4 @@
-"""Losses on the clients' validation examples over the rounds of a run: of each client, and pooled."""
+"""Computes validation losses over the rounds of a run: for each client, and pooled over all validation examples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ LossCurve = Sequence[tuple[int, float]]  # (round, loss), in the order of rounds
 
 
 def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """By client and evaluated round the mean loss on its validation examples, where it is a number.
+    """Returns client id -> evaluated round -> mean loss on its validation examples, where it is finite.
 
     Args:
-        history: the objects of `metrics.jsonl`.
+        history: the records of `metrics.jsonl`.
 
     >>> validation_losses_by_client([{"round": 2, "clients": {"a": {"val_loss": 0.5}, "b": {"val_loss": None}}}])
     {'a': {2: 0.5}}
@@ -26,11 +26,12 @@ def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def pool_losses(losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int]) -> list[tuple[int, float]]:
-    """The mean loss over all validation examples, each counted once, at the rounds at which every client has one.
+    """Returns the mean loss over all validation examples, each counted once, at the rounds at which every client has a
+    loss.
 
     Args:
-        losses: by client and round.
-        sizes: validation examples by client; one that is not there counts as one example.
+        losses: client id -> round -> loss.
+        sizes: client id -> number of validation examples; a missing client counts as one example.
 
     >>> pool_losses({"a": {1: 1.0, 2: 0.5}, "b": {1: 0.0, 2: 0.0}}, {"a": 1, "b": 3})
     [(1, 0.25), (2, 0.125)]
@@ -44,7 +45,7 @@ def pool_losses(losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, i
 
 
 def round_of_lowest_loss(curve: LossCurve) -> int | None:
-    """The round with the lowest loss, the first of equals; None without any.
+    """Returns the round with the lowest loss, the first of equals; None for an empty curve.
 
     >>> round_of_lowest_loss([(1, 0.5), (2, 0.25), (3, 0.25)])
     2
@@ -53,8 +54,9 @@ def round_of_lowest_loss(curve: LossCurve) -> int | None:
 
 
 def round_of_lowest_pooled_loss(history: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> int | None:
-    """The round with the lowest pooled loss, the first of equals; None where no client has a loss. A round in which a client
-    lacks the loss that it had before is not better.
+    """Returns the round with the lowest pooled loss, the first of equals; None if no client has a loss.
+
+    A round in which a client lacks the loss that it had before is never better.
 
     >>> rows = [{"a": {"val_loss": loss}, "b": {"val_loss": 1.0}} for loss in (0.5, 0.25, None)]
     >>> round_of_lowest_pooled_loss([{"round": n, "clients": row} for n, row in enumerate(rows, 1)], {"a": 2, "b": 1})

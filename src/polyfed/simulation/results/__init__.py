@@ -1,1 +1,1 @@
-"""What a run gives: tables, models, unseen clients, transfers."""
+"""Results of a run: metrics, models, predictions, and analyses that continue from its final state."""

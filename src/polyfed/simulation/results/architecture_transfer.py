@@ -1,5 +1,5 @@
-"""Transfer of an architecture to a new task: a client's network of a FedPNAS run, adapted with few examples of it while the
-samplers stay as they are (FedPNAS, section 4, Table 2)."""
+"""Transfers a searched architecture to a new task: adapts a client's network of a FedPNAS run with few examples of the
+task, samplers frozen (FedPNAS, section 4, Table 2)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,12 +25,12 @@ Parts = Literal["personal", "all"]
 @final
 @dataclass(frozen=True, eq=False)
 class TransferResult:
-    """What became of a new task.
+    """Holds the result of a transfer to a new task.
 
     Attributes:
-        before: score and loss on the new test examples of the client's network as it is.
-        after: the same after the steps on the new training examples.
-        model: the adapted network, a module of its own in evaluation mode on the CPU.
+        before: score and loss of the client's network on the new test examples before adaptation.
+        after: the same after adaptation to the new training examples.
+        model: the adapted network, independent of the run, in evaluation mode on the CPU.
     """
 
     before: MetricValues
@@ -49,13 +49,13 @@ def transfer_network(
     parts: Parts = "all",
     seed: int = 0,
 ) -> TransferResult:
-    """Retrains the network of one client on a new task, the samplers frozen.
+    """Retrains the network of one client on a new task, with the samplers frozen.
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
-        client_id: id of the client whose network it is.
+        client_id: the client whose network is retrained.
         task: the new task: few training examples (the paper has 200) and test examples, of the form of the run's.
-        steps: minibatches (100, paper).
+        steps: number of minibatches (100, paper).
         lr: learning rate; None takes the method's.
         parts: "all" retrains the weights of both stacks ("the weights of each local model", section 4), "personal" those
             of the personal stack (authors' code).
@@ -95,9 +95,11 @@ def transfer_network(
 
 @single_torch_thread()
 def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> MetricValues:
-    """Scores of a client's own network after a number of epochs of adaptation of its personal stack, whatever the run's
-    `finetune_epochs` are: what FedDSNAS, which has no such phase, would score with that of FedPNAS. The run is not
-    changed, and need not be made again: nothing that the clients sent depends on the adaptation.
+    """Returns the scores of a client's own network after adapting its personal stack for a number of epochs.
+
+    `epochs` replaces the run's `finetune_epochs`: it shows what FedDSNAS, which has no such phase, would score with
+    that of FedPNAS. The run is not changed and need not be repeated: nothing that the clients sent depends on the
+    adaptation.
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
@@ -121,7 +123,7 @@ def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> Metr
 
 
 def _require_search_method(run: Run, client_id: str) -> SupernetMethod:
-    """The run's method, where it is a search and the run has such a client."""
+    """Returns the run's method; raises a `UserError` if it is no architecture search, or the run has no such client."""
     method = run.federation.algorithm
     if not isinstance(method, SupernetMethod):
         raise UserError(
@@ -134,6 +136,7 @@ def _require_search_method(run: Run, client_id: str) -> SupernetMethod:
 
 
 def _check_task_fits(client: Client, task: Client, model: nn.Module) -> None:
+    """Raises a `UserError` if the new task has other inputs than the run's network, or labels that it has no output for."""
     run_spec, new_spec = client_data_spec(client), client_data_spec(task)
     if run_spec.inputs != new_spec.inputs or client.task != task.task:
         raise UserError(

@@ -1,5 +1,5 @@
-"""Which clients of a FedPNAS run the federated gradient works against: α_i of eq. 5 at the server's θ after the last
-round."""
+"""Measures which clients of a FedPNAS run the federated gradient conflicts with: α_i of eq. 5 at the server's θ after the
+last round."""
 
 from dataclasses import replace
 from typing import final
@@ -25,15 +25,15 @@ _ROWS = 256
 def measure_gradient_conflicts(
     run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0
 ) -> tuple[tuple[str, ...], StepWeights]:
-    """α_i of every client of a run, and the two sides of Proposition 1.
+    """Returns α_i for every client of a run, and the two sides of Proposition 1.
 
-    g_i is of the client's own training examples at the server's θ, g̃_i after one inner step as the method takes it (`eta`,
-    `inner`). All clients draw the same operations, in both passes; BatchNorm goes by the batch.
+    g_i is the gradient on the client's own training examples at the server's θ, g̃_i that after one inner step of the
+    method (`eta`, `inner`). All clients draw the same operations, in both passes; BatchNorm uses batch statistics.
 
     Args:
         run: of `fedpnas` or `ca_fedpnas`.
         rows: training examples of each client, evenly spaced if it has more.
-        draws: of operations, over which gradients are averaged.
+        draws: number of draws of operations, over which gradients are averaged.
         seed: of the draws.
 
     Returns:
@@ -48,7 +48,7 @@ def measure_gradient_conflicts(
     >>> method = FedPNAS(channels=4, base_cells=1, base_nodes=1, personal_nodes=1, operations=("skip", "avg_pool_3"))
     >>> run = federate([Client(name, None, data, data) for name in ("north", "south")], method, rounds=1, workers=0)
     >>> clients, found = measure_gradient_conflicts(run)
-    >>> clients, bool(found.cosine_gap.max() < 1e-6)  # clients that are alike do not contradict one another
+    >>> clients, bool(found.cosine_gap.max() < 1e-6)  # equal clients do not conflict
     (('north', 'south'), True)
     """
     method = run.federation.algorithm
@@ -72,10 +72,10 @@ def measure_gradient_conflicts(
 
 @final
 class _ClientGradients:
-    """The two gradients of one client."""
+    """Computes the two gradients of one client, g_i and g̃_i."""
 
     def __init__(self, method: MetaSupernetMethod, client: Client, rows: int, seed: int) -> None:
-        # What the second pass leaves is then g̃ itself.
+        # Without second-order terms the second pass leaves g̃ itself.
         self.method, self.client, self.seed = replace(method, second_order="none"), client, seed
         number = len(client.train)
         chosen = torch.linspace(0, number - 1, min(rows, number)).round().long()
@@ -83,7 +83,7 @@ class _ClientGradients:
 
     @grad_enabled()
     def mean_gradients(self, message: Message, draws: int) -> tuple[Tensor, Tensor]:
-        """(g_i, g̃_i), flat, means over the draws."""
+        """Returns (g_i, g̃_i) as flat vectors, averaged over the draws."""
         gradients_by_draw = [
             self.gradients_of_draw(message, derive_seed(self.seed, "conflicts", draw)) for draw in range(draws)
         ]
@@ -91,7 +91,7 @@ class _ClientGradients:
         return local, ahead
 
     def gradients_of_draw(self, message: Message, seed: int) -> tuple[Tensor, Tensor]:
-        """The same of one draw."""
+        """Returns (g_i, g̃_i) for one draw of operations."""
         supernet = supernet_of(self.method.load_supernet(message, {}, self.client)).train()
         personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
         criterion, passes = self.method.criterion(self.client), list[Tensor]()

@@ -1,4 +1,4 @@
-"""What a run gives back: metrics, a table, and each client's personal model."""
+"""Defines the result of a run: its metrics as a table, and each client's personal model and predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Run:
-    """A federation that has run.
+    """Holds the result of a finished run.
 
-    Attributes: `history`, the objects of `metrics.jsonl`; `out`, the run directory or None; `last`, the state after the
-    last round; `best`, unless `keep="last"` the state after the round that is kept; `stopped_by`, the class of the callback
-    that stopped the run, or None.
+    Attributes:
+        federation: method, clients and settings.
+        history: the records of `metrics.jsonl`.
+        last: the state after the last round.
+        out: the run directory, or None.
+        best: the state after the round that is kept; None with `keep="last"`.
+        prediction_store: the stored predictions; None if none were kept.
+        stopped_by: the class of the callback that stopped the run, or None.
     """
 
     federation: Federation
@@ -49,19 +54,21 @@ class Run:
 
     @property
     def kept_checkpoint(self) -> Checkpoint:
-        """The state that models, `predict` and by default `predictions` are of: that after the round of `keep`."""
+        """Returns the state after the round of `keep`, which models, `predict` and by default `predictions` use."""
         return self.best or self.last
 
     @property
     def best_round(self) -> int | None:
-        """The round with the best mean validation score, or with `keep="loss"` the lowest loss; None if no client has
-        validation examples."""
+        """Returns the round with the best mean validation score, or with `keep="loss"` the lowest loss; None if no client
+        has validation examples."""
         return self.federation.best_round(self.history)
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """One row per client, by name (names that are numbers as numbers), then one of means: `client`, the metrics (the
-        first decides), `loss`, `num_examples` (for training), where there are such sets `val_...` and `global_...`, and what
-        the method evaluates beside the personal network (`trained_...` of pFedLA, `server_...` of pFedMe).
+        """Returns the metrics as rows: one for each client, sorted by id (numeric ids by number), then one of means.
+
+        Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
+        `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,
+        `server_...` of pFedMe).
 
         Args:
             at: the last round, or the round with the best validation score (never the best on test).
@@ -97,8 +104,9 @@ class Run:
         return rows
 
     def model(self, client: str) -> nn.Module:
-        """The personal network of a client after the last round (or the one of `keep`), a module of its own in evaluation
-        mode on the CPU: the one that was evaluated.
+        """Returns the personal network of a client after the last round (or that of `keep`), the one that was evaluated.
+
+        It is independent of the run, in evaluation mode on the CPU.
 
         Raises:
             UserError: no client has this id.
@@ -109,7 +117,7 @@ class Run:
             result = next(engine.run([task]))
             if result.failure is not None:
                 raise result.failure
-            assert result.weights is not None  # of a task of the phase "export", in this process
+            assert result.weights is not None  # always set for phase "export" in this process
             factory = owner.model
             if factory is not None and self.federation.algorithm.requires & MODEL_REQUIREMENTS:
                 network = wrap_network(self.federation.algorithm, build_module(factory, seed=0), result.weights)
@@ -128,7 +136,7 @@ class Run:
             return deep_copy(model).eval()
 
     def predict(self, client: str, x: Any) -> Tensor:
-        """What the client's personal network gives for new inputs, computed as at evaluation, in batches.
+        """Returns the outputs of a client's personal network for new inputs, computed as at evaluation, in batches.
 
         Args:
             client: its id.
@@ -163,7 +171,8 @@ class Run:
         )
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
-        """What the client's personal network gave for its own test or validation examples when a round was evaluated.
+        """Returns the outputs of a client's personal network for its own test or validation examples when a round was
+        evaluated.
 
         Args:
             client: its id.
@@ -180,6 +189,7 @@ class Run:
         return self.prediction_store.get(client, split, self.kept_checkpoint.round if round is None else round)
 
     def _check_client(self, client: str, folder: str) -> None:
+        """Raises a `UserError` if this process has no such client."""
         clients = self.federation.clients
         if client not in clients:
             if client in self.federation.client_registry.ids:
@@ -187,7 +197,7 @@ class Run:
             raise UserError(f"no client {client!r} in this run; {did_you_mean(client, clients)}")
 
     def _engine_and_task(self, client: str) -> tuple[InProcessEngine, ClientTask]:
-        """An engine for one client, and the task to make its network of the state that is kept."""
+        """Builds an engine for one client, and the task that exports its network from the kept state."""
         self._check_client(client, "models")
         federation = self.federation
         device = choose_device(federation.settings.device)
@@ -196,14 +206,16 @@ class Run:
             return engine, federation.build_single_task("export", client, self.kept_checkpoint)
 
     def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "unseen") -> "WarmStart":
-        """Weights at once for a network that took no part, from the hypernetwork of a run of `flha_ghn`: its score before
-        and after one epoch on the head, and what could not be generated (see `polyfed.simulation.results.unseen_clients`).
+        """Generates weights for a network that took no part, by the hypernetwork of a run of `flha_ghn`.
+
+        The result has its scores before and after one epoch of training the head, and the parameters that could not be
+        generated (see `polyfed.simulation.results.unseen_clients`).
 
         Args:
-            model: builds the unseen client's network, as `Client.model`; its layers may be connected as they like.
+            model: builds the unseen client's network, as `Client.model`; its layers may be connected in any way.
             data: the unseen client's examples, as `Client.train`; they are not sent anywhere.
             test: examples for the score; None holds out a fifth of `data`.
-            id: the unseen client's name. With the id of a client, the draws are that client's.
+            id: the unseen client's name. With the id of a client, the random draws are that client's.
 
         Raises:
             UserError: a run of another method, or a network that does not suit the data.

@@ -1,5 +1,7 @@
-"""A model of a run directory with the preprocessing that belongs to it: all that predictions for new rows need. The data of
-the run are not read."""
+"""Loads a client's model from a run directory together with its preprocessing, and predicts for new rows.
+
+The data of the run are not read.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,10 +37,12 @@ _BATCH = 4096
 @final
 @dataclass(frozen=True, eq=False)
 class SavedModel:
-    """A client's personal network with what makes its inputs.
+    """Holds a client's personal network and the preprocessing of its inputs.
 
-    Attributes: `network`, in evaluation mode; `prepared`, which reads rows and knows the names of classes; `client`, whose
-    it is, for warnings.
+    Attributes:
+        network: in evaluation mode.
+        prepared: converts rows to inputs, and knows the names of classes.
+        client: id of the client, for warnings.
     """
 
     network: nn.Module
@@ -46,11 +50,14 @@ class SavedModel:
     client: str
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """What the network says of the rows of a `pyarrow.Table`, as columns: for classes `predicted` and a probability
-        each; for labels a probability each; for regression the targets in their unit.
+        """Predicts for the rows of a `pyarrow.Table`.
+
+        Returns:
+            Columns: for classes `predicted` and a probability each; for labels a probability each; for regression the
+                targets in their unit.
 
         Raises:
-            UserError: a column is missing, or holds something else than in the run.
+            UserError: a column is missing, or has another type than in the run.
         """
         stored = encode_table(table, self.prepared.columns)
         self.prepared.warn_of_changed_constants(stored, f"the rows for client {self.client!r}")
@@ -60,8 +67,11 @@ class SavedModel:
 
 
 def prediction_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str, list[Any]]:
-    """Outputs as columns: for classes `predicted` and a probability each; for labels a probability each; for regression the
-    targets, which are in their unit already."""
+    """Converts outputs to columns.
+
+    For classes these are `predicted` and a probability each; for labels a probability each; for regression the
+    targets, which are in their unit already.
+    """
     names = prepared.classes
     if prepared.task == "regression":
         return {name: outputs[:, i].tolist() for i, name in enumerate(names)}
@@ -73,14 +83,14 @@ def prediction_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str
 
 
 def load_saved_model(folder: str | Path, client: str | None = None) -> SavedModel:
-    """The model of a client of a run whose data were a table.
+    """Loads a client's model from the directory of a run whose data were a table.
 
     Args:
         folder: the run directory.
         client: its id; None for the only one.
 
     Raises:
-        UserError: there is none of this client, its files are damaged, or its network is code that nobody allowed.
+        UserError: there is none of this client, its files are damaged, or its network needs code that is not trusted.
     """
     folder = expand_user_path(folder, "the run directory")
     config, models = read_config(folder), folder / "models"
@@ -119,6 +129,7 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
 
 
 def _fill_for_evaluation(network: nn.Module, weights: StateDict, folder: str | Path) -> nn.Module:
+    """Loads the weights into the network, in evaluation mode; raises a `UserError` if they do not fit."""
     try:
         return fill_module(network, weights).eval()
     except ValueError as error:
@@ -133,6 +144,8 @@ def _build_from_config(
     folder: str | Path,
     method: Algorithm[Any, Any],
 ) -> nn.Module:
+    """Builds the network from the `model` sections of the configuration: the only one whose tensors have the weights'
+    shapes."""
     model = config.get("model")
     if model is None:
         raise UserError(

@@ -1,9 +1,8 @@
-"""Unseen clients: a trained graph hypernetwork gives weights at once to a network that it has never seen (FLHA-GHN,
-section 5.4).
+"""Generates weights for the networks of unseen clients with a trained graph hypernetwork (FLHA-GHN, section 5.4).
 
-The server's state of a `flha_ghn` run, from a `Run` or a run directory, is all that is needed. `compute_warm_start`
-makes the weights and scores them, before and after the method's epoch on the head; `training_curve` trains on from any
-weights.
+This needs nothing but the server's state of a `flha_ghn` run, from a `Run` or a run directory. `compute_warm_start`
+generates the weights and scores them, before and after the method's epoch on the head; `training_curve` trains on from
+any weights.
 """
 
 import dataclasses
@@ -44,13 +43,19 @@ from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import read_config, read_manifest
 
-_HELD_OUT = 0.2  # of an unseen client's data without a test set
+_HELD_OUT = 0.2  # share of an unseen client's data, if it has no test set
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class TrainedServer:
-    """What an unseen client needs of a run: the method, the server's state after `round`, and the settings (seed, device).
+    """Holds what a warm start needs of a run.
+
+    Attributes:
+        algorithm: the method.
+        state: the server's state after `round`.
+        settings: of the run (seed, device).
+        round: the last saved round.
 
     Raises:
         UserError: a method that cannot generate weights.
@@ -68,18 +73,19 @@ class TrainedServer:
 @final
 @dataclass(frozen=True, eq=False)
 class WarmStart:
-    """An unseen client's network with the weights that a trained hypernetwork gives it.
+    """Holds an unseen client's network with weights from a trained hypernetwork.
 
     Attributes:
-        model: after the method's epoch on the linear head; a module of its own in evaluation mode on the CPU.
-        generated: the state dict before that epoch, on the CPU: generated weights; what is not generated, from the run's
-            common draw for this architecture; BatchNorm's statistics, estimated on the unseen client's training examples.
+        model: after the method's epoch on the linear head; independent of the run, in evaluation mode on the CPU.
+        generated: the state dict before that epoch, on the CPU: generated weights; parameters that are not generated,
+            from the run's common initial draw for this architecture; BatchNorm's statistics, estimated on the unseen
+            client's training examples.
         coverage: share of the parameters that is generated, from 0 to 1.
-        local: name -> reason, of each parameter that is not.
-        before: the task's score (`accuracy`, `auc` or `r2`) and `loss` on the test examples, of `generated`.
+        local: name -> reason, of each parameter that is not generated.
+        before: the task's score (`accuracy`, `auc` or `r2`) and `loss` of `generated` on the test examples.
         after: the same of `model`.
-        client: the unseen client, with the examples that it was trained and tested on.
-        held_out: how many of the data given were held out as the test examples; 0 if a test set was given.
+        client: the unseen client, with its training and test examples.
+        held_out: how many of the given data were held out as test examples; 0 if a test set was given.
     """
 
     model: nn.Module
@@ -95,8 +101,10 @@ class WarmStart:
 @final
 @dataclass(frozen=True)
 class TrainingCurves:
-    """The score on an unseen client's test examples after 0..E epochs of training its whole network, from the warm start and
-    from scratch. A score that is not defined, of a training that diverged, is None.
+    """Holds an unseen client's test score after 0..E epochs of training its whole network, from the warm start and from
+    scratch.
+
+    A score that is not defined, of a training that diverged, is None.
 
     >>> curves = TrainingCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7))
     >>> curves.epochs, curves.epochs_to_match_scratch
@@ -109,26 +117,27 @@ class TrainingCurves:
 
     @property
     def epochs(self) -> int:
-        """E."""
+        """Returns the number of epochs E."""
         return len(self.warm) - 1
 
     @property
     def epochs_to_match_scratch(self) -> int | None:
-        """The first epoch after which the warm start has at least what training from scratch has after E; None if it never
-        has."""
+        """Returns the first epoch after which the warm start is at least as good as training from scratch is after E
+        epochs; None if it never is."""
         goal = self.scratch[-1]
         if goal is None:
             return None
         return next((epoch for epoch, score in enumerate(self.warm) if score is not None and score >= goal), None)
 
 
-@grad_enabled()  # its state is trained on
+@grad_enabled()  # the state is trained further
 def load_trained_server(out: str | Path) -> TrainedServer:
-    """The server of a run of `flha_ghn` after its last saved round, from the run directory alone: neither the clients nor
-    their data are needed, and nothing in the directory is changed.
+    """Loads the server's state of a `flha_ghn` run after its last saved round.
+
+    It reads the run directory alone, not the clients or their data, and changes nothing there.
 
     Raises:
-        UserError: not a run directory, the run of another method, or no whole checkpoint.
+        UserError: not a run directory, the run of another method, or no complete checkpoint.
     """
     folder = expand_user_path(out, "the run directory")
     if not (folder / "config.yaml").exists():
@@ -152,6 +161,7 @@ def load_trained_server(out: str | Path) -> TrainedServer:
 
 
 def _require_flha_ghn(algorithm: Algorithm[Any, Any], where: str) -> FLHAGHN:
+    """Returns the method; raises a `UserError` if it is not FLHA-GHN."""
     if not isinstance(algorithm, FLHAGHN):
         raise UserError(
             f"{where}: {registry_name(algorithm)} cannot give weights to a network that took no part; use a run of flha_ghn "
@@ -169,17 +179,17 @@ def build_unseen_client(
     task: Task = "classification",
     seed: int = 0,
 ) -> tuple[Client, int]:
-    """An unseen client, and how many of `data` were held out to test it.
+    """Builds an unseen client, and returns it with the number of examples of `data` that were held out for testing.
 
     Args:
         model: builds its network, as `Client.model`.
-        data: examples to train on, as `Client.train` takes them.
-        test: examples to score on; None holds out a fifth of `data` by a draw from `seed`, with the classes' shares.
-        id, task: as of a `Client`.
+        data: examples to train on, as `Client.train`.
+        test: examples to score on; None holds out a random fifth of `data`, stratified by class.
+        id, task: as for `Client`.
         seed: of that draw.
 
     Raises:
-        UserError: what `Client` refuses, or too few examples to hold one out.
+        UserError: as for `Client`, or too few examples to hold one out.
 
     >>> x, y = torch.zeros(10, 2), torch.tensor([0, 1]).repeat(5)
     >>> client, held_out = build_unseen_client(lambda: nn.Linear(2, 2), (x, y))
@@ -214,26 +224,26 @@ def _hold_out_test(data: Examples, seed: int, name: str) -> tuple[Examples, Exam
 
 
 def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int = 0) -> WarmStart:
-    """Weights for a network that took no part, from the graph of its layers, with their scores; nobody is trained but the
-    unseen client's linear head, for one epoch ("Inference and local refinement").
+    """Generates weights for a network that took no part from the graph of its layers, and scores them.
 
-    It is the method that generates and refines, as for its own clients, who would get what they have: the unseen
-    client with a client's id, network and data has that client's generated weights.
+    Nothing is trained but the unseen client's linear head, for one epoch ("Inference and local refinement"). The
+    method itself generates and refines, as for its own clients: an unseen client with the id, network and data of a
+    client gets that client's generated weights.
 
     Args:
-        server: of a run of `flha_ghn`: `load_trained_server`, or by `Run.warmstart`.
+        server: of a run of `flha_ghn`, by `load_trained_server` or `Run.warmstart`.
         client: the unseen client, e.g. of `build_unseen_client`.
-        held_out: what `build_unseen_client` held out, for the report.
+        held_out: the number of examples that `build_unseen_client` held out, for the report.
 
     Raises:
-        UserError: another method, a network that does not suit its data or gives NaN, or whose layers cannot be followed;
+        UserError: another method, a network that does not suit its data or returns NaN, or layers that cannot be traced;
             nothing has been trained.
         ClientError: the network failed later, with the exception as its cause.
     """
     algorithm, settings, device = server.algorithm, server.settings, choose_device(server.settings.device)
     check_precision(algorithm.precision, device)
     _check_unseen_client(client)
-    # As of a client that asks for its personal network after the last round.
+    # As for a client that asks for its personal network after the last round.
     client_info = ClientInfo(client.id, server.round + 1, settings.rounds, None, "personal")
     seed = derive_seed(settings.seed, server.round, client.id, "personal")
     (placed_client,) = move_clients_to_device([client], device)
@@ -260,7 +270,7 @@ def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int =
 
 
 def _check_unseen_client(client: Client) -> None:
-    """What can be found wrong before work starts."""
+    """Raises a `UserError` for mistakes that can be found before any work starts."""
     if client.model is None:
         raise UserError(f"client {client.id!r} has no network (model=None); a warm start gives weights to one")
     check_networks_run([client])
@@ -279,8 +289,10 @@ def _copy_state_dict(network: nn.Module) -> dict[str, Tensor]:
 
 
 def initial_weights(server: TrainedServer, client: Client) -> StateDict:
-    """The weights from which this client would start without a hypernetwork: the run's common draw for its architecture,
-    from which every method of the run starts, `local` among them."""
+    """Returns the weights with which this client would start without a hypernetwork.
+
+    They are the run's common initial draw for its architecture, with which every method starts, `local` among them.
+    """
     assert client.model is not None
     return initial_state(client.model, server.settings.seed)
 
@@ -295,25 +307,25 @@ def training_curve(
     seed: int = 0,
     device: str = "auto",
 ) -> list[MetricValues]:
-    """The scores on the client's test examples after 0, 1, ..., `epochs` epochs of training its whole network.
+    """Returns the scores on the client's test examples after 0, 1, ..., `epochs` epochs of training its whole network.
 
-    Every epoch is a call of `training.fit` at one constant rate, so that momentum starts at zero in each, as it does in
-    each round of a run; BatchNorm's statistics move along, as in training.
+    Each epoch is a call of `fit` at a constant learning rate, so that momentum starts at zero in each, as in each
+    round of a run; BatchNorm's statistics are updated, as in training.
 
     Args:
-        client: whose network, training and test examples.
+        client: its network is trained on its training examples.
         start: a state dict of its network, with or without frozen parameters: `WarmStart.generated`, `initial_weights`.
-        options: batch size, optimiser and so on, e.g. the run's method; its epochs, steps and schedule do not count.
+        options: batch size, optimiser and so on, e.g. the run's method; its epochs, steps and schedule are ignored.
         epochs: E.
         lr: learning rate; None takes `options.lr`.
-        seed: of the order of examples, augmentation and dropout; curves of one seed see the same batches.
+        seed: of the order of examples, augmentation and dropout; curves with one seed use the same minibatches.
         device: where to train.
 
     Returns:
         E + 1 entries, each with the task's score and `loss`.
 
     Raises:
-        UserError: a negative number of epochs, or a rate that is not positive.
+        UserError: a negative number of epochs, or a learning rate that is not positive.
     """
     if epochs < 0:
         raise UserError(f"epochs must be at least 0, got {epochs}")
@@ -337,18 +349,19 @@ def training_curve(
 def compare_with_scratch(
     server: TrainedServer, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
 ) -> TrainingCurves:
-    """The training curves of an unseen client, from its generated weights and from scratch, in the same batches with
-    the options of the run (FLHA-GHN, Figs. 3 and 7).
+    """Returns an unseen client's training curves from its generated weights and from scratch (FLHA-GHN, Figs. 3 and 7).
+
+    Both use the same minibatches and the options of the run.
 
     Args:
         server: of the run.
         start: the unseen client with its generated weights.
         epochs: of both.
-        lr: their learning rate; None takes the run's.
-        scratch_lr: that of training from scratch, where it is another; None takes `lr`.
+        lr: learning rate; None takes the run's.
+        scratch_lr: learning rate of training from scratch, if it differs; None takes `lr`.
 
     Raises:
-        UserError: as of `training_curve`.
+        UserError: as for `training_curve`.
     """
     settings, client = server.settings, start.client
     score = DEFAULT_METRIC[client.task]

@@ -1,12 +1,14 @@
-"""Whether what a checkpoint holds has the form that its method gives it.
+"""Validates that a checkpoint holds states of the form that its method gives them.
 
-Checksums find accidents. A checkpoint that somebody has put together, with checksums that fit, may have tensors of other
-names, shapes or types, numbers that are none, or lack a client: training would fail with a traceback rounds later, or go on
-wrongly. So it is compared with what `server_init` and `client_init` make, before a run goes on from it.
+Hashes find accidents. A checkpoint that somebody has put together, with matching hashes, may have tensors of other
+names, shapes or types, values that are not finite, or lack a client: training would fail with a traceback rounds
+later, or continue wrongly. It is therefore compared with what `server_init` and `client_init` create before a run
+resumes from it.
 
-What a method keeps may grow with the rounds (FedFomo's models, momentum, buffers), and one of your own may change it as it
-likes. So only methods of the registry are compared in full, by these rules: what is there from the beginning keeps its
-names, shapes and types; what comes later and has names of the network, or of something that was there, has their form too.
+State may grow with the rounds (FedFomo's models, momentum, buffers), and a method of your own may change its state as
+it likes. Only methods of the registry are therefore compared in full, by these rules: what exists from the beginning
+keeps its names, shapes and types; what comes later and has the names of the network, or of something that existed, has
+the same form.
 """
 
 import warnings
@@ -25,14 +27,14 @@ from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
-_SHRINKING = "private"  # flha_ghn: a parameter that turned out to be generated is no longer kept
-_PARTS = "heads"  # fedpac: parts of the network, which of it only the clients know
-_ALIEN = frozenset({"teacher", "common"})  # fedavg_kd, fedkd: networks of another form, with names like the client's
+_SHRINKING = "private"  # flha_ghn: parameters that turn out to be generated are dropped from it
+_PARTS = "heads"  # fedpac: a part of the network; only the clients know which
+_ALIEN = frozenset({"teacher", "common"})  # fedavg_kd, fedkd: other networks whose tensors have names like the client's
 
 
 @final
 class StateValidator:
-    """The forms that a federation's method gives to what the server and the clients keep."""
+    """Compares checkpoints with the initial states that the federation's method creates on server and clients."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -44,11 +46,11 @@ class StateValidator:
                 self._initial_server_state = federation.initial_checkpoint().state
 
     def find_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str:
-        """How a checkpoint differs from what the method keeps, as half a sentence; empty if it does not.
+        """Returns how a checkpoint differs from the states of the method, as half a sentence; empty if it does not.
 
         Args:
             checkpoint: the checkpoint.
-            records: of the rounds up to it, as `metrics.jsonl` has them.
+            records: of the rounds up to it, as in `metrics.jsonl`.
         """
         ids = set(self._federation.client_registry.ids)
         if unknown_ids := sorted(checkpoint.client_states.keys() - ids):
@@ -80,6 +82,7 @@ class StateValidator:
         return next((f"the private state of {i!r}: {error_text}" for i, error_text in wrongs if error_text), "")
 
     def _client_state_error(self, client: Client, client_state: PyTree) -> str:
+        """Returns how a client's private state differs from an initial one; empty if it does not."""
         known_trees = [_network_state(client), *_parameters_and_buffers(client)] if client.model is not None else []
         key = "" if client.model is None else cached_module(client.model).architecture
         ids = set(self._federation.client_registry.ids)
@@ -101,7 +104,7 @@ class StateValidator:
 
 
 def describe_state_error(wrong: str, folder: object, federation: Federation, round_number: int) -> str:
-    """The sentence about a checkpoint that is not of the form of its method."""
+    """Returns the error message for a checkpoint whose states have another form than the method's."""
     return (
         f"the checkpoint of round {round_number} in {folder} is not what {registry_name(federation.algorithm)} wrote "
         f"for these clients: {wrong}"
@@ -109,6 +112,8 @@ def describe_state_error(wrong: str, folder: object, federation: Federation, rou
 
 
 def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoint) -> str:
+    """Returns what is wrong with the private state of a client at a site, of which the checkpoint has the round only; or
+    ""."""
     number = client_state.get("round") if isinstance(client_state, dict) and client_state.keys() == {"round"} else None
     if type(number) is int and 1 <= number <= checkpoint.round:
         return ""
@@ -118,7 +123,7 @@ def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoin
 def _state_difference(
     initial: PyTree, state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str = ""
 ) -> str:
-    """How a state differs from the one of the beginning; empty if it may have become that."""
+    """Returns how a state differs from the initial one, as half a sentence; empty if it may have grown from it."""
     label = place or "it"
     if isinstance(initial, Tensor):
         if not isinstance(state, Tensor):
@@ -149,6 +154,7 @@ def _state_difference(
 def _mapping_difference(
     initial: Mapping[str, Any], state: Mapping[str, Any], known_trees: Sequence[StateDict], ids: set[str], place: str
 ) -> str:
+    """Returns how a mapping differs from the initial one; empty if it may have grown from it."""
     if _is_tree(initial):
         if wrong := _non_tensor_error(state, place):
             return wrong
@@ -182,7 +188,7 @@ def _mapping_difference(
 
 
 def _later_state_error(state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str) -> str:
-    """What is wrong with something that was not there at the beginning."""
+    """Returns what is wrong with a state that did not exist at the beginning; empty if nothing is."""
     if isinstance(state, list):
         return _first_error(
             _later_state_error(value, known_trees, ids, _join_path(place, k)) for k, value in enumerate(state)
@@ -223,14 +229,14 @@ def _network_state(client: Client) -> StateDict:
 
 
 def _parameters_and_buffers(client: Client) -> list[StateDict]:
-    """Of a network its trained parameters, and its buffers."""
+    """Returns the trained parameters of a client's network, and its buffers."""
     assert client.model is not None
     net = cached_module(client.model)
     return [{n: p for n, p in net.module.named_parameters() if n not in net.frozen}, net.buffers]
 
 
 def _trees(nested: PyTree) -> Iterator[StateDict]:
-    """The mappings of names to tensors in a state."""
+    """Yields the mappings of names to tensors in a state."""
     if _is_tree(nested):
         yield nested
     elif isinstance(nested, Mapping | list):

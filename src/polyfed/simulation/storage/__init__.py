@@ -1,1 +1,1 @@
-"""The run directory: checkpoints, progress, and what a run gives back."""
+"""Reads and writes the run directory: configuration, metrics, checkpoints, predictions and models."""

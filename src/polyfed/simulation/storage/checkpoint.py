@@ -1,9 +1,10 @@
-"""Checkpoints that survive `kill -9` at any moment.
+"""Writes and reads checkpoints that survive `kill -9` at any moment.
 
-A checkpoint is a folder `round-000012` with the server's state, one file per client that keeps tensors, and
-`complete.json` with the SHA-256 of each. It is written beside, synced and renamed, so that a folder of that name is whole;
-what a disk damages later is found by the checksums, and then the checkpoint before it is used. Two are kept, and those of
-the best round if a run keeps it; they share no file, so that one bad spot on the disk does not take two.
+A checkpoint is a folder `round-000012` with the server's state, one file for each client whose private state has
+tensors, and `complete.json` with the SHA-256 of each file. It is written under another name, synced and renamed, so
+that a folder of that name is complete. Later damage is found by the hashes, and the checkpoint before it is used. The
+last two are kept, and those of the best round if the run keeps it; they share no file, so that one bad block on the
+disk does not damage two.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ _SERVER = "server.safetensors"
 
 
 class _ServerFile(TypedDict):
-    """What the server's file holds."""
+    """Describes the content of the server's file."""
 
     round: int
     state: Any
@@ -43,7 +44,7 @@ class _ServerFile(TypedDict):
 
 
 class UnevaluatedRecord(TypedDict):
-    """The record of a round before it has been evaluated: what counts in the records after it, and all else as it came."""
+    """Describes the record of a round before its evaluation; later records need these fields, and others are passed on."""
 
     round: int
     seconds: float
@@ -58,9 +59,16 @@ class UnevaluatedRecord(TypedDict):
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on after `round`: the server's state and the private state of each client that has
-    one. (In a deployment the latter stay at the sites; a simulation plays all parts.) `unevaluated_record` is the
-    record of the round, where its evaluation is still to be made: with the training of the next, as between sites."""
+    """Holds everything that a run needs to resume after `round`.
+
+    Attributes:
+        round: the last round.
+        state: the server's state.
+        client_states: client id -> private state, for clients that have one. (In a deployment these stay at the sites; a
+            simulation plays all parts.)
+        unevaluated_record: the record of `round` if that has not been evaluated yet, since it is evaluated together with
+            the training of the next round, as between sites; else None.
+    """
 
     round: int
     state: PyTree
@@ -69,7 +77,7 @@ class Checkpoint:
 
     @property
     def last_recorded_round(self) -> int:
-        """The last round whose record is finished."""
+        """Returns the last round whose record is complete."""
         return self.round if self.unevaluated_record is None else self.round - 1
 
 
@@ -81,12 +89,14 @@ def save_checkpoint(
     kept_rounds: Collection[int] = (),
     binding: Binding | None = None,
 ) -> None:
-    """Writes a checkpoint below `folder` and removes all others but the previous one and those of the rounds `kept_rounds`.
+    """Writes a checkpoint to `folder` and removes all others but the previous one and those of `kept_rounds`.
 
     Args:
+        folder: of the checkpoints.
+        checkpoint: to write.
         changed: clients whose private state differs from that in the previous checkpoint.
-        previous_round: the round of the checkpoint that was last loaded or saved; 0 if there is none. Others may lie in
-            `folder`, damaged ones too, but are not relied on.
+        previous_round: the round of the checkpoint that was last loaded or saved; 0 if there is none. Other checkpoints
+            may lie in `folder`, damaged ones too, but are not relied on.
         kept_rounds: rounds whose checkpoints stay.
         binding: what the checkpoint belongs to, see `polyfed.simulation.storage.integrity`.
     """
@@ -97,7 +107,7 @@ def save_checkpoint(
         shutil.rmtree(stale)
     create_private_folder(partial)
     base_checksums = _read_checksums(base_folder)
-    # What is removed below, the checkpoint before the previous as a rule, may give away its files; what stays may not.
+    # A checkpoint that is removed below, usually the one before the previous, may give its files away; others may not.
     kept_folders = {target, base_folder, *(_folder_of(folder, number) for number in kept_rounds)}
     expendable = [old for old in _newest_first(folder) if old == target or old not in kept_folders]
     with_tensors = {
@@ -139,12 +149,16 @@ def load_newest_checkpoint(
     check: Callable[[Checkpoint], object] = lambda found: None,
     expected: Callable[[int], Binding] | None = None,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that can be used, or None, and a sentence about each newer one that cannot.
+    """Loads the newest usable checkpoint; also returns a sentence about each newer one that is not usable.
 
     Args:
-        last_metrics_round: the last round that the metrics hold; a checkpoint after it cannot be used. None asks for
-            no metrics. check: raises a `UserError` for one that cannot be used for another reason.
-        expected: what a checkpoint after a round must be bound to; None asks for nothing.
+        folder: of the checkpoints.
+        last_metrics_round: the last round in the metrics; a later checkpoint is not usable. None needs no metrics.
+        check: raises a `UserError` for a checkpoint that is not usable for another reason.
+        expected: returns what a checkpoint after this round must be bound to; None does not check it.
+
+    Returns:
+        (checkpoint or None if none is usable, sentences).
     """
     notes: list[str] = []
     for candidate in _newest_first(folder):
@@ -174,10 +188,10 @@ def load_newest_checkpoint(
 def load_round_checkpoint(
     folder: Path, round_number: int, expected: Callable[[int], Binding] | None = None
 ) -> Checkpoint:
-    """The checkpoint of a round.
+    """Loads the checkpoint of a round.
 
     Raises:
-        UserError: it is missing or damaged, or not of this run.
+        UserError: it is missing, damaged, or of another run.
     """
     round_folder = _folder_of(folder, round_number)
     try:
@@ -197,7 +211,7 @@ def load_round_checkpoint(
 
 
 def remove_newer_checkpoints(folder: Path, round_number: int) -> None:
-    """Removes the checkpoints after a round: the run goes on from that one, and they could not be used."""
+    """Removes the checkpoints after a round, which are useless once the run resumes from that round."""
     for candidate in list(_newest_first(folder)):
         if candidate.name > _folder_of(folder, round_number).name:
             shutil.rmtree(candidate)
@@ -212,6 +226,7 @@ def _client_file(client: str) -> str:
 
 
 def _read_checkpoint(folder: Path) -> Checkpoint:
+    """Reads a checkpoint and checks its hashes."""
     checksums = _read_checksums(folder)
     if _SERVER not in checksums:
         raise UserError(f"{COMPLETE_FILE} is missing or not readable")
@@ -235,7 +250,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _read_unevaluated_record(server: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The record without its evaluation in the server's file, if there is one."""
+    """Returns the record of the round if it was saved before its evaluation; else None."""
     if "unfinished" not in server:
         return None
     record: Mapping[str, Any] = parse_json(server["unfinished"])
@@ -259,7 +274,8 @@ def _read_binding(folder: Path) -> dict[str, str]:
 
 
 def _link_if_intact(source: Path, target: Path, checksum: str) -> bool:
-    """Links a file to save writing it again, if its bytes are what they should be and the file system can."""
+    """Hard-links a file instead of writing it again, if its hash matches and the file system supports it; returns whether
+    it did."""
     try:
         if hash_file(source) != checksum:
             return False

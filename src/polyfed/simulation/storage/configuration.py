@@ -1,4 +1,4 @@
-"""The method and the settings of a run as `config.yaml` describes them, and back."""
+"""Converts method and settings of a run to the content of `config.yaml`, and back."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.directory import to_plain_values
 
-_ABSENT = "(absent)"  # no value of a field
+_ABSENT = "(absent)"  # stands for a field without a value
 
 
 def describe_method_and_settings(algorithm: Algorithm[Any, Any], settings: Settings) -> dict[str, Any]:
-    """The part of `config.yaml` that every run has: the method with all its fields, and the settings."""
+    """Returns the part of `config.yaml` that every run has: the method with all its fields, and the settings."""
     return {"algorithm": _describe_method(algorithm), **to_plain_values(dataclasses.asdict(settings), "settings")}
 
 
@@ -33,18 +33,22 @@ def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
 def restore_settings_and_method(
     config: Mapping[str, Any], algorithm: Algorithm[Any, Any] | None
 ) -> tuple[Settings, Algorithm[Any, Any]]:
-    """Settings and method of a run from its `config.yaml`; `algorithm` is the method that the caller brings, or None.
+    """Restores settings and method of a run from its `config.yaml`.
+
+    Args:
+        config: the content of `config.yaml`.
+        algorithm: the method that the caller gives; None builds it from the configuration.
 
     Raises:
         UserError: `algorithm` is not the method of the run.
     """
     settings = build_settings(config)
     saved = read_section(config, "algorithm")
-    if not isinstance(algorithm, Algorithm):  # None, or something that `_checked` refuses
+    if not isinstance(algorithm, Algorithm):  # None, or something that `federate` rejects later
         return settings, build_method(saved) if algorithm is None else algorithm
     current = _describe_method(algorithm)
     declared_fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
-    # A field that came after the run was begun had its default there.
+    # A field that was added to the method after the run began had its default there.
     default_by_field = {
         f.name: f.default for f in declared_fields if f.name not in saved and f.default is not dataclasses.MISSING
     }
@@ -60,17 +64,17 @@ def restore_settings_and_method(
 
 
 def build_settings(config: Mapping[str, Any]) -> Settings:
-    """The settings of a configuration.
+    """Builds the settings of a configuration.
 
     Raises:
-        UserError: one is of another type or outside its range.
+        UserError: a value of the wrong type or outside its range.
     """
     names = [f.name for f in dataclasses.fields(Settings)]
     return build_dataclass(Settings, {name: config[name] for name in names if name in config}, "the configuration")
 
 
 def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of a configuration: a choice by its `name`, with its fields.
+    """Returns a section of a configuration: a mapping with `name` and fields.
 
     Raises:
         UserError: it is missing, or no such mapping.
@@ -83,17 +87,17 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
-    """A method from its name and fields, as a file holds them.
+    """Builds a method from its name and fields, as in a file.
 
     Raises:
-        UserError: there is no such method, or a field that it does not take.
+        UserError: an unknown method, or a field that it does not have.
     """
     arguments = dict(fields)
     return build_dataclass(find_method_class(str(arguments.pop("name", ""))), arguments, "algorithm")
 
 
 def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
-    """The class of a method: by its name in the registry, or the user's by `module:Name`.
+    """Returns the class of a method: by its name in the registry, or by `module:Name` for a user's own.
 
     Raises:
         UserError: there is none.
@@ -107,7 +111,13 @@ def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
 
 
 def restore_metrics(settings: Settings, metrics: Any, task: str, out: Any) -> tuple[Metric, ...]:
-    """The metrics of a run from the names in its `config.yaml`; `metrics` is what the caller brings, or None.
+    """Restores the metrics of a run from the names in its `config.yaml`.
+
+    Args:
+        settings: of the run.
+        metrics: the metrics that the caller gives; None takes those in the settings.
+        task: of the clients.
+        out: the run directory, for the error message.
 
     Raises:
         UserError: `metrics` are not those of the run, or one that is not built in is missing.

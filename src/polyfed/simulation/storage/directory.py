@@ -1,4 +1,4 @@
-"""The run directory: configuration, manifest, metrics of each round, checkpoints and the models at the end."""
+"""Manages the run directory: configuration, manifest, metrics of each round, checkpoints and final models."""
 
 import hashlib
 import io
@@ -30,13 +30,13 @@ from polyfed.simulation.storage.paths import safe_file_name
 if TYPE_CHECKING:
     from polyfed.core.state_dict import StateDict
 
-BASELINES = "baselines"  # folder of a run directory, with a run directory of each baseline
+BASELINES = "baselines"  # subfolder with a run directory for each baseline
 _PACKAGES = ("polyfed", "torch", "numpy", "safetensors")
 _PLAIN = (str, int, float, bool, type(None))
 
 
 class Manifest(TypedDict, total=False):
-    """What `manifest.json` holds."""
+    """Describes the content of `manifest.json`."""
 
     seed: int
     config_sha256: str
@@ -57,7 +57,7 @@ class Manifest(TypedDict, total=False):
 @final
 @dataclass(frozen=True)
 class RunDirectory:
-    """A folder that belongs to one run; the process that writes to it holds a lock."""
+    """Manages the folder of one run; the process that writes to it holds a lock."""
 
     path: Path
     _lock: IO[str]
@@ -65,7 +65,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":
-        """A new run directory. One that was stopped before it had a `config.yaml` counts as empty.
+        """Creates a run directory. A folder without `config.yaml`, left by an interrupted start, counts as empty.
 
         Raises:
             UserError: it exists and is not empty, or cannot be written.
@@ -81,7 +81,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDirectory":
-        """An existing run directory, to go on with.
+        """Opens an existing run directory to resume the run.
 
         Raises:
             UserError: it is not a run directory, or another process is writing to it.
@@ -95,22 +95,23 @@ class RunDirectory:
             raise UserError(f"cannot write to the run directory {folder}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         self._lock.close()
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The folder of the checkpoints."""
+        """Returns the folder of the checkpoints."""
         return self.path / "checkpoint"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes `config.yaml`, which makes the folder a run directory: everything before the first round comes before."""
+        """Writes `config.yaml`. This makes the folder a run directory, so that everything before the first round is
+        written earlier."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         self.add_to_manifest({"config_sha256": hash_config(parse_yaml(text))})
         write_file_atomically(self.path / "config.yaml", text.encode())
 
     def write_manifest(self, facts: Mapping[str, Any]) -> None:
-        """Writes `manifest.json`: `facts`, and the versions and machine of this process."""
+        """Writes `manifest.json`: `facts`, package versions, and a description of this machine."""
         import platform
 
         host = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
@@ -118,28 +119,29 @@ class RunDirectory:
         write_file_atomically(self.path / "manifest.json", json.dumps(content, indent=1).encode())
 
     def add_to_manifest(self, facts: Mapping[str, Any]) -> None:
-        """Adds what became known while the run went on."""
+        """Adds facts to `manifest.json` that became known during the run."""
         write_file_atomically(
             self.path / "manifest.json", json.dumps({**self.read_manifest(), **facts}, indent=1).encode()
         )
 
     def read_manifest(self) -> dict[str, Any]:
-        """What `write_manifest` wrote; empty if it is missing or damaged."""
+        """Returns the content of `manifest.json`; empty if it is missing or damaged."""
         return read_manifest(self.path)
 
     def append_record(self, record: Mapping[str, Any]) -> None:
-        """Adds one round to `metrics.jsonl`; it is on the disk before a checkpoint that follows it."""
+        """Appends the record of a round to `metrics.jsonl` and syncs it, so that it is on disk before the checkpoint that
+        follows."""
         line = json.dumps(record, allow_nan=False)
         append_line(self.path / "metrics.jsonl", line)
         self._metrics_hash.add(f"{line}\n")
 
     @property
     def metrics_sha256(self) -> str:
-        """The running hash of the lines of `metrics.jsonl`, which checkpoints are bound to."""
+        """Returns the running hash of the lines of `metrics.jsonl`, to which checkpoints are bound."""
         return self._metrics_hash.hexdigest()
 
     def write_analysis(self, round_number: int, arrays: Mapping[str, Any]) -> None:
-        """Writes what a method keeps of a round for plots, `analysis/round-N.npz`: tensors, and lists of names."""
+        """Writes a round's data for plots, arrays and lists of names, to `analysis/round-N.npz`."""
         import numpy as np
 
         folder = create_private_folder(self.path / "analysis")
@@ -148,12 +150,12 @@ class RunDirectory:
         write_file_atomically(folder / f"round-{round_number:06d}.npz", content.getvalue())
 
     def last_complete_round(self) -> int:
-        """The last round up to which `metrics.jsonl` holds every round."""
+        """Returns the last round up to which `metrics.jsonl` has a record of every round."""
         numbers = [record["round"] for record in read_metrics(self.path / "metrics.jsonl")]
         return next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
 
     def truncate_after(self, last_round: int) -> list[dict[str, Any]]:
-        """Drops what `metrics.jsonl` holds after round `last_round` (rounds that no checkpoint covers, or half a line) and
+        """Removes from `metrics.jsonl` the rounds after `last_round` (not covered by a checkpoint, or half a line);
         returns the rest.
 
         Raises:
@@ -165,9 +167,8 @@ class RunDirectory:
             raise UserError(
                 f"{path} does not hold rounds 1 to {last_round}, which the checkpoint follows; it was damaged"
             )
-        text = "".join(
-            f"{line}\n" for line in read_metrics_text(path).split("\n")[:last_round]
-        )  # as they are, since they are bound
+        # The lines stay unchanged, since checkpoints are bound to their hash.
+        text = "".join(f"{line}\n" for line in read_metrics_text(path).split("\n")[:last_round])
         write_file_atomically(path, text.encode())
         self._metrics_hash.restart(text)
         for file in (self.path / "analysis").glob("round-*.npz"):
@@ -176,33 +177,33 @@ class RunDirectory:
         return records
 
     def model_path(self, client: str) -> Path:
-        """Where the personal model of a client is kept."""
+        """Returns the file for a client's personal model."""
         return create_private_folder(self.path / "models") / f"{safe_file_name(client)}.safetensors"
 
 
 @final
 class _RunningHash:
-    """A hash of lines that come one by one."""
+    """Computes the running hash of lines that are added one by one."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
     def restart(self, text: str) -> None:
-        """Begins again, with these lines."""
+        """Restarts with these lines."""
         self._hash = hashlib.sha256(text.encode())
 
     def add(self, line: str) -> None:
-        """Takes in another line."""
+        """Adds a line."""
         self._hash.update(line.encode())
 
     def hexdigest(self) -> str:
-        """Of all so far."""
+        """Returns the hash of all lines so far."""
         return self._hash.hexdigest()
 
 
 def write_weights(path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None) -> None:
-    """Weights as a safetensors file and, where there is one, the description beside it."""
-    import safetensors.torch  # which imports torch, and reading a configuration should not
+    """Writes weights as a safetensors file and, if there is one, the network's description beside it."""
+    import safetensors.torch  # imported late: it imports torch, which reading a configuration should not need
 
     files = {path: safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}
     if description is not None:
@@ -212,12 +213,12 @@ def write_weights(path: Path, weights: "StateDict", description: Mapping[str, An
 
 
 def encode_json(content: Any) -> bytes:
-    """Plain values as a JSON file holds them."""
+    """Encodes plain values as JSON."""
     return json.dumps(content, indent=1).encode()
 
 
 def to_plain_values(value: Any, name: str) -> Any:
-    """A value as YAML and JSON can write it: NumPy's scalars as Python's, tuples as lists.
+    """Converts a value for YAML and JSON: NumPy scalars become Python's, tuples become lists.
 
     Raises:
         UserError: something that cannot be written, with its place.
@@ -243,7 +244,7 @@ def to_plain_values(value: Any, name: str) -> Any:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The content of a `config.yaml`, or of a folder's.
+    """Reads a `config.yaml`, given by its path or by that of its folder.
 
     Raises:
         UserError: it is missing, or no YAML mapping.
@@ -266,7 +267,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def _plainness_error(value: Any, place: str = "") -> str:
-    """What in a YAML file is neither text, a number, true, false, null, a list nor a mapping; empty if nothing is."""
+    """Names the first value that is neither text, number, true, false, null, list nor mapping; empty if there is none."""
     if isinstance(value, dict):
         if wrong := [key for key in value if type(key) not in _PLAIN]:
             return f"a key of {place or 'it'} is a {type(wrong[0]).__name__}"
@@ -279,7 +280,7 @@ def _plainness_error(value: Any, place: str = "") -> str:
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """What `write_manifest` wrote in a run directory; empty if it is missing or damaged.
+    """Returns the content of `manifest.json` in a run directory; empty if it is missing or damaged.
 
     Raises:
         UserError: there is something else than a file, or it cannot be read.
@@ -296,8 +297,11 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def list_changes(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
-    """What was changed in a run directory since it was written, a sentence for each file; see `chain`. Models and
-    predictions count if `include_outputs`.
+    """Lists what was changed in a run directory since the run wrote it, in a sentence for each file (see `integrity`).
+
+    Args:
+        folder: the run directory.
+        include_outputs: whether to check models and predictions too.
 
     Raises:
         UserError: its configuration cannot be read.
@@ -307,7 +311,7 @@ def list_changes(folder: str | Path, *, include_outputs: bool = True) -> list[st
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rounds in a `metrics.jsonl`, up to the first damaged line."""
+    """Returns the records in a `metrics.jsonl`, up to the first damaged line."""
     records: list[dict[str, Any]] = []
     if path.exists() or path.is_symlink():
         for line in read_metrics_text(path).rstrip("\n").split("\n"):
@@ -322,7 +326,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics_text(path: Path) -> str:
-    """The text of a `metrics.jsonl`; empty if it is missing. What is no text is marked, so that its line is no JSON."""
+    """Returns the text of a `metrics.jsonl`; empty if it is missing. Bytes that are no text are replaced, which makes
+    their line invalid JSON."""
     try:
         return read_text_file(path, MAX_ROUNDS_BYTES, errors="replace")
     except FileNotFoundError:
@@ -330,7 +335,7 @@ def read_metrics_text(path: Path) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide results."""
+    """Returns the versions of Python and of the packages that affect results."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -344,7 +349,7 @@ def package_versions() -> dict[str, str]:
 
 
 def check_not_taken(folder: Path) -> None:
-    """Refuses what cannot become a new run directory; makes nothing.
+    """Checks that a folder can become a new run directory; creates nothing.
 
     Raises:
         UserError: it exists and is not empty, or is a file, or cannot be read.
@@ -364,17 +369,20 @@ def _unwritable_error(folder: Path, error: OSError) -> UserError:
 
 
 def _is_left_by_a_start(name: str) -> bool:
+    """Returns whether a file of this name may remain from a start that was interrupted before `config.yaml` was written."""
     return name in (".lock", "manifest.json", BASELINES) or name.startswith(".partial-")
 
 
 def _lock_directory(folder: Path) -> IO[str]:
+    """Locks the run directory for this process; raises a `UserError` if another process holds the lock."""
     file = open_lock_file(folder / ".lock")
     try:
         import fcntl
-    except ImportError:  # Windows has no advisory locks; two writers are then the user's to avoid
+    except ImportError:  # Windows has no advisory locks; there the user must avoid two writers
         return file
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, and forked workers do not inherit it
+        # Released when the process ends; forked workers do not inherit it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
         raise UserError(f"another process is writing to the run directory {folder}; wait for it or stop it") from error

@@ -1,4 +1,5 @@
-"""What belongs together in a run directory, by SHA-256, so that no file of another run and no damaged one counts silently.
+"""Binds the files of a run directory together by SHA-256, so that damaged files and files of other runs are not used
+silently.
 
 - `manifest.json` binds the configuration (`config_sha256`) and, at the end, the models and predictions (`files`).
 - `complete.json` of each checkpoint binds the configuration, the data, the metrics of the rounds up to it (a running hash of
@@ -20,13 +21,14 @@ from polyfed.core.io.validation import parse_json
 from polyfed.simulation.settings import EXECUTION_FIELDS
 
 COMPLETE_FILE = "complete.json"  # of a checkpoint
-_WHERE = set(EXECUTION_FIELDS)  # where a run goes on changes no result
-_MOST_BYTES = 2**31  # of models and predictions that are read to see whether they were changed
+# Where a run computes does not change its results.
+_WHERE = set(EXECUTION_FIELDS)
+_MOST_BYTES = 2**31  # most bytes of models and predictions whose hashes are checked
 Binding = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" -> SHA-256 or fingerprint
 
 
 def hash_config(config: Mapping[str, Any]) -> str:
-    """The hash of what decides the results of a configuration.
+    """Returns the hash of the settings in a configuration that affect results.
 
     >>> hash_config({"rounds": 3, "workers": 0}) == hash_config({"workers": 8, "rounds": 3}) != hash_config({"rounds": 4})
     True
@@ -36,7 +38,8 @@ def hash_config(config: Mapping[str, Any]) -> str:
 
 
 def running_hashes_of_lines(text: str) -> list[str]:
-    """The running hash of the lines of a `metrics.jsonl`: after none, after the first, after the second, ...
+    """Returns the running hashes of the lines of a `metrics.jsonl`: before the first line, after the first, after the
+    second, ...
 
     >>> running_hashes_of_lines("")[0] == hashlib.sha256().hexdigest(), len(running_hashes_of_lines("a\\nb\\n"))
     (True, 3)
@@ -50,23 +53,23 @@ def running_hashes_of_lines(text: str) -> list[str]:
 
 
 def hash_file(path: Path) -> str:
-    """The hash of a file.
+    """Returns the SHA-256 of a file.
 
     Raises:
         OSError: it cannot be read.
     """
     with open_file(path, UNLIMITED_BYTES) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it can be read into
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it supports readinto
 
 
 def run_binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
-    """What every checkpoint of a run is bound to: its configuration, and its data (of real sites, the run's id)."""
+    """Returns what every checkpoint of a run is bound to: its configuration and its data (in a deployment, the run's id)."""
     data = manifest.get("data_fingerprint") or manifest.get("deployment") or ""
     return {"config": hash_config(config), "data": str(data)}
 
 
 def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str:
-    """Why a checkpoint does not belong to a run, as a sentence; empty if it does."""
+    """Returns why a checkpoint does not belong to a run, as a sentence; empty if it does."""
     folder = checkpoint.parent.parent
     if bound.get("config") != expected["config"]:
         return (
@@ -86,7 +89,7 @@ def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_num
 def expected_binding_by_round(
     config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str
 ) -> Callable[[int], Binding]:
-    """What a checkpoint after a round must be bound to, of a run with these metrics."""
+    """Returns a function from a round to the binding that a checkpoint after it must have, for a run with these metrics."""
     constant_binding, lines = run_binding(config, manifest), running_hashes_of_lines(metrics)
     return lambda round_number: {
         **constant_binding,
@@ -95,7 +98,7 @@ def expected_binding_by_round(
 
 
 def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Raises if the configuration is not the one with which the run began, or nothing says so.
+    """Checks that the configuration is the one with which the run began.
 
     Raises:
         UserError: it was changed, or `manifest.json` is missing or damaged.
@@ -110,7 +113,7 @@ def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Ma
 
 
 def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
-    """Raises if these are the data to which the checkpoints of a run are bound, so that its manifest is what differs.
+    """Raises an error if the checkpoints are bound to these data, so that it is the manifest that was changed.
 
     Raises:
         UserError: `manifest.json` was changed.
@@ -123,6 +126,7 @@ def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
 
 
 def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """Returns a sentence if the configuration is not the one with which the run began; else ""."""
     if manifest.get("config_sha256") in (None, hash_config(config)):
         return ""
     return (
@@ -134,13 +138,13 @@ def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[st
 def describe_changed_files(
     folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: Binding, include_outputs: bool
 ) -> list[str]:
-    """What was changed in a run directory since it was written, a sentence for each file.
+    """Describes what was changed in a run directory since the run wrote it, in a sentence for each file.
 
     Args:
-        folder: of the run.
-        config, manifest: of it.
-        newest: what its newest checkpoint is bound to, with "round"; empty without one.
-        include_outputs: whether models and predictions count, which are made of the others.
+        folder: the run directory.
+        config, manifest: their content.
+        newest: the binding of the newest checkpoint, with "round"; empty without one.
+        include_outputs: whether to check models and predictions too, which are made from the other files.
     """
     sentences = [sentence] if (sentence := _config_change(folder, config, manifest)) else []
     if newest:
@@ -149,7 +153,7 @@ def describe_changed_files(
                 read_file(folder / "metrics.jsonl", MAX_ROUNDS_BYTES).decode(errors="surrogateescape")
             )
         except OSError:
-            lines = running_hashes_of_lines("")  # before the first round has been evaluated there is none
+            lines = running_hashes_of_lines("")  # there is none before the first round has been evaluated
         records_text = newest.get("records", "")
         number = int(records_text if records_text.isdecimal() and len(records_text) < 10 else newest["round"])
         if number >= len(lines) or lines[number] != newest.get("metrics"):
@@ -180,21 +184,21 @@ def _file_changes(folder: Path, files: Any) -> list[str]:
 
 
 def _is_file_within(path: Path, folder: Path) -> bool:
-    """Whether there is such a file in a folder, not only by its name."""
+    """Returns whether the path is a file that lies in the folder, links resolved."""
     try:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError):  # a name that is too long, or links in a circle
+    except (OSError, RuntimeError):  # a name that is too long, or a cycle of links
         return False
 
 
 def hash_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
-    """The hashes of the files in these folders of a run, by their place in it."""
+    """Returns the hashes of the files in these subfolders of a run directory, by relative path."""
     paths = [path for part in parts for path in sorted((folder / part).glob("[!.]*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}
 
 
 def read_checkpoint_hashes(folder: Path, part: str) -> dict[str, str]:
-    """A part of `complete.json`, names and hashes; empty where it is not that."""
+    """Returns a part of `complete.json`, name -> hash; empty if it is missing or damaged."""
     try:
         content = parse_json(read_file(folder / COMPLETE_FILE))
     except (OSError, ValueError):
@@ -205,7 +209,7 @@ def read_checkpoint_hashes(folder: Path, part: str) -> dict[str, str]:
 
 
 def read_newest_binding(folder: Path) -> Binding:
-    """What the newest checkpoint in this folder that says so is bound to, with its "round"; empty without one."""
+    """Returns the binding of the newest checkpoint that has one, with its "round"; empty without one."""
     for candidate in sorted(folder.glob("round-*"), reverse=True):
         number = candidate.name.removeprefix("round-")
         if number.isdecimal() and (bound := read_checkpoint_hashes(candidate, "bound")):

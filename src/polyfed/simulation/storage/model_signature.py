@@ -1,5 +1,8 @@
-"""What a kept network takes: `models/ID.signature.json`, with which it can be built, used and exported without the data of
-the run. It holds forms, counts and constants of the preprocessing, and no example."""
+"""Describes a saved network in `models/ID.signature.json`, so that it can be built, used and exported without the run's
+data.
+
+The file holds shapes, counts and constants of the preprocessing, and no example.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,9 +28,15 @@ _DescribedTransform = Normalise | LazyImageDecoder | TablePreprocessor  # transf
 
 
 class ModelInput(TypedDict):
-    """One tensor that goes in: its name, its shape without the batch, its type without "torch."; and what follows: for
-    images of uint8, (x / 255 − mean) / std per channel; for a part of several that holds rows of a table, `prepared`, which
-    is `Prepared.described`."""
+    """Describes one input tensor of a network.
+
+    Attributes:
+        name: of the input.
+        shape: without the batch.
+        dtype: without "torch.".
+        normalise: mean and std of each channel for images of uint8, (x / 255 − mean) / std; else None.
+        prepared: for a part of the inputs that is rows of a table, `TablePreprocessor.to_json_dict()`.
+    """
 
     name: str
     shape: list[int]
@@ -37,7 +46,7 @@ class ModelInput(TypedDict):
 
 
 class BuiltInNetwork(TypedDict):
-    """A network that a `ModelSpec` builds."""
+    """Describes a network that a `ModelSpec` builds."""
 
     name: str
     arguments: dict[str, Any]
@@ -46,12 +55,18 @@ class BuiltInNetwork(TypedDict):
 
 
 class Signature(TypedDict):
-    """What `ID.signature.json` holds.
+    """Describes the content of `ID.signature.json`.
 
-    `inputs` are the tensors, and `tree` says how they make up what the network is called with (`polyfed.core.examples.pytree`): a
-    position among them, or a list or mapping of such. `transform` names a function of the owner's, after which the inputs
-    are as described; where it is of a part, "part: function". `examples` counts by split. `network` is None
-    for a network that was made in Python by a function.
+    Attributes:
+        client: id of the client.
+        task: of the client.
+        inputs: the input tensors.
+        tree: how they form the network's input (`polyfed.core.examples.pytree`): a position in `inputs`, or a list or
+            mapping of such.
+        transform: name of the owner's own function, whose result the inputs describe; "part: function" for a part of
+            them.
+        network: None for a network that a function in Python builds.
+        examples: split -> number of examples.
     """
 
     client: str
@@ -64,7 +79,7 @@ class Signature(TypedDict):
 
 
 def build_signature(client: Client) -> Signature:
-    """Of a client's network, from its examples and its factory.
+    """Builds the signature of a client's network from its examples and its model factory.
 
     >>> client = Client("north", None, (torch.zeros(3, 4), torch.tensor([0, 1, 1])), (torch.zeros(1, 4), torch.tensor([1])))
     >>> build_signature(client)["inputs"], build_signature(client)["examples"]
@@ -106,7 +121,7 @@ def build_signature(client: Client) -> Signature:
 
 
 def _qualified_name(function: Any) -> str:
-    """Where a function is from. The class of an object says nothing of what the object holds."""
+    """Returns the module and name of a function; for an object those of its class, which say nothing about its content."""
     kind = type(function)
     return f"{kind.__module__}.{getattr(function, '__qualname__', kind.__qualname__)}"
 
@@ -114,12 +129,12 @@ def _qualified_name(function: Any) -> str:
 def _describe_inputs(
     x: Any, name: str, described_transforms: "Mapping[str, _DescribedTransform]", inputs: list[ModelInput]
 ) -> Any:
-    """The tree of positions of the tensors in a batch, which are added to `inputs`."""
+    """Returns the tree of positions of the tensors in a batch, and appends their descriptions to `inputs`."""
     if isinstance(x, Tensor):
         transform = described_transforms.get(name)
-        if isinstance(transform, LazyImageDecoder):  # what is stored are numbers of images
+        if isinstance(transform, LazyImageDecoder):  # the stored inputs are positions of images
             x, transform = torch.empty((1, *transform.shape), dtype=torch.uint8), transform.normalise
-        if isinstance(transform, TablePreprocessor):  # as rows of a table alone are
+        if isinstance(transform, TablePreprocessor):  # as for inputs that are rows of a table only
             x = x.double()
         normalise = (
             {"mean": list(transform.mean), "std": list(transform.std)} if isinstance(transform, Normalise) else None
@@ -141,11 +156,12 @@ def _describe_inputs(
 
 
 def _network(model: Any) -> BuiltInNetwork | None:
+    """Describes the network that a `ModelSpec` builds; None for any other factory."""
     if not isinstance(model, ModelSpec):
         return None
     try:
         arguments = to_plain_values(dict(model.arguments), "model")
-    except UserError:  # of objects that no file holds
+    except UserError:  # arguments that cannot be written to a file
         return None
     return {
         "name": model.name, "arguments": arguments, "input_shape": list(model.input_shape),
@@ -154,18 +170,18 @@ def _network(model: Any) -> BuiltInNetwork | None:
 
 
 def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
-    """What builds the network."""
+    """Returns the `ModelSpec` that builds the network."""
     return ModelSpec(network["name"], network["arguments"], tuple(network["input_shape"]), network["num_classes"])
 
 
 def write_model(path: Path, weights: Mapping[str, Tensor], description: Any, client: Client | None) -> None:
-    """A personal network at `path` (`ID.safetensors`), with what is needed to use it beside it.
+    """Writes a personal network to `path` (`ID.safetensors`), and beside it the files that are needed to use it.
 
     Args:
         path: of the weights.
         weights: of the network.
-        description: with which a method builds it that brings its own network; or None.
-        client: whose it is; None where its owner is elsewhere.
+        description: of the network, if the method brings its own; else None.
+        client: the owner; None if it is elsewhere.
     """
     write_weights(path, weights, description)
     if client is None:
@@ -177,7 +193,7 @@ def write_model(path: Path, weights: Mapping[str, Tensor], description: Any, cli
 
 
 def read_signature(path: Path) -> Signature:
-    """The signature in a file.
+    """Reads a signature file.
 
     Raises:
         UserError: it is damaged.

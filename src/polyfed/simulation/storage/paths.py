@@ -1,4 +1,4 @@
-"""Names of files and folders."""
+"""Names files and folders."""
 
 import hashlib
 import re
@@ -7,12 +7,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 _PLAIN = re.compile(r"[a-z0-9_.-]{1,100}")
-_LONGEST = 100  # file systems take 255 bytes, and something is put before and after
+_LONGEST = 100  # file systems allow 255 bytes; a prefix and a suffix are added
 
 
 def safe_file_name(client: str) -> str:
-    """A client's id as a safe file name. Short lower-case ASCII ids keep theirs; the others get a hash, so that names stay
-    different where a file system ignores case, and where they had to be cut.
+    """Converts a client id to a safe file name.
+
+    Short lower-case ASCII ids stay unchanged; others get a hash, so that names differ also where a file system ignores
+    case or where they had to be shortened.
 
     >>> safe_file_name("client-007"), safe_file_name("St. Mary's/north")
     ('client-007', 'St.%20Mary%27s%2Fnorth-582fa6f2')
@@ -23,7 +25,7 @@ def safe_file_name(client: str) -> str:
 
 
 def choose_run_directory(name: str) -> Path:
-    """A run directory that does not exist yet, `runs/NAME-DATE-TIME`, in the working directory."""
+    """Returns a path for a new run directory, `runs/NAME-DATE-TIME`, in the working directory."""
     base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (base if i == 0 else base.with_name(f"{base.name}-{i}") for i in range(1000))
     return next(path for path in tries if not path.exists())

@@ -1,8 +1,9 @@
-"""Predictions: what the evaluated networks gave for the clients' own test and validation examples, round by round.
+"""Stores predictions: the outputs of the evaluated networks for the clients' own test and validation examples, by round.
 
-While a run goes on, each evaluated round is one file in `predictions/.rounds`; at its end they become one Parquet file a
-client, `predictions/ID.parquet`. All evaluated rounds are kept as long as they take at most `LIMIT_BYTES` together; beyond
-that, only the round with the best validation score and the last one are. A round of more than `LARGEST_BYTES` is not kept.
+During a run, each evaluated round is one file in `predictions/.rounds`; at the end they become one Parquet file for
+each client, `predictions/ID.parquet`. All evaluated rounds are kept as long as they take at most `LIMIT_BYTES`
+together; beyond that, only the round with the best validation score and the last one. A round of more than
+`LARGEST_BYTES` is not kept.
 """
 
 import os
@@ -43,13 +44,13 @@ OutputsByClient = Mapping[str, Mapping[str, Tensor]]  # client -> "test" or "val
 @final
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Of one client's personal network after a round.
+    """Holds the predictions of one client's personal network after a round.
 
     Attributes:
         round: counted from 1.
-        outputs: as the network gives them (logits; numbers for regression), float32, shape (n, ...).
+        outputs: of the network (logits; numbers for regression), float32, shape (n, ...).
         targets: of the same examples, shape (n,) of classes, (n, labels) or (n, outputs).
-        columns: what else is known of the same examples (`Examples.columns`), each of shape (n,).
+        columns: further columns of the same examples (`Examples.columns`), each of shape (n,).
     """
 
     round: int
@@ -59,16 +60,16 @@ class Predictions:
 
 
 def read_predictions(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
-    """The predictions that a run directory holds.
+    """Reads a client's predictions from a run directory.
 
     Args:
         folder: of a run that has ended.
         client: its id.
         split: "test" or "val".
-        round: None is the one that the run keeps (`keep`).
+        round: None takes the one that the run keeps (`keep`).
 
     Raises:
-        UserError: there are none of this client, split or round, or the file is damaged.
+        UserError: there are none for this client, split or round, or the file is damaged.
     """
     file = _predictions_file(folder, client)
     available = predictions_parquet.list_rounds(file, split)
@@ -80,22 +81,23 @@ def read_predictions(folder: str | Path, client: str, *, split: str = "test", ro
 
 
 def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
-    """The rounds of which a run directory holds a client's predictions, in their order.
+    """Lists the rounds for which a run directory holds a client's predictions, in ascending order.
 
     Raises:
-        UserError: there are none of this client, or the file is damaged.
+        UserError: there are none for this client, or the file is damaged.
     """
     return predictions_parquet.list_rounds(_predictions_file(folder, client), split)
 
 
 def missing_predictions_message(client: str, split: str, round: int | None, available: Sequence[int]) -> str:
-    """A sentence for an error."""
+    """Returns the error message for predictions that were not kept."""
     if not available:
         return f"no predictions of client {client!r} on its {split} examples were kept"
     return f"no predictions of client {client!r} after round {round} were kept; give one of {', '.join(map(str, available))}"
 
 
 def _default_round(folder: Path, available: Sequence[int]) -> int | None:
+    """Returns the round that the run keeps; else the last one available."""
     keep = read_config(folder).get("keep") if (folder / "config.yaml").exists() else None
     if isinstance(keep, int):
         return keep
@@ -119,10 +121,10 @@ def _predictions_file(folder: str | Path, client: str) -> Path:
 
 @final
 class PredictionStore:
-    """The rounds whose predictions a run keeps: in its directory, or in memory if it has none.
+    """Stores the predictions of a run: in its directory, or in memory if it has none.
 
     Args:
-        clients: whose predictions come; of a deployment, whose sites keep theirs, none.
+        clients: client id -> client; empty in a deployment, whose sites keep their own predictions.
         folder: the run directory, or None.
     """
 
@@ -131,11 +133,11 @@ class PredictionStore:
         self._memory: dict[int, OutputsByClient] = {}
         self._folder = None if folder is None else folder / FOLDER
         self._sizes: dict[int, int] = {}
-        self._keeps_all = True  # evaluated rounds are kept
+        self._keeps_all = True  # whether all evaluated rounds are kept
         self._has_warned = False
 
     def resume_after(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """Takes up what the run directory holds of the rounds in `history`, and removes what is newer."""
+        """Loads the stored rounds of `history` from the run directory, and removes newer ones."""
         if self._folder is None:
             return
         last_round = history[-1]["round"] if history else 0
@@ -154,23 +156,22 @@ class PredictionStore:
         self._keeps_all = evaluated <= self._sizes.keys() and sum(self._sizes.values()) <= LIMIT_BYTES
 
     def add(self, number: int, outputs_by_client: OutputsByClient, best: int | None) -> str | None:
-        """Keeps a round that has been evaluated, and drops others if there is no room.
+        """Stores an evaluated round, and drops other rounds if there is no room.
 
         Args:
-            number: of the round.
+            number: the round.
             outputs_by_client: of each client that could be evaluated.
             best: the round with the best validation score so far.
 
         Returns:
-            A sentence if the round is too large to keep, the first time.
+            A sentence the first time that a round is too large to keep; else None.
         """
         size = sum(t.nbytes for outputs in outputs_by_client.values() for t in outputs.values())
         if not size:
             return None
         rows = max(len(t) for outputs in outputs_by_client.values() for t in outputs.values())
-        if (
-            too_large := size > LARGEST_BYTES or rows > predictions_parquet.MOST_ROWS // 2
-        ):  # as the last and the best are kept
+        # Half of the rows, since the last and the best round are kept.
+        if too_large := size > LARGEST_BYTES or rows > predictions_parquet.MOST_ROWS // 2:
             self._keeps_all = False
         else:
             self._write(number, outputs_by_client)
@@ -184,13 +185,14 @@ class PredictionStore:
         self._has_warned = True
         return (
             f"the predictions of a round take {size / 2**20:.0f} MiB, with up to {rows} examples of one client, and at most "
-            f"{LARGEST_BYTES >> 20} MiB or {predictions_parquet.MOST_ROWS // 2} examples are kept, so that there are none of this run"
+            f"{LARGEST_BYTES >> 20} MiB or {predictions_parquet.MOST_ROWS // 2} examples are kept, so that there are none "
+            "of this run"
         )
 
     def write_client_files(self) -> None:
-        """Writes the clients' files, and removes what they are made of."""
+        """Writes the Parquet files of the clients, and removes the files by round."""
         if self._folder is None or not (self._folder / _SPOOL).is_dir():
-            return  # nothing was kept, or all is written
+            return  # nothing was kept, or everything is written already
         outputs_by_round = {number: self._read(number) for number in sorted(self._sizes)}
         files = []
         for client in self._clients.values():
@@ -201,12 +203,12 @@ class PredictionStore:
                 files.append(self._folder / f"{safe_file_name(client.id)}.parquet")
                 predictions_parquet.write_outputs(files[-1], client, client_outputs)
         sync_files(files)
-        # Renamed first: a folder that is half removed must not be taken for all that there was.
+        # Renamed first: a folder that is removed half must not be mistaken for a complete one.
         (self._folder / _SPOOL).rename(self._folder / _OLD)
         shutil.rmtree(self._folder / _OLD)
 
     def get(self, client: str, split: str, round: int) -> Predictions:
-        """The predictions of a client after a round.
+        """Returns the predictions of a client after a round.
 
         Raises:
             UserError: they were not kept, or their file is damaged.
@@ -259,7 +261,7 @@ class PredictionStore:
             self._path(number).unlink(missing_ok=True)
 
     def _restore_rounds(self, last_round: int) -> None:
-        """Makes the rounds' files of the clients', for a run that had ended and lost its last rounds since."""
+        """Restores the files by round from those by client, for a run that had ended and then lost its last rounds."""
         assert self._folder is not None
         outputs_by_round: dict[int, dict[str, dict[str, Tensor]]] = {}
         for client in self._clients.values():
@@ -291,6 +293,7 @@ def _encode_outputs(outputs_by_client: OutputsByClient) -> bytes:
 
 
 def _num_bytes(file: Path) -> int:
-    """Bytes of the tensors in a safetensors file: what its header, whose length comes first, leaves."""
+    """Returns the number of bytes of tensors in a safetensors file: its size without the header, whose length comes
+    first."""
     with open_file(file, UNLIMITED_BYTES) as opened:
         return max(0, os.fstat(opened.fileno()).st_size - 8 - int.from_bytes(opened.read(8), "little"))

@@ -1,8 +1,8 @@
-"""The Parquet file with a client's predictions: a row for each example and round.
+"""Reads and writes the Parquet file with a client's predictions: a row for each example and round.
 
-Columns: `round` (int32), `split` ("test" or "val"), `example` (int32, its position in that set), `target` (a number, or a
-list of them), `output` (list of float32), then the columns of the examples. Shapes, and names of columns that had to be
-changed, are in the schema's metadata.
+Columns: `round` (int32), `split` ("test" or "val"), `example` (int32, its position in that set), `target` (a number,
+or a list of them), `output` (list of float32), then the columns of the examples. Shapes, and names of columns that had
+to be changed, are in the schema's metadata.
 """
 
 import json
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 SPLITS = ("test", "val")
 _RESERVED = ("round", "split", "example", "target", "output")
 _KEY = b"polyfed"
-MOST_BYTES = 2 * 256 * 2**20  # of the predictions that a run keeps at most: those of two large rounds
-MOST_ROWS = 20_000_000  # of them; what has more takes minutes to read
+MOST_BYTES = 2 * 256 * 2**20  # most bytes of predictions that a run keeps: two large rounds
+MOST_ROWS = 20_000_000  # a larger file takes minutes to read
 
 
 def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Writes the file of a client, so that it is the old one or the new one at any moment; `synced` sees to it that it is on
-    the disk.
+    """Writes a client's file atomically, without syncing it: `sync_files` does that for all files together.
 
     Args:
         path: of the file.
-        client: whose targets and columns are written too.
-        outputs_by_round: round -> "test" or "val" -> outputs, float32, shape (n, ...); round by round in their order.
+        client: its targets and columns are written too.
+        outputs_by_round: round -> "test" or "val" -> outputs, float32, shape (n, ...); written in ascending order of
+            rounds.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -76,10 +76,10 @@ def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Map
 
 
 def list_rounds(path: Path, split: str) -> list[int]:
-    """The rounds of which the file holds a set's predictions, in their order.
+    """Lists the rounds for which the file holds predictions of a split, in ascending order.
 
     Raises:
-        UserError: it is damaged, or there is no such set.
+        UserError: it is damaged, or there is no such split.
     """
     table = _read_table(path, split, None, ["round", "split"])
     numbers = table.column("round").unique().to_pylist()
@@ -89,16 +89,16 @@ def list_rounds(path: Path, split: str) -> list[int]:
 
 
 def read_outputs_and_targets(path: Path, split: str, round: int) -> tuple[Tensor, Tensor, dict[str, NDArray[Any]]]:
-    """Outputs, targets and columns of a round, as they were when they were written.
+    """Reads outputs, targets and columns of a round.
 
     Raises:
-        UserError: the file is damaged, or there is no such set.
+        UserError: the file is damaged, or there is no such split.
     """
     import pyarrow as pa
 
     table = _read_table(path, split, round, None)
     header = _read_header(path, table)
-    try:  # NumPy and Arrow alone read here
+    try:  # only NumPy and Arrow read here
         outputs = _tensor(table.column("output"), header["output"])
         targets = _tensor(table.column("target"), header["target"])
         columns = {name: np.asarray(table.column(short)) for short, name in header["columns"].items()}
@@ -116,7 +116,7 @@ def _read_table(path: Path, split: str, round: int | None, columns: list[str] | 
     import pyarrow.parquet as pq
 
     filters = [("split", "=", split)] + ([] if round is None else [("round", "=", round)])
-    try:  # Arrow alone reads here
+    try:  # only Arrow reads here
         with open_file(path, MOST_BYTES) as file:
             _check_size(pq.ParquetFile(file).metadata)
             return pq.read_table(file, columns=columns, filters=filters)
@@ -125,7 +125,8 @@ def _read_table(path: Path, split: str, round: int | None, columns: list[str] | 
 
 
 def _check_size(metadata: "pyarrow.parquet.FileMetaData") -> None:
-    """Refuses more than a run can have kept. Equal values take no room in a file, and all that they take in memory.
+    """Raises an error if the file holds more than a run can have kept: equal values take no space in the file but do in
+    memory.
 
     Raises:
         ValueError: there is more.
@@ -140,7 +141,13 @@ def _check_size(metadata: "pyarrow.parquet.FileMetaData") -> None:
 
 
 class _ParquetHeader(TypedDict):
-    """What the file says of itself: shapes of an example's outputs and targets, and whose column is which."""
+    """Describes the file's metadata.
+
+    Attributes:
+        output: shape of an example's outputs.
+        target: shape of an example's targets.
+        columns: name of a column in the file -> its name in the examples.
+    """
 
     output: list[int]
     target: list[int]
@@ -183,12 +190,12 @@ def _tensor(column: "pyarrow.ChunkedArray", shape: Sequence[int]) -> Tensor:
 
     joined = column.combine_chunks()
     nested = kinds.is_list(joined.type) or kinds.is_large_list(joined.type)
-    values = np.array(joined.flatten() if nested else joined)  # a copy, which may be written to
+    values = np.array(joined.flatten() if nested else joined)  # a writable copy
     return torch.from_numpy(values).reshape(len(column), *shape)
 
 
 def _column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
-    """Values of all sets one after the other; null for a set without such a column."""
+    """Concatenates a column over all sets; null for a set without it."""
     import pyarrow as pa
 
     values_by_set = {id(data): data.column(name) for data in sets if name in (data.columns or {})}
@@ -200,7 +207,7 @@ def _column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
 
 
 def _to_common_type(columns: Sequence[NDArray[Any]]) -> "list[pyarrow.Array]":
-    """Columns of numbers in the type that holds them all."""
+    """Converts columns of numbers to a common type."""
     import pyarrow as pa
 
     kind = np.result_type(*columns)
