@@ -128,9 +128,7 @@ class Neighbours(nn.Module):
         self.register_buffer("features", features)
         self.register_buffer("labels", labels)
         self.register_buffer("lam", features.new_zeros(()))
-        self.register_buffer(
-            "name", torch.tensor(list(name.encode()), dtype=torch.uint8)
-        )  # the module with input φ(x)
+        self.register_buffer("name", torch.tensor(list(name.encode()), dtype=torch.uint8))  # the module with input φ(x)
 
     def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
         """Returns the logarithms of the probabilities, (batch, classes), for inputs of the network."""
