@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(UserError, match="ranks differ; leave one of them out"):
         run(FedAvg(adapters="svd"), rank_1, rank_2, secure=True)
     for build in (
-        lambda: FedAvg(adapters="svd", final="all"),
+        lambda: FedAvg(adapters="svd", averaged_over="all"),
         lambda: REGISTRY["flha_ghn"](adapters="svd"),
         lambda: REGISTRY["fedavg_kd"](adapters="svd"),
         lambda: REGISTRY["feddsnas"](adapters="svd"),

@@ -1,4 +1,4 @@
-"""`final`: the mean over the last round's clients, or over all clients' latest models, as the result of a run."""
+"""`averaged_over`: the mean over the last round's clients, or over all clients' latest models, as the result of a run."""
 
 from typing import Any
 
@@ -29,9 +29,9 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def made(name: str, final: str) -> pf.Algorithm:
+def made(name: str, averaged_over: str) -> pf.Algorithm:
     kind, fields = METHODS[name]
-    method: pf.Algorithm = kind(final=final, **TRAINING | fields)
+    method: pf.Algorithm = kind(averaged_over=averaged_over, **TRAINING | fields)
     return method
 
 
@@ -139,15 +139,15 @@ def test_an_unseen_client_gets_the_result(tmp_path: Any) -> None:
 
 
 def test_who_needs_single_replies_says_so() -> None:
-    assert FedHeNNHomo().final == "all"
+    assert FedHeNNHomo().averaged_over == "all"
     assert not FedHeNNHomo().aggregates_by_sum
-    assert FedHeNNHomo(final="cohort").aggregates_by_sum
+    assert FedHeNNHomo(averaged_over="cohort").aggregates_by_sum
     for kind in (FedAvg, FedAvgFT, FedProx):
-        assert kind().final == "cohort"
+        assert kind().averaged_over == "cohort"
         assert kind().aggregates_by_sum
-        assert not kind(final="all").aggregates_by_sum
-    with pytest.raises(pf.UserError, match="final"):
-        FedAvg(final="last")  # type: ignore[arg-type]
+        assert not kind(averaged_over="all").aggregates_by_sum
+    with pytest.raises(pf.UserError, match="averaged_over"):
+        FedAvg(averaged_over="last")  # type: ignore[arg-type]
 
 
 def test_a_mean_of_all_is_nearer_to_everyones_optimum() -> None:
@@ -163,7 +163,7 @@ def test_a_mean_of_all_is_nearer_to_everyones_optimum() -> None:
     for k, centre in enumerate(centres):
         data = torch.zeros(4, 1), torch.full((4, 1), centre)
         clients.append(pf.Client(f"client-{k}", constant, data, data, task="regression"))
-    method = FedAvg(final="all", lr=0.2, local_steps=80)
+    method = FedAvg(averaged_over="all", lr=0.2, local_steps=80)
     run = pf.federate(clients, method, rounds=12, seed=1, clients_per_round=1, workers=0)
     assert len(run.last.state["latest"]) == 3
     bias = run.model("client-0").state_dict()["bias"].item()

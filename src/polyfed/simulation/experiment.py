@@ -10,6 +10,7 @@ from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import check_trusted, import_dataclass
 from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.core.seeds import derive_seed
@@ -194,7 +195,9 @@ def build_method_like(
     0.25
     """
     shared = {n: getattr(method, n) for n in TRANSFERABLE_FIELDS} if isinstance(method, LocalTraining) else {}
-    return build_dataclass(find_method_class(name), {**shared, **(fields or {})}, name)
+    method_class = find_method_class(name)
+    names = [f.name for f in dataclasses.fields(method_class)]  # type: ignore[arg-type]
+    return build_dataclass(method_class, {**shared, **rename_former_fields(fields or {}, names)}, name)
 
 
 def load_participants(experiment: Experiment) -> Participants:

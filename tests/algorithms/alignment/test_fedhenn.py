@@ -125,7 +125,7 @@ def test_without_the_term_the_homogeneous_form_is_fedavg_bit_for_bit(
     fedavg = federate(FedAvg(**options), small_clients(), clients_per_round=2)
     assert measured(found, "cohort_") == measured(fedavg)
     assert measured(found, "server_") == measured(
-        federate(FedAvg(final="all", **options), small_clients(), clients_per_round=2)
+        federate(FedAvg(averaged_over="all", **options), small_clients(), clients_per_round=2)
     )
     assert measured(found) != measured(fedavg)
     ours, theirs = found.last.state["model"], fedavg.last.state["model"]

@@ -1,6 +1,7 @@
 """The base of averaging methods: replies are summed as they come, in the order of ids, and let go."""
 
 import gc
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import final
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.algorithms import FedAvg, FedProx, PFedMe
+from polyfed.algorithms import FedAvg, FedProx, FedRep, PFedMe
 from polyfed.algorithms.base.averaging import Averaging
+from polyfed.algorithms.base.reply_sum import PlainReplySum
 from polyfed.core.algorithm import Message
 from polyfed.core.state_dict import weighted_mean
 from polyfed.simulation.rounds.aggregator import ReplyAggregator
+from polyfed.simulation.rounds.secure_aggregation import SecureSum
 from polyfed.testing import assert_runs_equal, small_clients
 
 SIZES = {"a": 3, "b": 5, "c": 9, "d": 2}
@@ -121,3 +124,39 @@ def test_replies_whose_networks_differ_have_no_mean():
         pf.UserError, match=r"FedProx: the tensors of 'b' are not those of 'a': tensor 'model/w' has shape \(3,\)"
     ):
         intake.add("b", other)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        pytest.param(FedAvg(lr=0.05), {}, id="streamed"),
+        pytest.param(FedAvg(lr=0.05), {"clients_per_round": 2}, id="partial"),
+        pytest.param(FedAvg(lr=0.05, averaged_over="all"), {}, id="kept"),
+        pytest.param(FedRep(lr=0.05), {}, id="held"),
+        pytest.param(FedAvg(lr=0.05), {"secure": True}, id="secure"),
+        pytest.param(FedAvg(lr=0.05), {"workers": 2, "engine": "pool"}, id="pool"),
+    ],
+)
+def test_a_run_passes_through_the_lines_of_aggregate(method, settings, monkeypatch):
+    """Each reply is added in `Averaging.add_reply`, and each state made in `Averaging.aggregate`: a debugger stops there."""
+    events, callers = [], {"add": Averaging.add_reply.__code__, "server_step": Averaging.aggregate.__code__}
+
+    def watch(owner, name):
+        original = getattr(owner, name)
+
+        def watched(self, *args):
+            assert sys._getframe(1).f_code is callers[name], f"a run does not pass through Averaging to {name}"
+            events.append((name, args[0] if name == "add" else args[2]))
+            return original(self, *args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for replies in (PlainReplySum, SecureSum):
+        watch(replies, "add")
+    watch(Averaging if type(method) is FedAvg else type(method), "server_step")
+    run = pf.federate(small_clients(), method, **{"rounds": 2, "workers": 0, **settings})
+    expected = []
+    for record in run.history:
+        client_ids = [i for i, row in record["clients"].items() if "bytes_up" in row]
+        expected += [*(("add", i) for i in client_ids), ("server_step", client_ids)]
+    assert events == expected

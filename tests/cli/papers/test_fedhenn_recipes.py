@@ -168,7 +168,7 @@ def test_table_1_compares_global_models(experiment):
             found = experiment("fedhenn_table1", scale, variant)
             assert isinstance(found.algorithm, FedHeNNHomo)
             assert list(found.baselines) == ["fedavg", "fedprox"]
-            assert {method.final for method in (found.algorithm, *found.baselines.values())} == {"all"}
+            assert {method.averaged_over for method in (found.algorithm, *found.baselines.values())} == {"all"}
             assert len(found.models) == 1
     wide = experiment("fedhenn_table1", "paper", "cifar100-100-20").models[0]
     assert (wide["channels"], wide["hidden"]) == ((64, 128), (256, 128))
@@ -254,7 +254,7 @@ def test_figure_3_halves_the_data_of_some_clients(experiment):
             assert isinstance(found.algorithm, FedHeNNHomo if form == "homo" else FedHeNN)
             others = ["local", "fedavg", "fedprox", "fedrep"] if form == "homo" else ["local"]
             assert list(found.baselines) == others
-            assert {found.baselines[name].final for name in others if name in ("fedavg", "fedprox")} <= {"all"}
+            assert {found.baselines[name].averaged_over for name in others if name in ("fedavg", "fedprox")} <= {"all"}
             table = experiment("fedhenn_table2", scale, f"cifar10-100-2-{form}")
             assert (found.models, found.algorithm, found.settings) == (table.models, table.algorithm, table.settings)
     for fraction, halved in (("0.4", 2), ("1.0", 5)):

@@ -84,7 +84,7 @@ def test_a_round_is_one_exchange_and_gives_the_bits_of_a_simulation(tmp_path, no
 def test_what_training_does_not_get_travels_beside(tmp_path, nodes):
     """FedAvg whose result is the mean over all sites' newest models: of the two that are evaluated, training gets one."""
     told = ",".join([ALL, *(f"cohort_{name}" for name in ALL.split(","))])
-    method, words = FedAvg(lr=0.05, final="all"), {"rounds": 4, "clients-per-round": 2}
+    method, words = FedAvg(lr=0.05, averaged_over="all"), {"rounds": 4, "clients-per-round": 2}
     run, grid = deployed(tmp_path, lambda c: nodes(c, disclose=told), small_clients(), method, ONE, **words)
     assert_same(tmp_path, run, simulated(method, rounds=4, clients_per_round=2))
     found = [envelope_from_record(record) for _, kind, record in grid.seen if kind == "train"]

@@ -183,10 +183,10 @@ def test_the_list_of_methods_is_known():
 
 
 def test_the_mean_of_all_clients_latest_models_needs_each_of_them():
-    assert not supports_secure_sum(FedAvg(final="all"))
-    with pytest.raises(UserError, match=r"fedavg with final='all' keeps each .*; give final='cohort'"):
-        run(FedAvg(final="all"))
-    assert supports_secure_sum(REGISTRY["fedhenn_homo"](final="cohort"))
+    assert not supports_secure_sum(FedAvg(averaged_over="all"))
+    with pytest.raises(UserError, match=r"fedavg with averaged_over='all' keeps each .*; give averaged_over='cohort'"):
+        run(FedAvg(averaged_over="all"))
+    assert supports_secure_sum(REGISTRY["fedhenn_homo"](averaged_over="cohort"))
 
 
 def test_one_client_a_round_refuses():

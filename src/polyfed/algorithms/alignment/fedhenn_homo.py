@@ -4,14 +4,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from polyfed.algorithms.alignment.alignment_method import AlignmentMethod
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, ServerState, build_reply
 from polyfed.alignment.alignment_term import NetworkTarget
-from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, load_model_for_eval
 from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
@@ -36,7 +36,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     Args:
         weighted: weighs clients by their number of training examples (True, paper; the authors' code counts every client
             the same); False counts every client the same.
-        final: the clients over which Ŵ(T) is averaged: "all", with their latest networks (paper), which the server then
+        averaged_over: the clients over which Ŵ(T) is averaged: "all", with their latest networks (paper), which the server then
             stores; or "cohort", those of the last round. Training is the same. See `GlobalModelMethod`.
         buffers: "average" (polyfed's choice, as FedAvg).
 
@@ -60,7 +60,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture", "public_data"})
     clients_keep_trained_weights: ClassVar[bool] = True
     weighted: bool = True
-    final: AveragedOver = "all"
+    averaged_over: AveragedOver = "all"
 
     # -- server ---------------------------------------------------------------------------------------------------
 
@@ -68,22 +68,13 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
         """Builds the initial global model Ŵ(0)."""
         return {**self._init_public_state(server), **super().server_init(server)}
 
-    dispatch = Algorithm.dispatch  # calls `dispatch_all` for one client
-
-    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
+    def message_to(self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]) -> Message:
         """Sends Ŵ(t), η and X, drawn once for all clients, for training; for evaluation, Ŵ(T)."""
-        rad: dict[str, Tensor] = {}
-        result_tensors: dict[str, StateDict] = {}
-        for client_info in client_infos:
-            if client_info.purpose == "personal":
-                result_tensors = result_tensors or self.result_models(server_state)
-                yield Message(result_tensors)
-                continue
-            rad = rad or self._rad_tensors(server_state, client_info, needs_pool=False)
-            yield Message(
-                {"model": server_state["model"], **self._rad_and_pool_groups(server_state, client_info, rad)},
-                self._round_scalars(server_state, client_info),
-            )
+        if client_info.purpose == "personal":
+            return Message(super().message_to(server_state, client_info, common).tensors)
+        rad = common["rad"] = common.get("rad") or self._rad_tensors(server_state, client_info, needs_pool=False)
+        groups = self._rad_and_pool_groups(server_state, client_info, rad)
+        return Message({"model": server_state["model"], **groups}, self._round_scalars(server_state, client_info))
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]

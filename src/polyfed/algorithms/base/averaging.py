@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from polyfed.algorithms.base.reply_sum import PlainReplySum, ReplySum
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.messages.lora import AdapterMode, factorise_mean_adapters
@@ -21,7 +22,6 @@ from polyfed.core.nn.buffers import (
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.state_dict import (
     IncompatibleTensorsError,
-    RunningMean,
     StateDict,
     StateDictSpec,
     state_dict_spec,
@@ -50,6 +50,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         adapters: what becomes of low-rank adapters whose ranks differ between clients: "zero_pad", "svd" or "stack", see
             `polyfed.core.messages.lora`; None is for one rank (polyfed's choice).
 
+    >>> from typing import final
     >>> @final
     ... @dataclass(frozen=True, kw_only=True)
     ... class HalfStep(Averaging):
@@ -74,7 +75,9 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
             self._require(self.adapters in get_args(AdapterMode), "adapters", "'zero_pad', 'svd', 'stack', or none")
             averages_one_model = "one_architecture" in self.requires and self.aggregates_by_sum
             self._require(
-                averages_one_model, "adapters", "none, except where one global model is averaged (with final='cohort')"
+                averages_one_model,
+                "adapters",
+                "none, except where one global model is averaged (with averaged_over='cohort')",
             )
             fits = not (self.adapters == "stack" and self.clients_keep_trained_weights)
             self._require(
@@ -111,25 +114,41 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         clients find that out, the first replies are held, and those of another form than most are left out."""
         return True
 
-    def running_aggregate(self, expected: Mapping[str, float] | None) -> "RunningAggregate":
-        """Takes in the replies of a round, one by one, in the order of ids.
-
-        Args:
-            expected: id -> number of examples, of those who are expected; None if it is not known.
-        """
-        return RunningAggregate(self, expected)
-
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted."""
-        counts_are_known = self.weighted and all("num_examples" in reply.scalars for reply in replies.values())
-        aggregator = self.running_aggregate(
-            {i: replies[i].scalars["num_examples"] if counts_are_known else 1.0 for i in sorted(replies)}
-        )
+        """θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted; `server_step` makes the next state of this mean.
+
+        A run has added each reply as it came, by the same `add_reply`, and gives their sum.
+        """
+        total = replies if isinstance(replies, ReplySum) else self.sum_replies(replies)
+        mean = factorise_mean_adapters(self, total.mean())
+        new_state = self.server_step(server_state, mean, total.client_ids)
+        return new_state if self.aggregates_by_sum else self.keep_replies(new_state, total)
+
+    def sum_replies(self, replies: Mapping[str, Message]) -> ReplySum:
+        """Σ_i n_i θ_i over replies that are all there, in the order of ids."""
+        num_examples = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
+        total = self.empty_sum(num_examples)
         for i in sorted(replies):
-            aggregator.add(i, replies[i])
-        return aggregator.finalize(server_state)
+            self.add_reply(total, i, replies[i])
+        return total
+
+    def empty_sum(self, expected: Mapping[str, float] | None) -> ReplySum:
+        """Returns the sum of no replies yet; `expected` maps ids to numbers of examples, None if they are unknown."""
+        keeps_replies = not self.aggregates_by_sum
+        return PlainReplySum(self.groups, weighted=self.weighted, expected=expected, keeps_replies=keeps_replies)
+
+    def add_reply(self, total: ReplySum, client_id: str, reply: Message) -> None:
+        """Σ ← Σ + n_i θ_i. A run calls this for each reply as soon as it has come, in the order of ids.
+
+        Raises:
+            UserError: the reply's tensors are not those of the first.
+        """
+        try:
+            total.add(client_id, reply)
+        except IncompatibleTensorsError as error:
+            raise self.incompatible_replies_error(error) from error
 
     def _average_by_client(self, trees: Mapping[str, StateDict], replies: Mapping[str, Message]) -> dict[str, Tensor]:
         """Σ_i (n_i/n) θ_i of trees by client, or (1/m) Σ_i θ_i unweighted; n_i as the replies have it."""
@@ -174,7 +193,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalModelMethod(Averaging, ABC):
-    """An averaging method of one global model that is the result of the run. Which mean that is, `final` says:
+    """An averaging method of one global model that is the result of the run. `averaged_over` says which mean that is:
 
     - "cohort": θ(t), the mean over the clients of the last round, with which training would go on.
     - "all": the mean over all clients' latest models, θ_all(t) = Σ_i n_i θ_i / Σ_i n_i, θ_i being what client i sent when it
@@ -192,12 +211,12 @@ class GlobalModelMethod(Averaging, ABC):
     it needs the part before: so it holds each client's latest weights by themselves, and `aggregates_by_sum` is false.
     """
 
-    final: AveragedOver = "cohort"
+    averaged_over: AveragedOver = "cohort"
 
     @property
     def aggregates_by_sum(self) -> bool:
         """Only where the last cohort's mean is returned."""
-        return self.final == "cohort"
+        return self.averaged_over == "cohort"
 
     # -- server ---------------------------------------------------------------------------------------------------
 
@@ -214,17 +233,26 @@ class GlobalModelMethod(Averaging, ABC):
         examples = {**server_state["examples"], **num_examples}
         return {**server_state, "latest": _sorted_by_id(latest), "examples": _sorted_by_id(examples)}
 
-    dispatch = Algorithm.dispatch  # that of `dispatch_all`, for one client
+    def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
+        """Builds the message to one client, see `message_to`."""
+        return self.message_to(server_state, client_info, {})
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """To train with, θ(t); as the result, what `result_models` has, computed once for all."""
-        result_tensors: Mapping[str, StateDict] = {}
-        for client_info in client_infos:
-            result_tensors = result_tensors or (
-                self.result_models(server_state) if client_info.purpose == "personal" else {}
-            )
-            tensors = result_tensors if client_info.purpose == "personal" else {"model": server_state["model"]}
-            yield Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
+        """Builds the messages to several clients; what is the same for all is computed once."""
+        common: dict[str, Any] = {}
+        return (self.message_to(server_state, client_info, common) for client_info in client_infos)
+
+    def message_to(self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]) -> Message:
+        """Builds a message: θ(t) to train with; to be evaluated and kept, the result (`result_models`).
+
+        Args:
+            server_state, client_info: as `dispatch` has them.
+            common: holds what all messages of one `dispatch_all` share, once the first of them needed it.
+        """
+        tensors = {"model": server_state["model"]}
+        if client_info.purpose == "personal":
+            tensors = common["result"] = common.get("result") or self.result_models(server_state)
+        return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def result_models(self, server_state: ServerState) -> dict[str, StateDict]:
         """The result after this round, the group "model"; with "all" the last cohort's mean too, as "cohort"."""
@@ -300,43 +328,6 @@ def _with_cohort_model(message: Message) -> Message:
 
 def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
     return {client: by_client[client] for client in sorted(by_client)}
-
-
-@final
-class RunningAggregate:
-    """The replies of a round to a method, summed as they come; see `Averaging.summing`."""
-
-    def __init__(self, method: Averaging, expected: Mapping[str, float] | None) -> None:
-        if expected is not None and not method.weighted:
-            expected = dict.fromkeys(expected, 1.0)
-        self._method, self._mean = method, RunningMean(expected)
-        self._replies: dict[str, Message] = {}
-
-    def add(self, client_id: str, reply: Message) -> None:
-        """Takes in one reply, which is not needed after if sums suffice.
-
-        Raises:
-            UserError: its tensors are not those of the first reply.
-        """
-        group_names = self._method.groups
-        tensors: dict[str, Tensor] = {f"{g}/{n}": t for g in group_names for n, t in reply.tensors.get(g, {}).items()}
-        try:
-            self._mean.add(client_id, tensors, reply.scalars["num_examples"] if self._method.weighted else 1.0)
-        except IncompatibleTensorsError as error:
-            raise self._method.incompatible_replies_error(error) from error
-        if not self._method.aggregates_by_sum:
-            self._replies[client_id] = reply
-
-    def finalize(self, server_state: ServerState) -> ServerState:
-        """The server's next state."""
-        mean: dict[str, dict[str, Tensor]] = {group: {} for group in self._method.groups}
-        for key, tensor in self._mean.mean().items():
-            group, _, name = key.partition("/")
-            mean[group][name] = tensor
-        after = self._method.server_step(
-            server_state, factorise_mean_adapters(self._method, mean), self._mean.client_ids
-        )
-        return after if self._method.aggregates_by_sum else self._method.keep_replies(after, self._replies)
 
 
 def build_reply(net: CachedModule, client: Client, loss: float, method: HasBufferPolicy) -> tuple[Message, ClientState]:

@@ -16,7 +16,7 @@ class FedAvg(GlobalModelMethod):
 
     Args:
         weighted: weighs clients by their number of training examples (the paper); False counts every client the same.
-        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
             latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`.
@@ -31,4 +31,4 @@ class FedAvg(GlobalModelMethod):
     )
 
     weighted: bool = True
-    final: AveragedOver = "cohort"
+    averaged_over: AveragedOver = "cohort"

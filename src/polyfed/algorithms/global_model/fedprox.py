@@ -23,7 +23,7 @@ class FedProx(GlobalModelMethod):
     Args:
         weighted: weighs clients by their number of training examples (polyfed's choice: as FedAvg; the paper draws clients
             with such probabilities instead); False counts every client the same.
-        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
             latest models, which the server then stores (see `GlobalModelMethod`).
         mu: μ ≥ 0 (0.01, polyfed's choice; the paper chooses among 0.001, 0.01, 0.1 and 1).
 
@@ -39,7 +39,7 @@ class FedProx(GlobalModelMethod):
     )
 
     weighted: bool = True
-    final: AveragedOver = "cohort"
+    averaged_over: AveragedOver = "cohort"
     mu: float = 0.01
 
     def __post_init__(self) -> None:

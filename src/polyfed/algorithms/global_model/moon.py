@@ -38,7 +38,7 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
         tau: τ > 0, the temperature (0.5, paper).
         module: name of the module whose input is the representation; None finds the last linear layer (polyfed's choice).
         weighted: weighs clients by their number of training examples (paper); False counts every client the same.
-        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
             latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`. Each minibatch goes through three networks.
@@ -60,7 +60,7 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
     tau: float = 0.5
     module: str | None = None
     weighted: bool = True
-    final: AveragedOver = "cohort"
+    averaged_over: AveragedOver = "cohort"
 
     def __post_init__(self) -> None:
         super().__post_init__()

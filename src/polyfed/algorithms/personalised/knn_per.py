@@ -45,7 +45,7 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
             validation examples are then out of fold: λ is chosen on the other half.
         module: name of the module whose input is the representation; None finds the last linear layer (paper).
         weighted: weighs clients by their number of training examples (paper); False counts every client the same.
-        final: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
             latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`. The weights of a personal model hold the representations and labels
@@ -68,7 +68,7 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
     lam: float | None = None
     module: str | None = None
     weighted: bool = True
-    final: AveragedOver = "cohort"
+    averaged_over: AveragedOver = "cohort"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Replies on their way to the server half of a method: summed as they come, or held; and which of them to leave out."""
+"""Gives a round's replies to the server half of the method, and leaves out those that would break its state."""
 
 import time
 from collections import deque
@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from polyfed.algorithms.base.averaging import RunningAggregate
+from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.state_dict import iter_tensors, state_dict_spec
@@ -16,13 +16,14 @@ from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default
 
 @final
 class ReplyAggregator:
-    """The valid replies of a round. Where the server half is a mean, each is summed and let go, in the order of ids: one
-    that comes early waits. Otherwise all are held, and a reply that breaks the server's state can be found and left out.
+    """Takes in the valid replies of a round. Where the server half is a mean, each is added to a sum in the order of ids (one
+    that comes early waits) and let go. Otherwise all are held, so that one that breaks the server's state can be left out.
 
     Args:
-        algorithm, state: the method, and the server's state before the round.
+        algorithm: the method.
+        state: the server's state before the round.
         client_ids: the clients whose replies count.
-        num_examples: of those whose number is known.
+        num_examples: id -> number of training examples, where it is known.
         secure: whether the replies are parts of a secure sum.
     """
 
@@ -38,43 +39,41 @@ class ReplyAggregator:
         self._remaining_ids, self._replies = deque(sorted(client_ids)), dict[str, Message]()
         self._missing_ids: set[str] = set()
         self._cohort_ids = frozenset(client_ids)
-        self._running_sum: RunningAggregate | SecureSum | None = None
-        self.seconds = 0.0  # that summing took
+        self._sum: ReplySum | None = None
+        self.seconds = 0.0  # spent on summing
         if secure and uses_default_mean(algorithm):
-            self._running_sum = SecureSum(algorithm)
+            self._sum = SecureSum(algorithm)
         elif uses_default_mean(algorithm) and algorithm.reply_spec_is_known(state):
-            has_all_counts = not algorithm.weighted or all(
-                i in num_examples for i in client_ids
-            )  # without weights ids are enough
-            self._running_sum = algorithm.running_aggregate(
-                {i: num_examples.get(i, 1) for i in self._remaining_ids} if has_all_counts else None
-            )
+            has_all_counts = not algorithm.weighted or all(i in num_examples for i in client_ids)
+            expected = {i: float(num_examples.get(i, 1)) for i in self._remaining_ids} if has_all_counts else None
+            self._sum = algorithm.empty_sum(expected)
 
     def add(self, client: str, reply: Message) -> None:
-        """Takes in the reply of a client; one that is not of this round's clients (`everyone_trains`) is let go."""
+        """Takes in the reply of a client; that of a client outside the cohort (`everyone_trains`) is let go."""
         if client in self._cohort_ids:
             self._replies[client] = reply
             self._sum_waiting_replies()
 
     def mark_missing(self, client: str) -> None:
-        """No reply of this client will come."""
+        """Notes that no reply of this client will come."""
         self._missing_ids.add(client)
         self._sum_waiting_replies()
 
     def _sum_waiting_replies(self) -> None:
         started = time.perf_counter()
         while (
-            self._running_sum is not None
+            self._sum is not None
             and self._remaining_ids
             and (self._remaining_ids[0] in self._replies or self._remaining_ids[0] in self._missing_ids)
         ):
             client = self._remaining_ids.popleft()
             if client in self._replies:
-                self._running_sum.add(client, self._replies.pop(client))
+                assert uses_default_mean(self._algorithm)
+                self._algorithm.add_reply(self._sum, client, self._replies.pop(client))
         self.seconds += time.perf_counter() - started
 
     def aggregate(self, server: ServerContext, *, drop: bool) -> tuple[Any, dict[str, str]]:
-        """The server's next state.
+        """Computes the server's next state.
 
         Args:
             server: what the server knows.
@@ -86,8 +85,8 @@ class ReplyAggregator:
         Raises:
             RoundError: the state is not finite, and no single reply is to blame, or none may be left out.
         """
-        if self._running_sum is not None:
-            next_state = self._running_sum.finalize(self._state)
+        if self._sum is not None:
+            next_state = self._algorithm.aggregate(self._state, self._sum, server)
             if broken := _nonfinite_error(next_state, self._state):
                 raise RoundError(
                     f"{type(self._algorithm).__name__}: {broken} after the mean; lower lr or set clip_norm"
@@ -121,7 +120,7 @@ class ReplyAggregator:
         return next_state, _nonfinite_error(next_state, self._state), None
 
     def _find_bad_replies(self, replies: Mapping[str, Message], server: ServerContext) -> dict[str, str]:
-        """Replies that break the state by themselves; if there is none, the one without which it stays whole."""
+        """Finds replies that break the state by themselves; if there is none, the one without which it stays whole."""
         bad_alone = {i: flaw for i in sorted(replies) if (flaw := self._try_aggregate({i: replies[i]}, server)[1])}
         if bad_alone or len(replies) == 1:
             return bad_alone
@@ -132,7 +131,7 @@ class ReplyAggregator:
 
 
 def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]:
-    """Replies whose tensors have another form than those of most clients; they would leave no mean."""
+    """Finds replies whose tensors have another form than those of most clients: with them there is no mean."""
     ids_by_spec: dict[str, list[str]] = {}
     for i in sorted(replies):
         ids_by_spec.setdefault(
@@ -144,7 +143,7 @@ def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]
 
 
 def _nonfinite_error(after: Any, before: Any) -> str | None:
-    """What is wrong with the numbers of a state, those that a round has not changed aside."""
+    """Returns a complaint if a tensor that the round has changed is not finite, otherwise None."""
     unchanged_ids = {id(tensor) for tensor in iter_tensors(before)}
     for tensor in iter_tensors(after):
         if id(tensor) not in unchanged_ids and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, final
 
 import numpy as np
-from torch import Tensor
 
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.base.averaging import Averaging
+from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.declared_words import consent_needed
 from polyfed.core.errors import UserError
@@ -24,7 +24,7 @@ from polyfed.core.messages.fixed_point import (
     to_fixed_point,
 )
 from polyfed.core.messages.lora import adapter_mode
-from polyfed.core.state_dict import spec_mismatch
+from polyfed.core.state_dict import StateDict, spec_mismatch
 
 
 def uses_default_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
@@ -62,7 +62,7 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
     if uses_default_mean(algorithm) and not algorithm.aggregates_by_sum:
         raise UserError(
             f"secure=True gives the server nothing but the sum of a round's replies, and {registry_name(algorithm)} with "
-            "final='all' keeps each client's latest model by itself; give final='cohort'"
+            "averaged_over='all' keeps each client's latest model by itself; give averaged_over='cohort'"
         )
     if adapter_mode(algorithm) is not None:
         raise UserError(
@@ -120,40 +120,44 @@ def sum_part_error(
 
 
 @final
-class SecureSum:
-    """The parts of a round, added as they come, in any order.
+class SecureSum(ReplySum):
+    """Sums replies in the form of parts of a secure sum, in any order.
 
     Args:
-        method: whose replies they are.
+        method: the method that the replies belong to.
     """
 
     def __init__(self, method: Averaging) -> None:
+        super().__init__()
         self._method, self._ids = method, list[str]()
         self._layout: SumLayout | None = None
         self._total: FixedPointWords = np.zeros(0, dtype=np.uint64)
 
-    def add(self, client: str, part: Message) -> None:
-        """Adds the part of a client.
+    @property
+    def client_ids(self) -> Sequence[str]:
+        """The clients whose parts were added, in the order of ids."""
+        return sorted(self._ids)
+
+    def add(self, client_id: str, reply: Message) -> None:
+        """Adds a client's reply in the form of a part, as `encode_sum_part` makes it.
 
         Raises:
             UserError: its layout is not that of the first.
         """
-        words, layout = parse_sum_message(part)
+        words, layout = parse_sum_message(reply)
         if self._layout is None:
             self._layout, self._total = layout, words.copy()
         elif layout != self._layout:
             raise UserError(
-                f"{type(self._method).__name__}: the tensors of {client!r} are not those of {self._ids[0]!r}; a secure sum "
+                f"{type(self._method).__name__}: the tensors of {client_id!r} are not those of {self._ids[0]!r}; a secure sum "
                 "needs replies of one form"
             )
         else:
             self._total += words
-        self._ids.append(client)
+        self._ids.append(client_id)
 
-    def finalize(self, state: Any) -> Any:
-        """The server's next state, from the mean alone."""
+    def mean(self) -> Mapping[str, StateDict]:
+        """Returns the weighted mean of the replies: group -> tensors."""
         assert self._layout is not None
-        sums, _ = mean_from_fixed_point(self._total, self._layout)
-        mean: Mapping[str, Mapping[str, Tensor]] = {group: sums.get(group, {}) for group in self._method.groups}
-        client_ids: Sequence[str] = sorted(self._ids)
-        return self._method.server_step(state, mean, client_ids)
+        mean, _ = mean_from_fixed_point(self._total, self._layout)
+        return {group: mean.get(group, {}) for group in self._method.groups}

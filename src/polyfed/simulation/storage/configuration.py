@@ -9,6 +9,7 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import Metric, is_built_in_metric, resolve_metrics
 from polyfed.core.evaluation.metrics import metric_path_or_name as written_metric
+from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import import_dataclass, import_path_of
 from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.simulation.settings import Settings
@@ -47,6 +48,7 @@ def restore_settings_and_method(
     if not isinstance(algorithm, Algorithm):  # None, or something that `federate` rejects later
         return settings, build_method(saved) if algorithm is None else algorithm
     current = _describe_method(algorithm)
+    saved = rename_former_fields(saved, current)
     declared_fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
     # A field that was added to the method after the run began had its default there.
     default_by_field = {
@@ -93,7 +95,9 @@ def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
         UserError: an unknown method, or a field that it does not have.
     """
     arguments = dict(fields)
-    return build_dataclass(find_method_class(str(arguments.pop("name", ""))), arguments, "algorithm")
+    method_class = find_method_class(str(arguments.pop("name", "")))
+    names = [f.name for f in dataclasses.fields(method_class)]  # type: ignore[arg-type]
+    return build_dataclass(method_class, rename_former_fields(arguments, names), "algorithm")
 
 
 def find_method_class(name: str) -> type[Algorithm[Any, Any]]:

@@ -25,6 +25,7 @@ from polyfed.cli.commands.options.site_options import (
 )
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, resolve_without_import
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import import_object, trust_code
 from polyfed.core.io.validation import describe_annotation
 from polyfed.simulation.settings import Settings
@@ -195,6 +196,7 @@ def _parse_values(
     checked alike.
     """
     option_by_key = {option.key: option for option in options}
+    config_values = rename_former_fields(config_values, option_by_key)
     if unknown := sorted(config_values.keys() - option_by_key):
         raise UserError(f"unknown key {_unknown_key_message(unknown[0], option_by_key)}")
     for word in argv:
@@ -361,7 +363,7 @@ def _validate_choice(section: str, name: Any) -> str:
 def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
     """Removes from a configuration what belongs to choices that the options replace; local training and split stay."""
     shared = {
-        "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training.loop", "LocalTraining"))}
+        "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training.config", "LocalTraining"))}
         - {"buffers"},
         "data": {f.name for f in fields(_split_class())},
     }
@@ -399,12 +401,10 @@ def _complete_baseline(entry: Any, program: str) -> Any:
         raise UserError(f"each entry of `baselines` is a name or a mapping with a name, got {entry!r}")
     config_values = _flatten_configuration({"algorithm": entry})
     name = _validate_choice("algorithm", config_values["algorithm.name"])
-    options = [
-        Option("algorithm.name", str, name, False, ""),
-        *options_of(_class_of_choice("algorithm", name), "algorithm"),
-    ]
+    options = [Option("algorithm.name", str, name, False, "")]
+    options += options_of(_class_of_choice("algorithm", name), "algorithm")
     try:
         typed = _parse_values(options, config_values, [], program)["algorithm"]
     except UserError as error:
         raise UserError(f"baseline {name}: {error}") from error
-    return {field: typed[field] for field in entry}
+    return {field: typed[field] for field in rename_former_fields(entry, typed)}
