@@ -14,7 +14,9 @@ import polyfed
 SOURCE = Path(polyfed.__file__).parent
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn"}
-BROUGHT = {"huggingface_hub": "datasets", "packaging": "matplotlib", "threadpoolctl": "scikit-learn"}
+BROUGHT = {
+    "huggingface_hub": "datasets", "markupsafe": "jinja2", "packaging": "matplotlib", "threadpoolctl": "scikit-learn",
+}  # fmt: skip
 
 
 @cache
@@ -60,7 +62,8 @@ def test_every_package_that_is_imported_is_declared():
 def test_the_core_is_small():
     """What one data source, one option or one engine needs is an extra."""
     wanted = (
-        "torch numpy safetensors jsonargparse docstring-parser pyyaml rich matplotlib pillow scikit-learn scipy pyarrow"
+        "torch numpy safetensors jsonargparse docstring-parser pyyaml rich jinja2 matplotlib pillow scikit-learn scipy "
+        "pyarrow"
     )
     assert set(wanted.split()) == CORE
 

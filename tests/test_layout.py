@@ -26,6 +26,7 @@ HEAVY = (
     "flwr",
     "ray",
     "sympy",
+    "jinja2",
     "torch._dynamo",
 )
 

@@ -66,7 +66,7 @@ def page(write_comparison, tmp_path):
 def test_each_site_has_a_line_and_no_test_stands_above_the_details(page):
     top, whole = page()
     lines = re.findall(r'<li class="(\w+)"><span class="badge">([^<]+)</span> <span><b>([^<]+)</b>', top)
-    assert lines == [("join", "Join", "St. Mary&#x27;s &lt;b&gt;"), ("undecided", "Not decided", "north"),
+    assert lines == [("join", "Join", "St. Mary&#39;s &lt;b&gt;"), ("undecided", "Not decided", "north"),
                      ("stay", "Stay alone", "south")]  # fmt: skip
     assert "3 sites: 1 should join; 1 should stay alone; 1 not decided." in top
     assert all(f"words of {site}." in top for site in ("north", "south"))
@@ -107,7 +107,7 @@ def test_the_pooled_curve_looks_like_no_verdict(page):
     top, whole = page(keep=True)
     assert "AUC 0." in top
     assert "% interval 0." not in top.partition("ROC curve of all sites")[2]
-    assert "is no answer: whether a method is better for a site only the answers say" in top
+    assert "is not an answer: only the answers above say whether a method is better for a site" in top
     assert "% interval 0." in whole
 
 
@@ -122,7 +122,7 @@ def test_many_sites_are_counted_and_open(page):
 
 def test_sites_that_are_others_in_each_seed_have_no_answer(page):
     top, _ = page(answers=[], same_clients=False)
-    assert "there is no answer for a site by its name. --same-data deals them once" in top
+    assert "no site has an answer by its name. With --same-data all seeds share one partition." in top
     assert "Mean over sites:" in top
 
 

@@ -282,7 +282,7 @@ def test_weights_and_warm_starts_from_files(tmp_path):
             tmp_path / f"analysis/round-00000{number}.npz", alpha=alpha, rows=clients, layers=["conv"], clients=clients
         )
     html = method_views.html_aggregation_weights(tmp_path, "w")
-    assert "a client&#x27;s own has the weight 1.00" in html
+    assert "a client&#39;s own has the weight 1.00" in html
     assert 'data-t="a, a: 1.000"' in html
     assert 'data-t="a, b: 0.000"' in html
     assert "<td>0.500</td><td>1.000</td>" in html  # its course, in the table

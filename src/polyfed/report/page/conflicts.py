@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.report.page.elements import html_figure, html_table
+from polyfed.report.page.elements import html_columns, html_figure, html_paragraph, html_table
 from polyfed.report.page.svg_charts import ChartBar, svg_bar_chart
 from polyfed.simulation import federate
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -17,7 +19,7 @@ _CLIENTS = 20  # whose gradients are computed for a page
 _ROWS = 64  # training examples of each
 
 
-def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> str:
+def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> Markup:
     """Two charts, a bar per client: the cosine of its own gradient before and after its step of adaptation (α_i of
     normalised gradients), and how far its own gradient goes along the federated one.
 
@@ -59,9 +61,9 @@ def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any
     columns = ["client", "α = gᵀg̃", "α, normalised", "along the federated gradient", "gap"]
     numbers_html = html_table("Weights of the third step (eq. 5), and Proposition 1's gap", columns, rows)
     contradicted = int((step_weights.federated_cosine < 0).sum())
-    summary_html = (
-        f"<p>{contradicted} of {len(names)} clients have a gradient that contradicts the federated one. Their α is meant to "
+    summary = (
+        f"{contradicted} of {len(names)} clients have a gradient that contradicts the federated one. Their α is meant to "
         "protect them: Proposition 1 expects both values to be close. The mean gap is "
-        f"{float(step_weights.cosine_gap.mean()):.2f}. Up to {_ROWS} training images of each client.</p>"
+        f"{float(step_weights.cosine_gap.mean()):.2f}. Up to {_ROWS} training images of each client."
     )
-    return f'{summary_html}<div class="grid2">{"".join(parts)}</div>{numbers_html}'
+    return html_paragraph(summary) + html_columns(parts) + numbers_html

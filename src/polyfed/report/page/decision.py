@@ -1,17 +1,19 @@
-"""The top of the page of a comparison: what each site should do, what that rests on, and what it does not cover."""
+"""Renders the top of a comparison's page: what each site should do, what the answer rests on, and what it does not cover."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from polyfed.core.io.number_format import count_with_noun, format_number
+from markupsafe import Markup
+
+from polyfed.core.io.number_format import NumberUnit, count_with_noun, format_bare_number, format_number
 from polyfed.report.data.answers import ANSWER_LABELS, AnswerKind, SiteAnswer, parse_mean_answer, parse_site_answers
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
-from polyfed.report.page.elements import html_figure, html_legend, html_list, html_table
+from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.page.elements import html_figure, html_legend, html_table, render_template
 from polyfed.report.page.forest_plot import MAX_ROWS, ForestRow, IntervalMark, svg_forest_plot
 from polyfed.report.page.performance import (
     NO_VERDICT,
@@ -24,54 +26,54 @@ from polyfed.report.page.performance import (
 from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
-_LISTED = 30  # sites up to which all are listed; of more the others open
+_LISTED = 30  # sites in the list; those beyond open
 
 
 def interval_level_of(run_group: RunGroup) -> float:
-    """The level of the intervals of a comparison."""
+    """Returns the confidence level of a comparison's intervals."""
     return float(run_group.comparison_results.get("level", 0.95))
 
 
 def has_answers(run_group: RunGroup) -> bool:
-    """Whether the comparison answers each site or their mean; those of earlier versions do not."""
+    """Returns whether the group is a comparison with answers for sites or their mean; earlier versions wrote none."""
     return bool(run_group.comparison_results) and bool(
         run_group.comparison_results.get("answers") or run_group.comparison_results.get("mean_answer")
     )
 
 
-def html_decision(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> str:
-    """What stands above the details: warnings, answers, the mean, what was left out, what is not covered, methods and two
-    figures."""
-    answers, mean_answer = (
-        parse_site_answers(run_group.comparison_results),
-        parse_mean_answer(run_group.comparison_results),
-    )
-    results = run_group.comparison_results
-    level = interval_level_of(run_group)
-    failed = [f"{label} failed and is not compared: {why}" for label, why in (results.get("failed") or {}).items()]
-    parts = [_html_warnings([*(results.get("warnings") or ()), *failed]), _html_answers(answers)]
+def html_decision(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> Markup:
+    """Renders what stands above the details: warnings, answers, the mean, omissions, limits, methods and two figures."""
+    results, level = run_group.comparison_results, interval_level_of(run_group)
+    answers, mean_answer = parse_site_answers(results), parse_mean_answer(results)
+    failures = [f"{label} failed and is not compared: {why}" for label, why in (results.get("failed") or {}).items()]
+    mean_text = ""
     if mean_answer is not None:
-        mean_text = (
-            f"{ANSWER_LABELS[mean_answer.kind]}{' ' if mean_answer.kind == 'join' else ': '}{mean_answer.explanation()}"
-        )
-        parts.append(f'<p class="mean"><b>Mean over sites:</b> {escape(mean_text)}</p>')
-    parts += [f'<p class="facts">{escape(_as_sentence(sentence))}</p>' for sentence in _simple_model_verdicts(results)]
-    parts += [
-        f'<p class="facts">Left out: {escape(_as_sentence(why))}</p>' for why in (results.get("skipped") or {}).values()
-    ]
-    if covers := results.get("covers") or ():
-        parts.append(
-            f'<div class="covers"><h3>What these answers cover</h3>{html_list([str(sentence) for sentence in covers])}</div>'
-        )
-    parts.append(f'<div class="essentials">{_html_methods_table(run_group, level)}</div><div class="grid2 row">')
-    if answers:
-        parts.append(_html_gains_figure(answers, run_group, level, f"{key}-forest"))
-    parts.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
-    return "".join([*parts, "</div>"])
+        separator = " " if mean_answer.kind == "join" else ": "
+        mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{mean_answer.explanation()}"
+    counted = Counter(answer.kind for answer in answers)
+    counts = "; ".join(f"{counted[kind]} {kind_text}" for kind, kind_text in _COUNTED.items() if counted[kind])
+    figures = [_html_gains_figure(answers, run_group, level, f"{key}-forest")] if answers else []
+    figures.append(_html_roc_or_learning_curves(run_group, predictions, level, f"{key}-top"))
+    return render_template(
+        "decision",
+        warnings=[f"{str(sentence).rstrip('.')}." for sentence in (*(results.get("warnings") or ()), *failures)],
+        answers=answers,
+        labels=ANSWER_LABELS,
+        listed=_LISTED,
+        counts=f"{count_with_noun(len(answers), 'site')}: {counts}" if len(answers) > 1 else "",
+        mean_text=mean_text,
+        facts=[
+            *(_as_sentence(sentence) for sentence in _simple_model_verdicts(results)),
+            *(f"Left out: {_as_sentence(why)}" for why in (results.get("skipped") or {}).values()),
+        ],
+        covers=results.get("covers") or (),
+        methods_table=_html_methods_table(run_group, level),
+        figures=figures,
+    )
 
 
 def _simple_model_verdicts(results: Mapping[str, Any]) -> list[str]:
-    """What the comparison says of simple models against training alone."""
+    """Returns the comparison's verdicts on simple models against training alone."""
     mean_sentence = (results.get("mean_answer") or {}).get("sentence")
     return [
         verdict
@@ -84,124 +86,71 @@ def _as_sentence(text: str) -> str:
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
-def _html_warnings(sentences: Sequence[str]) -> str:
-    if not sentences:
-        return ""
-    shown = html_list([f"{str(sentence).rstrip('.')}." for sentence in sentences])
-    return f'<div class="warn" role="note"><b>Before you rely on this</b>{shown}</div>'
-
-
-def _html_answers(answers: Sequence[SiteAnswer]) -> str:
-    if not answers:
-        return (
-            "<h2>Should sites join?</h2><p>Each seed deals other data to the sites, so that there is no answer for a site "
-            "by its name. --same-data deals them once.</p>"
-        )
-    counted = Counter(answer.kind for answer in answers)
-    counts_text = "; ".join(f"{counted[kind]} {kind_text}" for kind, kind_text in _COUNTED.items() if counted[kind])
-    shown = [_html_answer(answer) for answer in answers]
-    listed = f'<ul class="answers">{"".join(shown[:_LISTED])}</ul>'
-    if len(shown) > _LISTED:
-        listed += (
-            f"<details><summary>The other {len(shown) - _LISTED} sites</summary>"
-            f'<ul class="answers">{"".join(shown[_LISTED:])}</ul></details>'
-        )
-    total = f'<p class="facts">{count_with_noun(len(answers), "site")}: {counts_text}.</p>' if len(answers) > 1 else ""
-    return f"<h2>Should each site join?</h2>{total}{listed}"
-
-
-def _html_answer(answer: SiteAnswer) -> str:
-    explanation = answer.explanation()
-    return (
-        f'<li class="{answer.kind}"><span class="badge">{ANSWER_LABELS[answer.kind]}</span> '
-        f"<span><b>{escape(answer.client or '')}</b> {escape(explanation)}</span></li>"
-    )
-
-
-def _html_methods_table(run_group: RunGroup, level: float) -> str:
-    """One row a method and a model that each site has alone, with no tests, the best first; below it what nobody has."""
+def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
+    """Renders one row per method and per simple model, the best first; pooled data, which no site has, come last."""
     score_format, percent = run_group.score_format, f"{100 * level:g} % interval"
     ranked: list[tuple[float, list[str]]] = []
     for method in run_group.methods:
-        statistics = method.statistics
-        is_local = method is run_group.local_method
-        gain, ends = statistics.get("gain"), statistics.get("gain_interval")
+        statistics, is_local = method.statistics, method is run_group.local_method
+        gain = statistics.get("gain")
         if gain is None and (gains := [gain_over_local.mean for gain_over_local in run_group.gains_over_local(method)]):
             gain = mean_of_defined(gains)
         scores = [value for value in run_group.score_by_participant(method).values() if not math.isnan(value)]
-        ranked.append(
-            (
-                run_group.ranking_key(method),
-                [
-                    f"{method.label} (alone)" if is_local else method.label,
-                    format_number(run_group.mean_score(method), score_format.unit),
-                    _format_interval(statistics.get("interval"), score_format.unit),
-                    "–" if is_local or gain is None else score_format.format_signed(float(gain)),
-                    "–"
-                    if is_local or ends is None
-                    else f"{_without_points(score_format.format_signed(ends[0]))} to "
-                    f"{_without_points(score_format.format_signed(ends[1]))}",
-                    format_number(_worst_score(scores, run_group), score_format.unit),
-                ],
-            )
-        )
+        entry = {"mean": run_group.mean_score(method), "interval": statistics.get("interval")}
+        if not is_local:
+            entry |= {"gain": gain, "gain_interval": statistics.get("gain_interval")}
+        label = f"{method.label} (alone)" if is_local else method.label
+        ranked.append((run_group.ranking_key(method), [label, *_score_cells(entry, scores, run_group)]))
     references = run_group.comparison_results.get("references") or {}
     for name, reference in references.items():
-        defined_scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
-        mean_score, gain, ends = reference.get("mean"), reference.get("gain"), reference.get("gain_interval")
-        is_last = name == "pooled" or mean_score is None
-        ranked.append(
-            (
-                -math.inf if is_last else score_format.positive_if_better(float(mean_score)),
-                [
-                    f"{name.replace('_', ' ')} ({'all data in one place, for reference' if name == 'pooled' else 'alone'})",
-                    "–" if mean_score is None else format_number(float(mean_score), score_format.unit),
-                    _format_interval(reference.get("interval"), score_format.unit),
-                    "–" if gain is None else score_format.format_signed(float(gain)),
-                    "–"
-                    if ends is None
-                    else f"{_without_points(score_format.format_signed(ends[0]))} to "
-                    f"{_without_points(score_format.format_signed(ends[1]))}",
-                    format_number(_worst_score(defined_scores, run_group), score_format.unit),
-                ],
-            )
-        )
-    rows = [row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)]
-    columns = ["method", f"mean {score_format.label}", percent, "gain over training alone", percent, "worst site"]
+        scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
+        mean_score, is_pooled = reference.get("mean"), name == "pooled"
+        label = f"{name.replace('_', ' ')} ({'all data in one place, for reference' if is_pooled else 'alone'})"
+        rank = -math.inf if is_pooled or mean_score is None else score_format.positive_if_better(float(mean_score))
+        ranked.append((rank, [label, *_score_cells(reference, scores, run_group)]))
     better = (
         ""
         if score_format.higher_is_better
         else f" A lower {score_format.label} is better; a positive gain is always better."
     )
-    notes = [
-        f"{name.replace('_', ' ')}: {reference['sentence']}"
-        for name, reference in references.items()
-        if reference.get("sentence")
-    ]
-    caption = (
-        f"Best first: mean {score_format.label} of methods and simple models on each site's own test examples.{better}"
+    return render_template(
+        "best_first",
+        caption=f"Best first: mean {score_format.label} of methods and simple models on each site's own test examples."
+        f"{better}",
+        columns=["method", f"mean {score_format.label}", percent, "gain over training alone", percent, "worst site"],
+        rows=[row for _, row in sorted(ranked, key=lambda row: row[0], reverse=True)],
+        notes=[
+            f"{name.replace('_', ' ')}: {reference['sentence']}"
+            for name, reference in references.items()
+            if reference.get("sentence")
+        ],
     )
-    return html_table(caption, columns, rows) + "".join(f'<p class="caption">{escape(note)}</p>' for note in notes)
 
 
-def _worst_score(values: Sequence[float], run_group: RunGroup) -> float:
-    if not values:
-        return math.nan
-    return min(values) if run_group.score_format.higher_is_better else max(values)
+def _score_cells(entry: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup) -> list[str]:
+    """Returns the cells of a row: mean, its interval, gain, its interval, and the worst of `scores`."""
+    score_format = run_group.score_format
+    worst = min if score_format.higher_is_better else max
+    return [
+        format_number(entry.get("mean"), score_format.unit),
+        _format_interval(entry.get("interval"), score_format.unit),
+        "–" if entry.get("gain") is None else score_format.format_signed(float(entry["gain"])),
+        _format_gain_interval(entry.get("gain_interval"), score_format).replace(" points", ""),
+        format_number(worst(scores, default=None), score_format.unit),
+    ]
 
 
-def _format_interval(ends: Sequence[float] | None, unit: str) -> str:
+def _format_interval(ends: Sequence[float] | None, unit: NumberUnit) -> str:
     if ends is None:
         return "–"
-    low, high = (format_number(float(end), "%" if unit == "%" else "") for end in ends)
-    return f"{low.removesuffix(' %')} to {high}"
+    return f"{format_bare_number(float(ends[0]), unit)} to {format_number(float(ends[1]), unit)}"
 
 
-def _without_points(text: str) -> str:
-    return text.removesuffix(" points")
+def _format_gain_interval(ends: Sequence[float] | None, score_format: ScoreFormat) -> str:
+    return "–" if ends is None else " to ".join(map(score_format.format_signed, ends))
 
 
-def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level: float, key: str) -> str:
+def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level: float, key: str) -> Markup:
     score_format = run_group.score_format
     rows = [
         ForestRow(
@@ -229,19 +178,16 @@ def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level
     )
     drawn = f" Drawn are {MAX_ROWS} of {len(rows)} sites, evenly." if len(rows) > MAX_ROWS else ""
     caption = (
-        f"What each site gains by joining over the best that it has alone, with {100 * level:g} % intervals. Full circles: "
-        "join; squares: stay alone; "
+        f"Gain of each site by joining, over the best that it has alone, with {100 * level:g} % intervals. Full circles: "
+        f"join; squares: stay alone; hollow circles: not decided.{drawn}"
     )
-    caption += f"hollow circles: not decided.{drawn}"
     cells = [
         [
             answer.client or "",
             ANSWER_LABELS[answer.kind],
             answer.method or "–",
             "–" if answer.gain is None else score_format.format_signed(answer.gain),
-            "–"
-            if answer.interval is None
-            else f"{score_format.format_signed(answer.interval[0])} to {score_format.format_signed(answer.interval[1])}",
+            _format_gain_interval(answer.interval, score_format),
             answer.compared_with.replace("_", " ") or "–",
             answer.basis or ("–" if answer.test_examples is None else str(answer.test_examples)),
         ]
@@ -253,8 +199,8 @@ def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level
 
 def _html_roc_or_learning_curves(
     run_group: RunGroup, predictions: GroupPredictions | None, level: float, key: str
-) -> str:
-    """ROC curves of all sites together where the task is one question of yes or no; else the learning curves."""
+) -> Markup:
+    """Renders ROC curves of all sites together for a task of two classes; for all others the learning curves."""
     methods = [method for method in (run_group.best_method, run_group.local_method) if method is not None]
     if predictions is not None and len(predictions.binary_questions) == 1:
         method_names = [x.label for x in methods if x.label in predictions.methods]
@@ -269,16 +215,13 @@ def _html_roc_or_learning_curves(
             if performance is not None
         ]:
             drawn = [svg_roc_curve(performance, style, k, None) for k, (performance, _, style) in enumerate(drawable)]
-            chart = svg_unit_square(f"{key}-roc", "ROC curve of all sites", "Sensitivity against the share of false alarms.",
+            chart = svg_unit_square(f"{key}-roc", "ROC curve of all sites", "Sensitivity against the false alarm rate.",
                           "false alarms (1 − specificity)", "sensitivity", drawn)  # fmt: skip
             texts = html_legend(
                 [describe_auc(name, performance) for performance, name, _ in drawable],
                 [style for _, _, style in drawable],
             )
-            caption = (
-                f"How well {question.name} is told from the rest: ROC curve. {describe_averaging(predictions)} "
-                f"{NO_VERDICT}"
-            )
+            caption = f"ROC curve of {question.name} against the rest. {describe_averaging(predictions)} {NO_VERDICT}"
             return html_figure(chart + texts, caption)
     drawn_lines = [
         ChartLine(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import final
 
+from markupsafe import Markup
+
 from polyfed.core.io.number_format import NumberUnit, format_bare_number, format_number, shorten_name
 from polyfed.report.page.svg_charts import (
     CHART_WIDTH,
@@ -57,7 +59,7 @@ def svg_forest_plot(
     unit: NumberUnit = "",
     signed: bool = False,
     show_zero: bool = False,
-) -> str:
+) -> Markup:
     """Rows of marks; marks without a value are left out.
 
     Args:

@@ -6,12 +6,12 @@ import base64
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from markupsafe import Markup
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
@@ -25,7 +25,16 @@ from polyfed.report.figures.aggregation import read_aggregation_weights
 from polyfed.report.figures.alignment import RepresentationAlignment
 from polyfed.report.figures.architectures import ArchitectureSearchResult, draw_client_cells
 from polyfed.report.page import sentences
-from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_table
+from polyfed.report.page.elements import (
+    html_block,
+    html_columns,
+    html_dropdown_panels,
+    html_figure,
+    html_legend,
+    html_paragraph,
+    html_table,
+    render_template,
+)
 from polyfed.report.page.svg_charts import ChartBar, ChartLine, svg_bar_chart, svg_heat_map, svg_line_chart
 from polyfed.simulation.results.unseen_clients import TrainingCurves
 
@@ -33,7 +42,7 @@ WARM_START_FILE = "unseen/curves.json"  # in the run directory: {id: {"score": n
 MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
 
 
-def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANELS) -> str:
+def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANELS) -> Markup:
     """pFedLA's weights α: each layer's matrix after the last round (the first `max_layers`), and how much of its own
     each client keeps.
 
@@ -81,11 +90,11 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
     own_figure = html_figure(chart + html_legend([c.label for c in curves]), f"{title}.{more}", behind)
     layers_html = html_dropdown_panels(f"{key}-layer", "Layer", panels)
     if len(aggregation_weights.layers) > max_layers:
-        layers_html += f"<p>The first {max_layers} of {len(aggregation_weights.layers)} layers.</p>"
-    return f'<div class="grid2"><div>{layers_html}</div><div>{own_figure}</div></div>'
+        layers_html += html_paragraph(f"The first {max_layers} of {len(aggregation_weights.layers)} layers.")
+    return html_columns([html_block(layers_html), html_block(own_figure)])
 
 
-def html_alignment(alignment: RepresentationAlignment, key: str) -> str:
+def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
     """Returns two heat maps of the CKA between any two clients' representations, before and after training."""
     parts = []
     for when, values, mean in (
@@ -96,10 +105,10 @@ def html_alignment(alignment: RepresentationAlignment, key: str) -> str:
         chart = svg_heat_map(values, alignment.clients, alignment.clients, key=f"{key}-{when}", title=title, high=1.0,
                          x_label="client", y_label="client")  # fmt: skip
         parts.append(html_figure(chart, f"{title}; mean over pairs {mean:.2f} (1: alike up to rotation and scale)."))
-    return f'<div class="grid2">{"".join(parts)}</div>'
+    return html_columns(parts)
 
 
-def html_architectures(search_result: ArchitectureSearchResult, key: str, max_clients: int = MAX_PANELS) -> str:
+def html_architectures(search_result: ArchitectureSearchResult, key: str, max_clients: int = MAX_PANELS) -> Markup:
     """Returns the cells of the first `max_clients` clients, drawn, and each operation's probability at each edge."""
     from matplotlib import rc_context
 
@@ -110,7 +119,7 @@ def html_architectures(search_result: ArchitectureSearchResult, key: str, max_cl
             with rc_context({"svg.fonttype": "none"}):  # letters as text, a fraction of their outlines
                 draw_client_cells(search_result, client, file)
             svg_base64 = base64.b64encode(read_file(file)).decode()
-        alt = escape(f"The cells of {client}: nodes and the most probable operation of each edge")
+        alt = f"The cells of {client}: nodes and the most probable operation of each edge"
         rows = []
         maps = []
         for c, (cell, name) in enumerate(zip(search_result.cells_of(client), search_result.cell_titles, strict=True)):
@@ -138,19 +147,18 @@ def html_architectures(search_result: ArchitectureSearchResult, key: str, max_cl
         numbers_html = html_table(
             f"Most probable operations of {client}", ["cell", "edge", "operation", "probability"], rows
         )
-        picture = html_figure(
-            f'<img alt="{alt}" src="data:image/svg+xml;base64,{svg_base64}">', f"{client}: its cells.", numbers_html
-        )
-        panels[client] = f'<div class="grid2"><div>{picture}</div><div>{"".join(maps)}</div></div>'
+        image = render_template("client_picture", alt=alt, address=f"data:image/svg+xml;base64,{svg_base64}")
+        picture = html_figure(image, f"{client}: its cells.", numbers_html)
+        panels[client] = html_columns([html_block(picture), html_block(Markup().join(maps))])
     more = (
-        f"<p>The first {max_clients} of {len(search_result.clients)} clients.</p>"
+        html_paragraph(f"The first {max_clients} of {len(search_result.clients)} clients.")
         if len(search_result.clients) > max_clients
-        else ""
+        else Markup()
     )
     return html_dropdown_panels(f"{key}-cells", "Client", panels) + more
 
 
-def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> str:
+def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
     """The share of each network's parameters that a graph hypernetwork can generate, and why the rest stays local.
 
     Args:
@@ -206,7 +214,7 @@ class WarmStartCurves(TypedDict):
     scratch: list[float | None]
 
 
-def html_warm_starts(folder: Path, key: str) -> str:
+def html_warm_starts(folder: Path, key: str) -> Markup:
     """Curves of unseen clients that `polyfed warmstart` trained from generated weights and from scratch; empty without any.
 
     Raises:
@@ -214,7 +222,7 @@ def html_warm_starts(folder: Path, key: str) -> str:
     """
     file = folder / WARM_START_FILE
     if not file.is_file():
-        return ""
+        return Markup()
     try:
         content: Mapping[str, Any] = parse_json(read_file(file))
         if error_text := validation_error(content, dict[str, WarmStartCurves]):

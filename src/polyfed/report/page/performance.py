@@ -1,5 +1,7 @@
-"""How well predictions separate and how far they can be believed: ROC curves, counts at a threshold and calibration, of all
-sites together and of each. What is drawn first is drawn here; `curves.js` draws the rest from the same numbers."""
+"""Renders ROC curves, calibration curves and confusion tables from the predictions on test examples.
+
+The first choice, all sites together, is drawn here; `curves.js` draws the others from the same numbers.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +9,7 @@ from html import escape
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from polyfed.core.io.number_format import count_with_noun, format_count, join_with_and
 from polyfed.report.data.binary_stats import (
@@ -19,7 +22,7 @@ from polyfed.report.data.binary_stats import (
 )
 from polyfed.report.data.predictions import BinaryQuestion, GroupPredictions
 from polyfed.report.page.confusion import html_confusion_matrix, html_threshold_tables
-from polyfed.report.page.elements import html_json_script, html_line_swatch, html_table
+from polyfed.report.page.elements import html_paragraph, render_template
 from polyfed.report.page.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_image, svg_text
 
 ALL_SITES = "All sites"
@@ -31,17 +34,17 @@ LEFT, RIGHT, TOP, BOTTOM, HEIGHT = 50, 22, 10, 44, 384  # of the frame, in units
 LOCAL_STYLE = 2 * COLOUR_COUNT - 1  # the style of training alone, here as in all charts
 _SHARE_DIGITS = 3  # digits after the point of a share
 NO_VERDICT = (
-    "An area of all sites' test examples together is no answer: whether a method is better for a site only the answers say, "
-    "whatever these curves look like."
+    "An AUC over the test examples of all sites together is not an answer: only the answers above say whether a method is "
+    "better for a site."
 )
 
 
 def performance_data(predictions: GroupPredictions, level: float) -> dict[str, Any]:
-    """Everything that can be chosen, as numbers for the script.
+    """Collects everything that a reader can choose, as numbers for the script.
 
     Returns:
-        `sites`, `methods`, `classes` (names), `reference` (a position, or -1), `cells` by site, class and method (null where
-        there is nothing to say), and `matrices` by site and method (of more than two classes; else null).
+        `sites`, `methods`, `classes`: names. `reference`: position of training alone, or -1. `cells`: by site, class and
+        method, from `binary_performance`. `matrices`: by site and method, for more than two classes; else null.
     """
     questions = predictions.binary_questions[:_CLASSES]
     sites = [
@@ -70,12 +73,13 @@ def performance_data(predictions: GroupPredictions, level: float) -> dict[str, A
 def binary_performance(
     predictions: GroupPredictions, method: str, clients: Sequence[str], question: BinaryQuestion, level: float
 ) -> dict[str, Any] | None:
-    """What is told of a method, a question of yes or no and some clients' test examples; None without examples.
+    """Computes ROC curve, calibration and counts of a method on the test examples of some clients, for one class or label.
 
     Returns:
-        `n`, `yes`: examples, mean over seeds. `area`: AUC with its interval, or null; `seeds`: its lowest and highest.
-        `roc`: sensitivity by `GRID`, and where seeds differ `low` and `high`. `groups`: calibration. `hits`, `alarms`:
-        counts by threshold, means over seeds; missing where the most probable of several classes decides.
+        None without test examples; else `n`, `yes`: numbers of examples and of positives, means over seeds. `area`: AUC with
+        its interval, or null; `seeds`: its lowest and highest. `roc`: sensitivity at each of `FALSE_ALARM_GRID`, and `low`
+        and `high` where seeds differ. `groups`: the calibration curve. `hits`, `alarms`: true and false positives by
+        threshold, means over seeds; missing where the most probable of several classes decides.
     """
     parts = [
         part
@@ -113,7 +117,7 @@ def _mean_confusion_matrix(predictions: GroupPredictions, method: str, clients: 
 
 
 def _selectable_sites(predictions: GroupPredictions, question_count: int) -> list[str]:
-    """The sites with the most test examples, by name; none where a name is another site in each seed."""
+    """Returns the sites with the most test examples, by name; none where each seed deals other data."""
     if not predictions.same_clients or len(predictions.clients) == 1:
         return []
     max_sites = min(_SITES, max(1, _CELLS // (len(predictions.methods) * max(question_count, 1)) - 1))
@@ -125,48 +129,42 @@ def _selectable_sites(predictions: GroupPredictions, question_count: int) -> lis
     )
 
 
-def html_performance_section(predictions: GroupPredictions, level: float, key: str) -> str:
-    """The whole section, with its numbers for the script; for predictions of numbers a sentence."""
+def html_performance_section(predictions: GroupPredictions, level: float, key: str) -> Markup:
+    """Renders the whole section, with its numbers for the script; a sentence for a regression task."""
     if not predictions.binary_questions:
-        return "<p>ROC curves and counts are of classes; these networks predict numbers.</p>"
+        return html_paragraph("ROC curves and counts are of classes; these networks predict numbers.")
     page_data = performance_data(predictions, level)
     shown_methods = [0, *([page_data["reference"]] if page_data["reference"] > 0 else [])]
-    first = [page_data["cells"][0][0][m] for m in shown_methods]
-    names, styles = [page_data["methods"][m] for m in shown_methods], [page_data["styles"][m] for m in shown_methods]
     slots = [
-        (performance, name, style)
-        for performance, name, style in zip(first, names, styles, strict=True)
-        if performance is not None
+        (page_data["cells"][0][0][m], page_data["methods"][m], page_data["styles"][m])
+        for m in shown_methods
+        if page_data["cells"][0][0][m] is not None
     ]
-    dropdowns = [
-        _html_dropdown(key, "site", "Site", page_data["sites"]),
-        _html_dropdown(key, "method", "Method", page_data["methods"]),
-    ]
-    dropdowns.append(
-        _html_dropdown(key, "class", "Label" if predictions.task == "multilabel" else "Class", page_data["classes"])
+    matrices, seeds = page_data["matrices"], len(predictions.seeds)
+    has_threshold = bool(slots) and "hits" in slots[0][0]
+    names, matrix_names = page_data["methods"], page_data["names"]
+    return render_template(
+        "performance",
+        key=key,
+        data=page_data,
+        class_label="Label" if predictions.task == "multilabel" else "Class",
+        basis=_test_examples_sentence(page_data, page_data["cells"][0][0][0]),
+        styles=[style for _, _, style in slots],
+        roc=_roc_figure(slots, key, page_data, predictions),
+        calibration=_calibration_figure(slots, key, page_data),
+        threshold_tables=has_threshold
+        and html_threshold_tables(
+            [(performance, name) for performance, name, _ in slots],
+            page_data["classes"][0],
+            page_data["others"],
+            level,
+        ),
+        matrices=matrices and [html_confusion_matrix(matrices[0][m], names[m], matrix_names) for m in shown_methods],
+        percent=f"{100 * level:g}",
+        seeds_note=f" Counts are means over {seeds} trainings and may have decimals." if seeds > 1 else "",
+        most_classes=_MATRIX,
+        notes=_limit_notes(predictions, page_data),
     )
-    return "".join(
-        [
-            f'<div class="curves" data-curves="{key}-curves">',
-            f'<div class="control">{"".join(dropdowns)}</div>',
-            f'<p class="basis" aria-live="polite">{escape(_test_examples_sentence(page_data, first[0]))}</p>',
-            '<div class="grid2">',
-            _html_roc_figure(slots, key, page_data, predictions),
-            _html_calibration_figure(slots, key, page_data, predictions),
-            "</div>",
-            _html_confusion(slots, key, page_data, predictions, shown_methods),
-            f"</div>{_html_limits(predictions, page_data)}{html_json_script(f'{key}-curves', page_data)}",
-        ]
-    )
-
-
-def _html_dropdown(key: str, kind: str, label: str, names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return ""
-    options = "".join(f'<option value="{k}">{escape(name)}</option>' for k, name in enumerate(names))
-    name = f"{key}-curves-{kind}"
-    menu = f'<select id="{name}" data-pick="{kind}">{options}</select>'
-    return f'<span class="pick"><label for="{name}">{label}</label> {menu}</span>'
 
 
 def _test_examples_sentence(page_data: dict[str, Any], performance: dict[str, Any] | None) -> str:
@@ -178,30 +176,26 @@ def _test_examples_sentence(page_data: dict[str, Any], performance: dict[str, An
     )
 
 
-def _html_limits(predictions: GroupPredictions, page_data: dict[str, Any]) -> str:
-    """What is not offered, and why."""
-    notes_html = [f"<p class=caption>{escape(note)}</p>" for note in (NO_VERDICT, *predictions.notes)]
+def _limit_notes(predictions: GroupPredictions, page_data: dict[str, Any]) -> list[str]:
+    """Returns sentences on what a reader cannot choose, and why."""
+    notes = [NO_VERDICT, *predictions.notes]
     if not predictions.same_clients and len(predictions.clients) > 1:
-        notes_html.append("<p class=caption>Each seed deals other data, so that a site cannot be chosen.</p>")
+        notes.append("Each seed deals other data, so that a site cannot be chosen.")
     elif 1 < len(page_data["sites"]) <= len(predictions.clients):
         number = len(page_data["sites"]) - 1
-        notes_html.append(
-            f"<p class=caption>The menu has the {number} of {len(predictions.clients)} sites with the most test "
-            "examples.</p>"
-        )
+        notes.append(f"The menu has the {number} of {len(predictions.clients)} sites with the most test examples.")
     if len(predictions.binary_questions) > len(page_data["classes"]):
-        notes_html.append(
-            f"<p class=caption>The menu has the first {len(page_data['classes'])} of {len(predictions.binary_questions)} "
-            "classes.</p>"
+        notes.append(
+            f"The menu has the first {len(page_data['classes'])} of {len(predictions.binary_questions)} classes."
         )
-    return "".join(notes_html)
+    return notes
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
 def svg_point(x: float, y: float) -> str:
-    """Two shares as a point of the frame.
+    """Returns the point of the frame for two shares.
 
     >>> svg_point(0, 0), svg_point(1, 1)
     ('50.0 340.0', '398.0 10.0')
@@ -211,8 +205,8 @@ def svg_point(x: float, y: float) -> str:
 
 def svg_unit_square(
     key: str, title: str, description: str, x_label: str, y_label: str, elements: Sequence[str], script_name: str = ""
-) -> str:
-    """A square of shares from 0 to 100 % with its diagonal; `script_name` names it for the script."""
+) -> Markup:
+    """Draws a square of shares from 0 to 100 % with its diagonal; the script finds it by `script_name`."""
     parts = []
     for k in range(6):
         share = k / 5
@@ -230,7 +224,7 @@ def svg_unit_square(
 
 
 def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_index: int | None = 49) -> str:
-    """The curve of a cell, its band over seeds and its point at a threshold (a position; None for no point)."""
+    """Draws a ROC curve, its band over seeds, and its point at a threshold (a position in `THRESHOLDS`; None: no point)."""
     group = [f'<g data-slot="{slot}" class="s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
     if performance["roc"] is not None:
         if "low" in performance:
@@ -249,9 +243,9 @@ def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_
 
 
 def describe_auc(name: str, performance: dict[str, Any], level: float | None = None) -> str:
-    """The area under a curve in words; its interval, of the curve by itself, with a level alone."""
+    """Returns the AUC in words, with its interval if `level` is given."""
     if performance["area"] is None:
-        return f"{name}: no curve, since the test examples are all of one kind"
+        return f"{name}: no curve, since all test examples are of one class"
     area, low, high = performance["area"]
     if level is None:
         return f"{name}: AUC {area:.3f}"
@@ -261,40 +255,28 @@ def describe_auc(name: str, performance: dict[str, Any], level: float | None = N
 PerformanceSlots = Sequence[tuple[dict[str, Any], str, int]]
 
 
-def _html_legend(slots: PerformanceSlots, texts: Sequence[str], script_name: str) -> str:
-    spans = [
-        f"<span>{html_line_swatch(style)}{escape(text)}</span>"
-        for (_, _, style), text in zip(slots, texts, strict=True)
-    ]
-    return f'<p class="legend stacked" data-legend="{script_name}">{"".join(spans)}</p>'
-
-
-def _html_roc_figure(
+def _roc_figure(
     slots: PerformanceSlots, key: str, page_data: dict[str, Any], predictions: GroupPredictions
-) -> str:
+) -> dict[str, Any]:
+    """Returns the ROC curves, their legend, caption and table for the template."""
     lines = [svg_roc_curve(performance, style, k) for k, (performance, _, style) in enumerate(slots)]
-    chart = svg_unit_square(f"{key}-roc", "ROC curve", "Sensitivity against the share of false alarms; numbers are below.",
-                  "false alarms (1 − specificity)", "sensitivity", lines, "roc")  # fmt: skip
-    caption = (
-        "ROC curve: what share of those with it is found, against the share of false alarms, at every threshold. The "
-    )
-    caption += "diagonal is chance. " + describe_averaging(predictions)
-    caption += (
-        " The dot is the threshold chosen below." if any("hits" in performance for performance, _, _ in slots) else ""
-    )
-    caption += f" Intervals of AUC: {100 * page_data['level']:g} %, by the number of test examples (Hanley and McNeil)."
-    rows = [[name, *(_sensitivity_at(performance, k) for k in (3, 6, 12))] for performance, name, _ in slots]
-    columns = ["method", *(f"sensitivity at {p} % specificity" for p in (95, 90, 80))]
-    texts = [describe_auc(name, performance, page_data["level"]) for performance, name, _ in slots]
-    numbers_html = (
-        f'<details data-numbers="roc"><summary>The numbers</summary>{html_table("ROC curve", columns, rows)}</details>'
-    )
-    legend_html = _html_legend(slots, texts, "roc")
-    return f"<figure>{chart}{legend_html}<figcaption>{escape(caption)}</figcaption>{numbers_html}</figure>"
+    dot = " The dot is at the threshold chosen below." if any("hits" in slot[0] for slot in slots) else ""
+    return {
+        "chart": svg_unit_square(
+            f"{key}-roc", "ROC curve", "Sensitivity against the false alarm rate; numbers are below.",
+            "false alarms (1 − specificity)", "sensitivity", lines, "roc",
+        ),
+        "texts": [describe_auc(name, performance, page_data["level"]) for performance, name, _ in slots],
+        "caption": f"ROC curve: sensitivity against the false alarm rate at every threshold. The diagonal is chance. "
+        f"{describe_averaging(predictions)}{dot} Intervals of AUC: {100 * page_data['level']:g} %, by the number of "
+        "test examples (Hanley and McNeil).",
+        "columns": ["method", *(f"sensitivity at {p} % specificity" for p in (95, 90, 80))],
+        "rows": [[name, *(_sensitivity_at(performance, k) for k in (3, 6, 12))] for performance, name, _ in slots],
+    }  # fmt: skip
 
 
 def describe_averaging(predictions: GroupPredictions) -> str:
-    """What several seeds and sites mean for a curve."""
+    """Returns sentences on what a curve of several sites and seeds is made from."""
     sites_sentence = "All sites: their test examples together, each with its own site's network."
     if len(predictions.seeds) == 1:
         return f"{sites_sentence} One training (seed {predictions.seeds[0]})."
@@ -306,9 +288,8 @@ def _sensitivity_at(performance: dict[str, Any], k: int) -> str:
     return "–" if performance["roc"] is None else f"{100 * performance['roc'][k]:.1f} %"
 
 
-def _html_calibration_figure(
-    slots: PerformanceSlots, key: str, page_data: dict[str, Any], predictions: GroupPredictions
-) -> str:
+def _calibration_figure(slots: PerformanceSlots, key: str, page_data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the calibration curves, their legend, caption and table for the template."""
     groups = []
     for k, (performance, name, style) in enumerate(slots):
         inside = [f'<g data-slot="{k}" class="mark s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
@@ -316,70 +297,29 @@ def _html_calibration_figure(
             inside.append(f'<path class="line" d="M{"L".join(svg_point(g[0], g[1]) for g in performance["groups"])}"/>')
         for predicted, observed, low, high, examples in performance["groups"]:
             x, y = svg_point(predicted, observed).split()
-            tooltip = (
-                f"{name}: predicted {100 * predicted:.1f} %, observed {100 * observed:.1f} % of "
-                f"{format_count(examples)}"
-            )
+            shares = f"predicted {100 * predicted:.1f} %, observed {100 * observed:.1f} %"
+            tooltip = f"{name}: {shares} of {format_count(examples)}"
             ends = f"M{svg_point(predicted, low)}L{svg_point(predicted, high)}"
             inside.append(f'<g data-t="{escape(tooltip)}"><path class="line thin" d="{ends}"/>'
                           f'<circle cx="{x}" cy="{y}" r="4"/></g>')  # fmt: skip
         groups.append("".join([*inside, "</g>"]))
-    chart = svg_unit_square(f"{key}-cal", "Calibration", "Observed share against predicted probability; numbers are below.",
-                  "predicted probability", "observed share", groups, "cal")  # fmt: skip
-    caption = (
-        "Calibration: test examples in groups of equal size by predicted probability; on the diagonal a predicted 30 % "
-    )
-    caption += f"happens in 30 % of cases. Vertical lines: {100 * page_data['level']:g} % intervals (Wilson). "
-    caption += "Fewer than 20 test examples have no curve."
-    rows = [[name, *(f"{100 * v:.1f} %" for v in g[:2]), f"{100 * g[2]:.1f} to {100 * g[3]:.1f} %", format_count(g[4])]
-            for performance, name, _ in slots for g in performance["groups"]]  # fmt: skip
-    columns = ["method", "predicted", "observed", "interval", "test examples"]
-    shown = html_table("Calibration", columns, rows)
-    numbers_html = f'<details data-numbers="cal"><summary>The numbers</summary>{shown}</details>'
-    texts = [name for _, name, _ in slots]
-    legend_html = _html_legend(slots, texts, "cal")
-    return f"<figure>{chart}{legend_html}<figcaption>{escape(caption)}</figcaption>{numbers_html}</figure>"
-
-
-def _html_confusion(
-    slots: PerformanceSlots,
-    key: str,
-    page_data: dict[str, Any],
-    predictions: GroupPredictions,
-    shown_methods: Sequence[int],
-) -> str:
-    seeds = (
-        f" Counts are means over {len(predictions.seeds)} trainings and need not be whole."
-        if len(predictions.seeds) > 1
-        else ""
-    )
-    if slots and "hits" in slots[0][0]:
-        class_html = f"<span data-named>{escape(page_data['classes'][0])}</span>"
-        slider = (
-            f'<p class="control"><label for="{key}-curves-at">Called {class_html} from a predicted '
-            f'probability of <output for="{key}-curves-at">50 %</output></label> '
-            f'<input type="range" id="{key}-curves-at" data-pick="at" min="1" max="99" value="50"></p>'
-        )
-        shown = html_threshold_tables(
-            [(performance, name) for performance, name, _ in slots],
-            page_data["classes"][0],
-            page_data["others"],
-            page_data["level"],
-        )
-        note = (
-            f"The threshold applies to both methods.{seeds} In brackets {100 * page_data['level']:g} % intervals "
-            "(Wilson)."
-        )
-        heading = "<h4>Who is called what, at a threshold</h4>"
-        return f'{heading}{slider}<div data-counts>{shown}</div><p class="caption">{note}</p>'
-    if page_data["matrices"] is None:
-        return f"<p>A table of all mistakes is shown for up to {_MATRIX} classes.</p>"
-    shown = "".join(
-        html_confusion_matrix(page_data["matrices"][0][m], page_data["methods"][m], page_data["names"])
-        for m in shown_methods
-    )
-    note = f"Each example is called what is most probable.{seeds}"
-    return f'<h4>Who is called what</h4><div data-counts>{shown}</div><p class="caption">{note}</p>'
+    return {
+        "chart": svg_unit_square(
+            f"{key}-cal", "Calibration", "Observed share against predicted probability; numbers are below.",
+            "predicted probability", "observed share", groups, "cal",
+        ),
+        "texts": [name for _, name, _ in slots],
+        "caption": "Calibration: test examples in groups of equal size by predicted probability; on the diagonal a "
+        f"predicted 30 % happens in 30 % of cases. Vertical lines: {100 * page_data['level']:g} % intervals (Wilson). "
+        "Fewer than 20 test examples have no curve.",
+        "columns": ["method", "predicted", "observed", "interval", "test examples"],
+        "rows": [
+            [name, f"{100 * predicted:.1f} %", f"{100 * observed:.1f} %", f"{100 * low:.1f} to {100 * high:.1f} %",
+             format_count(examples)]
+            for performance, name, _ in slots
+            for predicted, observed, low, high, examples in performance["groups"]
+        ],
+    }  # fmt: skip
 
 
 def _round_values(values: Any) -> list[float | None]:

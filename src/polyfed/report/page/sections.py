@@ -1,12 +1,12 @@
-"""The parts of a setting's section: methods, learning curves, gains and scores of clients, and who has what."""
+"""Renders the parts of a group's section: methods, learning curves, gains and scores of clients, and class counts."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any, final
 
 import numpy as np
+from markupsafe import Markup
 
 from polyfed.core.io.number_format import (
     capitalize_first,
@@ -20,13 +20,7 @@ from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
-from polyfed.report.page.elements import (
-    html_dropdown_panels,
-    html_figure,
-    html_line_swatch,
-    html_radio_panels,
-    html_table,
-)
+from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_paragraph, html_table, render_template
 from polyfed.report.page.svg_charts import (
     COLOUR_COUNT,
     ChartBar,
@@ -41,38 +35,38 @@ _AXES = {
     "megabytes": ("MB", "MB up and down, all clients (1 MB = 2²⁰ bytes)"),
     "seconds": ("seconds", "seconds of clients and server"),
 }
-_OPEN = 12  # clients up to which their table is open at once
+_OPEN = 12  # up to this number of clients their table is open at first
 _SEEDS = 6  # seeds whose classes are shown
-_BARS = 400  # gains that are drawn, and told in a table
-_CELLS = 5000  # of a table of classes
+_BARS = 400  # gains in a chart and in a table
+_CELLS = 5000  # cells of a table of classes
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class PageExtras:
-    """What stands beside the scores of a setting.
+    """Holds what the page shows of a group beside its scores.
 
     Attributes:
         class_counts: by seed, the number of training examples per class of each client.
-        class_names: one per class.
-        class_note: why there are none, a sentence; where there are, what is to be said of them.
-        method_views: heading -> line -> HTML, what the methods have to show.
+        class_names: one name per class.
+        class_note: a sentence on the class counts, or why there are none.
+        method_views: by heading and method, the panels that methods add.
         predictions: predictions of the test examples; None without any.
-        predictions_note: why there are none, a sentence; empty for nothing to say.
-        subgroup_columns: columns of the test examples by which scores are told.
+        predictions_note: a sentence that says why there are none; may be empty.
+        subgroup_columns: columns of the test examples by whose values the page has scores.
     """
 
     class_counts: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     class_names: Sequence[str] = ()
     class_note: str = ""
-    method_views: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    method_views: Mapping[str, Mapping[str, Markup]] = field(default_factory=dict)
     predictions: GroupPredictions | None = None
     predictions_note: str = ""
     subgroup_columns: Sequence[str] = ()
 
 
-def html_methods_table(run_group: RunGroup) -> str:
-    """One row a method."""
+def html_methods_table(run_group: RunGroup) -> Markup:
+    """Renders the table with one row per method and, of a comparison with a target, what it costs to reach it."""
     unit, several_seeds, is_comparison = (
         run_group.score_format.unit,
         len(run_group.seeds) > 1,
@@ -133,49 +127,45 @@ def html_methods_table(run_group: RunGroup) -> str:
             format_short(mean_of_defined([seconds for _, seconds in costs])),
         ]
         rows.append([*row, str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"])
-    return html_table(caption, columns, rows) + _html_cost_to_target(run_group)
+    target, target_rows = _cost_to_target(run_group)
+    return render_template(
+        "methods_table", caption=caption, columns=columns, rows=rows, target=target, target_rows=target_rows
+    )
 
 
-def _html_cost_to_target(run_group: RunGroup) -> str:
-    """What it costs to reach a score, of a comparison."""
+def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
+    """Returns the target of a comparison in words, empty without one, and by method what it costs to reach it."""
     target = run_group.comparison_results.get("target", {})
     if target.get("score") is None:
-        return ""
+        return "", []
     rows = []
     for label, method in run_group.comparison_results["methods"].items():
         target_cost = method["statistics"]["to_target"]
-        cost = [math.nan if target_cost[n] is None else target_cost[n] for n in ("round", "bytes", "seconds")]
-        rows.append(
-            [
-                label,
-                f"{target_cost['reached']} of {len(method['runs'])}",
-                format_short(cost[0]),
-                format_short(cost[1] / 2**20),
-                format_short(cost[2]),
-            ]
+        rounds, moved, seconds = (
+            math.nan if target_cost[name] is None else target_cost[name] for name in ("round", "bytes", "seconds")
         )
-    reach = f"{format_number(target['score'], run_group.score_format.unit)} ({target['sentence']})"
-    shown = html_table(f"To a mean of {reach}", ["method", "seeds that reach it", "rounds", "MB", "seconds"], rows)
-    return f"<details><summary>What it costs to reach {escape(reach)}</summary>{shown}</details>"
+        reached = f"{target_cost['reached']} of {len(method['runs'])}"
+        rows.append([label, reached, format_short(rounds), format_short(moved / 2**20), format_short(seconds)])
+    return f"{format_number(target['score'], run_group.score_format.unit)} ({target['sentence']})", rows
 
 
-def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) -> str:
-    """The mean score against rounds, megabytes and seconds; one legend, which chooses the lines, for all three."""
+def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) -> Markup:
+    """Renders the mean score against rounds, megabytes and seconds; one legend chooses the lines of all three.
+
+    Args:
+        run_group: the group.
+        key: prefix of ids on the page.
+        curves: gets the curves as numbers for the script, under `key`.
+    """
     unit, name = run_group.score_format.unit, run_group.score_format.label
     methods = run_group.methods
     panels = {}
     for axis, (short, label) in _AXES.items():
-        chart_lines = [
-            ChartLine(
-                x.label,
-                x.mean_learning_curve[axis],
-                x.mean_learning_curve["mean"],
-                x.mean_learning_curve["low"],
-                x.mean_learning_curve["high"],
-                _line_style(run_group, k),
-            )
-            for k, x in enumerate(methods)
-        ]
+        chart_lines = []
+        for k, method in enumerate(methods):
+            curve = method.mean_learning_curve
+            x, mean, low, high = (curve[column] for column in (axis, "mean", "low", "high"))
+            chart_lines.append(ChartLine(method.label, x, mean, low, high, _line_style(run_group, k)))
         title = f"Mean {name} over clients against {short}"
         chart = svg_line_chart(
             chart_lines,
@@ -186,17 +176,7 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
             unit=unit,
             integer_x=axis == "rounds",
         )
-        aria_label = f"{title}; arrow keys tell values"
-        panels[short] = (
-            f'<div data-chart="{key}" data-axis="{axis}" tabindex="0" role="group" aria-label="{aria_label}">{chart}</div>'
-        )
-    labels = [
-        f'<label><input type="checkbox" id="{key}-{k}" value="{k}" data-lines="{key}" '
-        f"checked>{html_line_swatch(_line_style(run_group, k))}"
-        f"{escape(method.label)}</label>"
-        for k, method in enumerate(methods)
-    ]
-    legend = f'<fieldset class="control legend"><legend>Methods</legend>{"".join(labels)}</fieldset>'
+        panels[short] = render_template("line_panel", key=key, axis=axis, title=title, chart=chart)
     curves[key] = {
         "unit": unit,
         "up": run_group.score_format.higher_is_better,
@@ -232,22 +212,24 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
         seeds = f"{max(seed_counts)} seeds" if len(seed_counts) == 1 else "the seeds that a method has"
         caption += f" Lines: means of {seeds}; bands: from the lowest to the highest of them."
     if any(not any(method.mean_learning_curve["megabytes"]) for method in methods) and len(methods) > 1:
-        caption += " Against MB, what sends nothing is a dotted level at its last value."
-    chart = html_radio_panels(f"{key}-axis", "Against", panels)
-    return html_figure(chart + legend, caption, html_table("Learning curves", columns, rows))
+        caption += " Against MB, a method that sends nothing is a dotted line at its last value."
+    lines = [(method.label, _line_style(run_group, k)) for k, method in enumerate(methods)]
+    return render_template(
+        "learning_curves", key=key, panels=panels, lines=lines, caption=caption, columns=columns, rows=rows
+    )
 
 
-def html_gains(run_group: RunGroup, key: str) -> str:
-    """What each client gains over training alone, a chart a method."""
+def html_gains(run_group: RunGroup, key: str) -> Markup:
+    """Renders the gain of each client over training alone, one chart per method."""
     unit, local_method = run_group.score_format.unit, run_group.local_method
     if local_method is None:
         reason = "has no score here" if run_group.comparison_results else "was not run"
-        return f"<p>Training alone (local) {reason}, so that there is nothing to compare with.</p>"
+        return html_paragraph(f"Training alone (local) {reason}, so that there is nothing to compare with.")
     panels = {}
     for k, method in enumerate(method for method in run_group.methods if method is not local_method):
         gains = run_group.gains_over_local(method)
         if not gains:
-            panels[method.label] = f"<p>No client of {escape(method.label)} has a score both ways.</p>"
+            panels[method.label] = html_paragraph(f"No client of {method.label} has a score both ways.")
             continue
         drawn = [gains[k] for k in _evenly_spaced(len(gains), _BARS)]
         bars = [ChartBar(gain.client, gain.mean, gain.low, gain.high) for gain in drawn]
@@ -274,15 +256,15 @@ def html_gains(run_group: RunGroup, key: str) -> str:
         )
         panels[method.label] = html_figure(chart, caption, numbers_html)
     if not panels:
-        return "<p>Only training alone was run.</p>"
+        return html_paragraph("Only training alone was run.")
     best_first = sorted(
         panels, key=lambda label: -next(run_group.ranking_key(x) for x in run_group.methods if x.label == label)
     )
     return html_dropdown_panels(f"{key}-gain", "Method", {label: panels[label] for label in best_first})
 
 
-def html_client_scores(run_group: RunGroup) -> str:
-    """The table of each client's scores."""
+def html_client_scores(run_group: RunGroup) -> Markup:
+    """Renders the table of each client's scores, with the best of each row in bold."""
     unit = run_group.score_format.unit
     order = sorted(
         run_group.methods, key=lambda method: (method is not run_group.local_method, -run_group.ranking_key(method))
@@ -307,16 +289,15 @@ def html_client_scores(run_group: RunGroup) -> str:
         ]
     )
     bold.append(_best_columns(means, run_group.score_format) if run_group.common_seeds else set())
-    shown = html_table(
-        f"{capitalize_first(run_group.score_format.label)} of each client; the "
+    return render_template(
+        "client_scores",
+        opened=len(names) <= _OPEN,
+        clients=count_with_noun(len(names), "client"),
+        caption=f"{capitalize_first(run_group.score_format.label)} of each client; the "
         f"{run_group.score_format.highest_or_lowest} of a row is bold",
-        ["client", *(x.label for x in order), *(_reference_label(name) for name in references)],
-        rows,
+        columns=["client", *(x.label for x in order), *(_reference_label(name) for name in references)],
+        rows=rows,
         bold=bold,
-    )
-    open_attribute = " open" if len(names) <= _OPEN else ""
-    return (
-        f"<details{open_attribute}><summary>Table of {count_with_noun(len(names), 'client')}</summary>{shown}</details>"
     )
 
 
@@ -324,10 +305,10 @@ def _reference_label(name: str) -> str:
     return f"{name} (for reference)" if name == "pooled" else f"{name} (alone)"
 
 
-def html_class_counts(run_group: RunGroup, extras: PageExtras, key: str) -> str:
-    """Training examples by client and class."""
+def html_class_counts(extras: PageExtras, key: str) -> Markup:
+    """Renders the number of training examples by client and class, one chart per seed."""
     if not extras.class_counts:
-        return f"<p>{escape(extras.class_note)}</p>"
+        return html_paragraph(extras.class_note)
     panels = {}
     for seed in sorted(extras.class_counts)[:_SEEDS]:
         counts = extras.class_counts[seed]
@@ -351,20 +332,20 @@ def html_class_counts(run_group: RunGroup, extras: PageExtras, key: str) -> str:
 
 
 def _stored_statistic(method: MethodRuns, name: str, default: float) -> float:
-    """What a finished comparison says of a method, which may be that it is not defined; else what is computed here."""
+    """Returns a statistic that a finished comparison has of a method, NaN where it is not defined; else `default`."""
     value = method.statistics.get(name, default)
     return math.nan if value is None else float(value)
 
 
 def _line_style(run_group: RunGroup, position: int) -> int:
-    """The style of a line; training alone has one of its own, grey and dashed."""
+    """Returns the style of a method's line; training alone has its own, grey and dashed."""
     if run_group.methods[position] is run_group.local_method:
         return 2 * COLOUR_COUNT - 1
     return position % (COLOUR_COUNT - 1) + position // (COLOUR_COUNT - 1) * COLOUR_COUNT
 
 
 def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
-    """The course of a line for the script: short numbers, null for what is not defined."""
+    """Returns a method's learning curve for the script: short numbers, and null where it is not defined."""
     table = {
         name: [None if math.isnan(v) else float(f"{v:.5g}") for v in values]
         for name, values in method.mean_learning_curve.items()
@@ -373,7 +354,7 @@ def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
 
 
 def _evenly_spaced(size: int, max_count: int = 30) -> list[int]:
-    """At most so many positions, evenly, with the last."""
+    """Returns at most `max_count` positions, evenly spaced, with the last."""
     return sorted({round(k) for k in np.linspace(0, size - 1, min(size, max_count))}) if size else []
 
 
@@ -382,7 +363,7 @@ def _defined_scores(score_by_client: Mapping[str, float | None]) -> list[float]:
 
 
 def _best_columns(values: Sequence[float], score_format: ScoreFormat) -> set[int]:
-    """The columns of the best value in a row with a name before; none where all have it."""
+    """Returns the columns of the best value in a row, counted from its name; none where all values are equal."""
     defined = [value for value in values if not math.isnan(value)]
     if len(defined) < 2 or max(defined) == min(defined):
         return set()

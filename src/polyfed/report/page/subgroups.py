@@ -4,11 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, final
 
 import numpy as np
 import torch
+from markupsafe import Markup
 from torch import Tensor
 
 from polyfed.comparison.statistics.mrmc import gain_interval, score_interval
@@ -17,7 +17,7 @@ from polyfed.core.evaluation.metrics import Metric, resolve_metrics
 from polyfed.core.io.number_format import format_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat
-from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_table
+from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_paragraph, html_table
 from polyfed.report.page.forest_plot import ForestRow, IntervalMark, svg_forest_plot
 from polyfed.report.page.svg_charts import COLOUR_COUNT
 
@@ -161,7 +161,7 @@ def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> Sc
 
 def html_subgroups(
     predictions: GroupPredictions, column: str, score_format: ScoreFormat, level: float, key: str
-) -> str:
+) -> Markup:
     """The groups of a column as a chart and a table, over all sites and, where they are few, of each.
 
     Raises:
@@ -176,7 +176,7 @@ def html_subgroups(
     try:
         (metric,) = resolve_metrics([score_format.name], predictions.task)
     except UserError as error:
-        return f"<p>No subgroups: {escape(str(error))}.</p>"
+        return html_paragraph(f"No subgroups: {error}.")
     panels = {
         "All sites": _html_subgroup_panel(
             predictions, column, predictions.clients, metric, score_format, level, f"{key}-all"
@@ -198,7 +198,7 @@ def _html_subgroup_panel(
     score_format: ScoreFormat,
     level: float,
     key: str,
-) -> str:
+) -> Markup:
     groups = score_subgroups(predictions, column, clients, metric, level)
     method_names = best_method_and_local(predictions)
     styles = {m: 2 * COLOUR_COUNT - 1 if m == predictions.local_label else 0 for m in method_names}

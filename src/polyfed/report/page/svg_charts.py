@@ -15,6 +15,7 @@ from html import escape
 from typing import Literal, final
 
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import NDArray
 
 from polyfed.core.io.number_format import NumberUnit, format_bare_number, format_number, shorten_name
@@ -59,7 +60,7 @@ def svg_line_chart(
     y_label: str,
     unit: NumberUnit = "",
     integer_x: bool = False,
-) -> str:
+) -> Markup:
     """Lines, with a band from `low` to `high` where these differ.
 
     A curve whose x is 0 throughout (what costs nothing) is a dashed level line at its last value. `data-line` of each group
@@ -122,7 +123,7 @@ def svg_line_chart(
 
 def svg_bar_chart(
     bars: Sequence[ChartBar], *, key: str, title: str, x_label: str, unit: NumberUnit = "", signed: bool = False
-) -> str:
+) -> Markup:
     """Bars from 0, one below the other in the order given; thin and without labels where they are many."""
     shown = [bar for bar in bars if math.isfinite(bar.value)]
     if not shown:
@@ -200,7 +201,7 @@ def svg_heat_map(
     high: float | None = None,
     sqrt_colours: bool = False,
     as_counts: bool = False,
-) -> str:
+) -> Markup:
     """A table as colours.
 
     Args:
@@ -293,9 +294,11 @@ def png_data_url(pixels: NDArray[np.uint8]) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def svg_image(key: str, title: str, description: str, height: float, parts: Sequence[str], attributes: str = "") -> str:
+def svg_image(
+    key: str, title: str, description: str, height: float, parts: Sequence[str], attributes: str = ""
+) -> Markup:
     """Parts of a drawing as an SVG element with a title and a description, whose ids begin with `key`."""
-    return (
+    return Markup(
         f'<svg viewBox="0 0 {CHART_WIDTH} {height}" role="img" aria-labelledby="{key}-t {key}-d"{attributes}>'
         f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(description)}</desc>{"".join(parts)}</svg>'
     )
@@ -309,7 +312,7 @@ def text_width(text: str) -> float:
     )
 
 
-def svg_empty_chart(key: str, title: str, reason: str) -> str:
+def svg_empty_chart(key: str, title: str, reason: str) -> Markup:
     """A drawing that says why there is none."""
     return svg_image(key, title, reason, 60, [svg_text(CHART_WIDTH / 2, 34, f"Nothing to draw: {reason}.", "middle")])
 

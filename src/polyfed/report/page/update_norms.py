@@ -2,9 +2,11 @@
 
 import math
 
+from markupsafe import Markup
+
 from polyfed.core.io.number_format import count_with_noun
 from polyfed.report.data.run_records import RunRecord
-from polyfed.report.page.elements import html_figure, html_legend, html_list, html_table
+from polyfed.report.page.elements import html_figure, html_legend, html_list, html_paragraph, html_table
 from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.simulation.monitoring.update_norms import find_outlying_norms
 
@@ -13,7 +15,7 @@ _DRAWN = 12  # clients
 _ROUNDS = 8  # in the table
 
 
-def html_update_norms(run: RunRecord, key: str) -> str:
+def html_update_norms(run: RunRecord, key: str) -> Markup:
     """HTML of the norms of a run's updates, the largest first; empty without any.
 
     Args:
@@ -21,11 +23,11 @@ def html_update_norms(run: RunRecord, key: str) -> str:
         key: for ids on the page.
     """
     if run.uses_secure_sums:
-        return "<p>Secure sums hide single updates from the server, so that it knows no norm of one.</p>"
+        return html_paragraph("Secure sums hide single updates from the server, so that it knows no norm of one.")
     rounds = sorted(run.update_norms)
     clients = sorted({client for norms in run.update_norms.values() for client in norms})
     if not rounds:
-        return ""
+        return Markup()
     largest = {client: max(norms.get(client, 0.0) for norms in run.update_norms.values()) for client in clients}
     order = sorted(clients, key=lambda client: (-largest[client], client))
     drawn = order[:_DRAWN]

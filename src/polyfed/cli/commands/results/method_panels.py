@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from markupsafe import Markup
 from rich.console import Console
 
 from polyfed.cli.commands.terminal import PlainTable, print_line
@@ -38,9 +39,9 @@ class PanelInputs:
     console: Console
 
 
-def method_panels(inputs: PanelInputs) -> dict[str, str]:
+def method_panels(inputs: PanelInputs) -> dict[str, Markup]:
     """Returns the panels of a run's method as HTML by heading; a panel that cannot be made says why."""
-    panels = {}
+    panels: dict[str, Markup] = {}
     for heading, make_panel in _PANELS.get(inputs.run.method, {}).items():
         try:
             html = make_panel(inputs)
@@ -85,11 +86,11 @@ def _needs_download(run: RunRecord) -> bool:
     return isinstance(data, Mapping) and data.get("name") != "digits" and not data.get("path")
 
 
-def _aggregation_weights(inputs: PanelInputs) -> str:
+def _aggregation_weights(inputs: PanelInputs) -> Markup:
     return method_views.html_aggregation_weights(_folder(inputs), inputs.key, inputs.max_panels)
 
 
-def _alignment(inputs: PanelInputs) -> str:
+def _alignment(inputs: PanelInputs) -> Markup:
     from polyfed.report.figures.alignment import measure_alignment
 
     if inputs.participants is not None:
@@ -109,7 +110,7 @@ def _alignment(inputs: PanelInputs) -> str:
     return method_views.html_alignment(alignment, inputs.key)
 
 
-def _architectures(inputs: PanelInputs) -> str:
+def _architectures(inputs: PanelInputs) -> Markup:
     from polyfed.report.figures.architectures import read_search_result
 
     result = read_search_result(_folder(inputs))
@@ -127,7 +128,7 @@ def _architectures(inputs: PanelInputs) -> str:
     return method_views.html_architectures(result, inputs.key, inputs.max_panels)
 
 
-def _gradient_agreement(inputs: PanelInputs) -> str:
+def _gradient_agreement(inputs: PanelInputs) -> Markup:
     from polyfed.report.page import conflicts
 
     if inputs.participants is None:
@@ -139,7 +140,7 @@ def _gradient_agreement(inputs: PanelInputs) -> str:
     return conflicts.html_gradient_agreement(_folder(inputs), clients, public, inputs.key)
 
 
-def _coverage(inputs: PanelInputs) -> str:
+def _coverage(inputs: PanelInputs) -> Markup:
     from polyfed.algorithms import FLHAGHN
     from polyfed.graphs.contraction import NO_CONTRACTION
     from polyfed.simulation.storage.configuration import build_method, read_section
@@ -151,7 +152,7 @@ def _coverage(inputs: PanelInputs) -> str:
     return method_views.html_coverage(inputs.participants.clients, inputs.key, contraction)
 
 
-def _warm_starts(inputs: PanelInputs) -> str:
+def _warm_starts(inputs: PanelInputs) -> Markup:
     return method_views.html_warm_starts(_folder(inputs), inputs.key)
 
 
@@ -164,7 +165,7 @@ _WEIGHTS = {"Who aggregates from whom": _aggregation_weights}
 _SIMILARITY = {"How alike representations are": _alignment}
 _CELLS = {"Operations that were found": _architectures}
 _CELLS_AND_GRADIENTS = {**_CELLS, "Whom the federated gradient works against": _gradient_agreement}
-_PANELS: Mapping[str, Mapping[str, Callable[[PanelInputs], str]]] = {
+_PANELS: Mapping[str, Mapping[str, Callable[[PanelInputs], Markup]]] = {
     "pfedla": _WEIGHTS,
     "heur_pfedla": _WEIGHTS,
     "fedhenn": _SIMILARITY,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.measure import Measurement
 
@@ -152,7 +153,7 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
     """Collects the class counts and what the methods add to the page, each of a method's first seed."""
     runs = [method.runs[0] for method in run_group.methods if method.runs[0].folder is not None]
     participants, reason = load_participants_offline(runs[0]) if runs else (None, "")
-    method_views: dict[str, dict[str, str]] = {}
+    method_views: dict[str, dict[str, Markup]] = {}
     for position, method in enumerate(run_group.methods):
         run = method.runs[0]
         if run.folder is None:
@@ -177,7 +178,7 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
     return PageExtras({runs[0].seed: class_counts}, participants.pool.class_names, more, method_views)
 
 
-def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Mapping[str, str]]) -> PageExtras:
+def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Mapping[str, Markup]]) -> PageExtras:
     """Collects the class counts that a finished comparison holds, by seed where seeds differ in their data."""
     results = run_group.comparison_results
     counts_by_seed = {}
