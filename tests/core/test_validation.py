@@ -44,6 +44,20 @@ def test_a_wrong_field_is_named_with_what_it_must_be(fields, sentence):
     assert str(error.value).startswith(sentence)
 
 
+def test_only_the_named_fields_are_checked():
+    @dataclass(frozen=True)
+    class Loose:
+        task: Literal["auto", "regression"] = "auto"
+        positive: str | None = None
+
+        def __post_init__(self) -> None:
+            check_field_types(self, "task")
+
+    Loose(positive=1)
+    with pytest.raises(UserError, match="Loose: unknown task 'sums'"):
+        Loose(task="sums")
+
+
 def test_callables_and_choices_are_described():
     assert validation_error(len, Callable[[str], int]) == ""
     assert validation_error("len", Callable[[str], int], "f") == "f must be callable, got 'len'"

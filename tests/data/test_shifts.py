@@ -140,7 +140,7 @@ def test_labels_turn_by_client_and_leave_the_common_store_alone():
 
 @pytest.mark.parametrize(("classes", "targets"), [(None, torch.arange(6)), (3, torch.zeros(6, 3))])
 def test_labels_of_no_classes_are_refused(classes, targets):
-    with pytest.raises(UserError, match="labels=1 of a shift turns classes, and these data have no classes"):
+    with pytest.raises(UserError, match="a shift with labels=1 needs class labels, which these data do not have"):
         Shift(labels=1).apply(Examples(images().x, targets), classes)
 
 

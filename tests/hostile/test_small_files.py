@@ -112,7 +112,7 @@ def test_mistakes_of_the_program_are_not_called_damaged_files():
     for mistake in (AttributeError, KeyError, IndexError, RuntimeError, RecursionError):
         with pytest.raises(mistake):
             as_user_error(lambda mistake=mistake: (_ for _ in ()).throw(mistake("a typo")), "algorithm")
-    with pytest.raises(pf.UserError, match=r"algorithm holds what it cannot hold \(OverflowError: too large\)"):
+    with pytest.raises(pf.UserError, match=r"algorithm has an invalid value \(OverflowError: too large\)"):
         as_user_error(lambda: (_ for _ in ()).throw(OverflowError("too large")), "algorithm")
 
 

@@ -74,7 +74,7 @@ class Shift:
         if len(form.shape) != 3 or form.dtype != torch.uint8:
             raise UserError(
                 f"a shift transforms uint8 images (num, channels, height, width), but these inputs are "
-                f"{form if form.container else _describe_tensor(examples.input_tensor)}; of images that stay encoded, "
+                f"{form if form.container else _describe_tensor(examples.input_tensor)}; for images that stay encoded, "
                 "leave lazy out"
             )
         if self.hue != 0 and form.shape[0] != 3:
@@ -93,7 +93,7 @@ class Shift:
     def _shift_labels(self, examples: Examples, classes: int | None) -> Examples:
         if classes is None or examples.labels.ndim != 1 or examples.labels.is_floating_point():
             raise UserError(
-                f"labels={self.labels} of a shift turns classes, and these data have no classes; leave it out"
+                f"a shift with labels={self.labels} needs class labels, which these data do not have; leave it out"
             )
         return replace(examples, y=(examples.y + int(self.labels)) % classes)
 

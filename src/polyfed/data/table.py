@@ -29,7 +29,7 @@ class ClientTables:
         parts = ", ".join(
             f"{part.id}: {len(part.train)} rows to train and {len(part.test)} to test" for part in self.client_data
         )
-        return f"Sites({parts})"  # and no row
+        return f"ClientTables({parts})"  # shows no row
 
     @property
     def num_features(self) -> int:

@@ -49,7 +49,7 @@ SPECIAL = {
     pipe: "it is a named pipe",
     endless: "it is a device",
     sparse: "it has 1048576 MiB, and at most",
-    nowhere: "it is a symbolic link to 'nothing-here', where nothing is",
+    nowhere: "it is a symbolic link to 'nothing-here', which does not exist",
     folder: "Is a directory",
     of_a_socket: "it is a socket",
     circle: "symbolic links",

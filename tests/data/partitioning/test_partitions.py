@@ -255,7 +255,12 @@ def test_sixty_thousand_labels_and_five_hundred_clients_take_under_two_seconds(p
         (ClassesPerClient(k=3), np.arange(2).repeat(9), 2, "k=3 classes per client is too many: choose at most 2"),
         (ClassesPerClient(k=2), np.array([0] * 9 + [1]), 5, "a class with 1 examples would serve 5 of the 5 clients"),
         (DominantClasses(k=2), np.arange(2).repeat(9), 2, "choose at most 1"),
-        (DominantClasses(k=2, share=0.4), np.arange(4).repeat(9), 2, "no dominance; choose more than 0.5"),
+        (
+            DominantClasses(k=2, share=0.4),
+            np.arange(4).repeat(9),
+            2,
+            "does not make them dominant; choose more than 0.5",
+        ),
         (DominantClasses(k=1, share=0.9), np.arange(5).repeat(5), 5, "too few for one of every class"),
         (Shards(k=4), np.arange(2).repeat(5), 3, "one example per shard"),
         (Natural("user"), np.zeros(3, int), 1, "the data has no columns"),
@@ -296,7 +301,7 @@ def test_several_labels_per_example_work_where_classes_do_not_matter():
         (lambda: DominantClasses(share=1.0), r"between 0 and 1 \(exclusive\), got 1.0"),
         (lambda: Shards(k=-1), "got -1"),
         (lambda: QuantitySkew(alpha=float("nan")), "alpha"),
-        (lambda: Natural(order="smallest"), "order 'smallest' is unknown"),
+        (lambda: Natural(order="smallest"), "Natural: unknown order 'smallest'; Choices: all"),
     ],
 )
 def test_fields_are_checked(make, message):

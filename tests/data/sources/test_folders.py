@@ -64,7 +64,7 @@ def test_folders_of_sites_are_not_taken_for_classes(folder):
     save(folder / "a" / "north" / "loose.png", 1)
     with pytest.raises(UserError, match=r"loose.png' lies in no folder of the layout site/class"):
         ImageFolder(str(folder / "a"), layout="site/class").load()
-    with pytest.raises(UserError, match="layout 'sites' is unknown"):
+    with pytest.raises(UserError, match="ImageFolder: layout must be class, site/class or class/site, got 'sites'"):
         ImageFolder(layout="sites")
     with pytest.raises(UserError, match="is no folder"):
         ImageFolder(str(folder / "a" / "north" / "loose.png")).load()

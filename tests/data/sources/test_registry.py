@@ -69,7 +69,7 @@ def test_emnist_is_turned_upright_and_letters_count_from_zero(tmp_path, write_id
     assert pool.class_names[25] == "Z"
     with pytest.raises(UserError, match=r"holds no training images; give --data.path .*emnist-balanced-train-images"):
         EMNIST(path=str(tmp_path), subset="balanced").load()
-    with pytest.raises(UserError, match="no subset 'letter'; did you mean letters"):
+    with pytest.raises(UserError, match="EMNIST: unknown subset 'letter'; did you mean letters"):
         EMNIST(subset="letter")
     with pytest.raises(UserError, match="hub has no EMNIST subset 'byclass'"):
         EMNIST(subset="byclass").load()

@@ -94,7 +94,7 @@ def _read(data):
         ({"lab": [1.0, np.inf] * 40}, {}, "'lab' has an infinite value in rows 2, 4, 6, 8, 10 and 35 more"),
         ({"hospital": ["north"] * 77 + [None, "south", " "]}, {}, "site: column 'hospital' has no value in rows 78 and 80"),
         ({"ill": ["yes", None] + ["no"] * 78}, {}, "target: column 'ill' has no value in row 2"),
-        ({"ill": ["no"] * 80}, {}, "target 'ill' has one value alone, 'no'"),
+        ({"ill": ["no"] * 80}, {}, "target 'ill' has only one value, 'no'"),
         ({"ill": range(80)}, {}, "'ill' has 80 different whole numbers: give --data.task regression if they are amounts"),
         ({}, {"target": "il"}, "target: the table has no column 'il'; did you mean ill"),
         ({}, {"target": ""}, "give --data.target with the column to predict; the columns: age, sex"),
@@ -154,7 +154,7 @@ def test_the_task_follows_the_target():
     assert pool("a,b").train.y.tolist()[:2] == [[0, 1], [1, 0]]
     assert pool("cost").task == pool("score", task="regression").task == "regression"
     assert pool("ill", positive="no").class_names == ("yes", "no")
-    with pytest.raises(UserError, match="positive='no' is of two classes, and this is regression"):
+    with pytest.raises(UserError, match="positive='no' is for two classes, and the task is regression"):
         pool("cost", positive="no")
     with pytest.raises(UserError, match="of several labels must be 0 or 1, got 2 in rows 3"):
         pool("a,score", task="multilabel")

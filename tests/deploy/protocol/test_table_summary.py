@@ -124,7 +124,7 @@ def test_a_schema_makes_tables_of_different_places_alike(tmp_path, play):
         pf.data.split_table({**ROWS, "ill": ["perhaps", "no"] * 10}, "ill", None, schema=merged)
     with pytest.raises(UserError, match="features: the table has no column 'sex'"):
         pf.data.split_table({"age": ROWS["age"], "ill": ROWS["ill"]}, "ill", None, schema=merged)
-    with pytest.raises(UserError, match=r"the schema says what drop would; leave drop='age' out"):
+    with pytest.raises(UserError, match=r"the schema already sets drop; leave drop='age' out"):
         pf.data.split_table(ROWS, "ill", None, schema=merged, drop="age")
 
 

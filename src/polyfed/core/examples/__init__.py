@@ -1,1 +1,1 @@
-"""Examples as tensors: inputs of several parts, conversion from users' types, checks for NaN."""
+"""Holds examples as tensors: inputs of several parts, conversion from users' types, checks for NaN."""

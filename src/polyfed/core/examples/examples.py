@@ -81,10 +81,10 @@ class PartwiseTransform:
 
 @dataclass(frozen=True)
 class Examples:
-    """Holds inputs and labels of examples, as rows of a store.
+    """Holds inputs and labels of examples; `index` selects them from stored tensors, which clients may share.
 
-    The store may be shared: the clients of a simulation hold the same `x` and `y` and differ in `index`, so that 500 clients
-    need no more memory than the data set. A batch is an index operation followed by `transform`.
+    The clients of a simulation hold the same `x` and `y`, the store, and differ in `index`, so that 500 clients need no more
+    memory than the data set. A batch is an index operation followed by `transform`.
 
     Args:
         x: inputs, shape (num_stored, ...); uint8 for images (channels first), int64 for tokens, floats otherwise. Or a
@@ -235,7 +235,7 @@ class Examples:
 
 
 def _store_error(x: Inputs, y: Any, index: Any) -> str:
-    """Returns why these are no tensors of a store and its rows, as a sentence, or ""."""
+    """Returns why inputs, labels and index are no valid tensors, as a sentence, or ""."""
     if not isinstance(y, Tensor):
         return f"labels must be a tensor, got {type(y).__name__}; as_examples((x, y)) reads arrays and lists too"
     for name, tensor in (

@@ -92,8 +92,9 @@ def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_nam
 
 
 def _transform_of_part(examples: Examples, part: str) -> Callable[[Tensor, Any], Tensor] | None:
-    """Returns a function that maps stored rows of a part, and their positions, to what reaches the network; None for no
-    transform.
+    """Returns a function that applies the examples' transform to stored rows of one part; None if they have no transform.
+
+    The function takes the part's rows and their positions in the store, since the transform needs the other parts too.
     """
     transform = examples.transform
     if transform is None:

@@ -108,7 +108,7 @@ def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
 
 
 def first_leaf(x: Any) -> Tensor:
-    """Returns the first part, for properties that all share: number of rows and device."""
+    """Returns the first tensor of a structure, to read the number of rows and the device, which all its tensors share."""
     return x if isinstance(x, Tensor) else next(named_leaves(x))[1]
 
 
@@ -152,12 +152,12 @@ def as_inputs(x: Any, name: str = "inputs") -> Inputs:
     rows = {part: len(tensor) if tensor.dim() else None for part, tensor in named_leaves(inputs)}
     if not rows:
         raise UserError(f"{name}: the {type(x).__name__} holds no tensor; inputs need at least one")
-    first_certificate_name = next(iter(rows))
+    first_part = next(iter(rows))
     for part, number in rows.items():
-        if number is None or number != rows[first_certificate_name]:
+        if number is None or number != rows[first_part]:
             raise UserError(
                 f"{name} must have one row per example in each part, but {part!r} has {_describe_rows(number)} and "
-                f"{first_certificate_name!r} {_describe_rows(rows[first_certificate_name])}"
+                f"{first_part!r} {_describe_rows(rows[first_part])}"
             )
     return inputs
 

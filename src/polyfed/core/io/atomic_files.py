@@ -289,7 +289,9 @@ def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
         if not path.is_symlink():
             raise
         where = os.readlink(path)
-        raise UserError(f"cannot read {path}: it is a symbolic link to {where!r}, where nothing is; mend it") from None
+        raise UserError(
+            f"cannot read {path}: it is a symbolic link to {where!r}, which does not exist; correct the link"
+        ) from None
     except ValueError as error:
         raise error if isinstance(error, UserError) else UserError(f"{str(path)!r} is no path ({error})") from error
     except OSError as error:

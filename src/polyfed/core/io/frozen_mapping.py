@@ -47,7 +47,7 @@ def _freeze_value(name: str, value: Any) -> Any:
         hash(value)
     except TypeError as error:
         raise UserError(
-            f"argument {name}={value!r} is of type {type(value).__name__}, which cannot be part of a "
-            f"description; use numbers, text, lists and mappings"
+            f"argument {name}={value!r} is of type {type(value).__name__}, which a "
+            f"description cannot hold; use numbers, text, lists and mappings"
         ) from error
     return value

@@ -306,10 +306,14 @@ def field_types(cls: Any) -> Mapping[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def check_field_types(instance: Any) -> None:
+def check_field_types(instance: Any, *fields: str) -> None:
     """Checks that the fields of a dataclass have their declared types, for its `__post_init__`.
 
     A field of a type that `validation_error` does not know takes any value.
+
+    Args:
+        instance: of a dataclass.
+        fields: names of the fields to check; none for all.
 
     Raises:
         UserError: a field has another type, or is none of the words of a `Literal`.
@@ -318,8 +322,10 @@ def check_field_types(instance: Any) -> None:
     >>> check_field_types(Split(clients=3))
     """
     cls: Any = type(instance)
-    for name, annotation in field_types(cls).items():
-        value, choices = getattr(instance, name), get_args(annotation)
+    types = field_types(cls)
+    for name in fields or types:
+        annotation, value = types[name], getattr(instance, name)
+        choices = get_args(annotation)
         if wrong := validation_error(value, annotation, name):
             if get_origin(annotation) is Literal and all(
                 isinstance(word, str) and word.isidentifier() for word in choices
@@ -342,4 +348,4 @@ def as_user_error(action: Callable[[], T], label: str) -> T:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{label} holds what it cannot hold ({type(error).__name__}: {reason})") from error
+        raise UserError(f"{label} has an invalid value ({type(error).__name__}: {reason})") from error

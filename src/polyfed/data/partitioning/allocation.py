@@ -44,7 +44,7 @@ def assign_classes_at_random(num_clients: int, num_classes: int, k: int, rng: np
 
 
 def top_up_small_clients(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -> None:
-    """Moves examples in `counts`, in place, until every client (row) has `least`.
+    """Moves examples between clients, in `counts` (clients × classes) and in place, until each has at least `least`.
 
     Each step moves at least one example, so it terminates.
     """

@@ -64,7 +64,7 @@ class ListedClasses(Partition):
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
-        """Returns the ids as any partition does; without a number of clients, one per list."""
+        """Returns client-000 and so on, one id per listed client unless `num_clients` is given."""
         return super().client_ids(len(self.classes) if num_clients is None else num_clients, seed, columns)
 
     def __call__(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.io.validation import check_field_types
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import (  # fmt: skip
     Labels,
@@ -219,7 +220,7 @@ class DominantClasses(Partition):
         check_classes_per_client(self.k, classes - 1, "one class at least must not dominate")
         if self.share <= self.k / classes:
             raise UserError(
-                f"dominant_classes: share={self.share} of {self.k} out of {classes} classes is no dominance; "
+                f"dominant_classes: share={self.share} of {self.k} out of {classes} classes does not make them dominant; "
                 f"choose more than {self.k / classes:.3g}"
             )
         rng = _partition_rng(seed, "dominant_classes")
@@ -335,8 +336,7 @@ class Natural(Partition):
     order: Literal["all", "largest", "first", "random"] = "all"
 
     def __post_init__(self) -> None:
-        if self.order not in _ORDERS:
-            raise UserError(f"Natural: order {self.order!r} is unknown; {did_you_mean(str(self.order), _ORDERS)}")
+        check_field_types(self, "order")
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
@@ -360,7 +360,9 @@ class Natural(Partition):
     ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
         """Returns the values, the index of each row's value, and the indices of the values that become clients."""
         if not columns:
-            raise UserError(f"natural: the data has no columns, so not {self.column!r} either; use another partition")
+            raise UserError(
+                f"natural: the data has no columns, and so no column {self.column!r}; use another partition"
+            )
         if self.column not in columns:
             raise UserError(f"natural: the data has no column {self.column!r}; {did_you_mean(self.column, columns)}")
         texts, first_rows, value_indices, sizes = unique_values_as_texts(columns[self.column], self.column)
@@ -381,9 +383,6 @@ class Natural(Partition):
                 "or choose with --data.partition.order largest, first or random"
             )
         return texts, value_indices, np.lexsort((first_rows, sort_key))[:number]
-
-
-_ORDERS = ("all", "largest", "first", "random")
 
 
 def _partition_rng(seed: int, purpose: str) -> np.random.Generator:

@@ -129,7 +129,7 @@ def _concat_sets(client: Client) -> Examples:
     for name, part in parts.items():
         if difference := describe_mismatch(client.train, part):
             raise UserError(
-                f"client {client.id!r}: train and {name} cannot be put together and dealt again, since their {difference}; "
+                f"client {client.id!r}: train and {name} cannot be joined and split again, since their {difference}; "
                 "prepare both alike, or leave resplit out"
             )
     return concat_examples(list(parts.values()))
@@ -163,7 +163,7 @@ def _redraw_sets_by_group(
     sets = split_by_group(labels, groups, shares, seed, set_of_group)
     if empty := [name for name, rows in sets.items() if not len(rows)]:
         raise UserError(
-            f"client {client.id!r} has no group of column {pool.group!r} for its {empty[0]} set when examples are dealt "
+            f"client {client.id!r} has no group of column {pool.group!r} for its {empty[0]} set when examples are split "
             "again, since other clients have the same groups; leave resplit out"
         )
     held_out = {name: replace(_select(pool, sets[name]), augment=None) for name in shares}
@@ -193,6 +193,6 @@ def _check_disjoint(clients: Sequence[Client]) -> None:
             first, second = (sets[set_of[order[twice[0] + k]]] for k in (0, 1))
             raise UserError(
                 f"{first[1]} of client {first[0]!r} and {second[1]} of client {second[0]!r} hold the same example: "
-                "dealt again, it could train one network and test another; give each set examples of its own (a test "
+                "split again, it could train one network and test another; give each set examples of its own (a test "
                 "set for all clients is global_test), or leave resplit out"
             )

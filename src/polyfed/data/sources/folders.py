@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.formats.images import Mode, measure_normalisation, read_images
 from polyfed.data.formats.lazy_images import build_encoded_files, build_lazy_images
@@ -53,8 +54,7 @@ class ImageFolder(Source):
 
     def __post_init__(self) -> None:
         check_image_size(self.image_size)
-        if self.layout not in get_args(Layout):
-            raise UserError(f"layout {self.layout!r} is unknown; {did_you_mean(str(self.layout), get_args(Layout))}")
+        check_field_types(self, "layout")
 
     def load(self) -> PooledDataset:
         """Reads the images."""
@@ -162,8 +162,7 @@ class ImageTable(Source):
 
     def __post_init__(self) -> None:
         check_image_size(self.image_size)
-        if self.task not in get_args(TaskName):
-            raise UserError(f"task {self.task!r} is unknown; {did_you_mean(str(self.task), get_args(TaskName))}")
+        check_field_types(self, "task")
 
     def load(self) -> PooledDataset:
         """Reads the images."""

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final, get_args
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import Table
 from polyfed.data.pool import PooledDataset, Source
 from polyfed.data.tabular.columns import (
@@ -79,9 +80,7 @@ class TableFile(Source):
     schema: str | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("task", get_args(TaskName)), ("preprocess", get_args(Scope))):
-            if (value := getattr(self, name)) not in choices:
-                raise UserError(f"{name} {value!r} is unknown; {did_you_mean(str(value), choices)}")
+        check_field_types(self, "task", "preprocess")
         if self.decimal not in (".", ","):
             raise UserError(f"decimal must be '.' or ',', got {self.decimal!r}")
         if self.delimiter != "auto" and len(self.delimiter) != 1:
@@ -89,7 +88,7 @@ class TableFile(Source):
         conflicting = [name for name in ("columns", "drop", "categorical", "positive") if getattr(self, name)]
         if self.schema is not None and conflicting:
             raise UserError(
-                f"the schema says what {conflicting[0]} would; leave {conflicting[0]}={getattr(self, conflicting[0])!r} out"
+                f"the schema already sets {conflicting[0]}; leave {conflicting[0]}={getattr(self, conflicting[0])!r} out"
             )
 
     def load(self) -> PooledDataset:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Normalise
+from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
@@ -138,8 +139,7 @@ class EMNIST(Source):
     deal_test: bool = False
 
     def __post_init__(self) -> None:
-        if self.subset not in _EMNIST:
-            raise UserError(f"EMNIST has no subset {self.subset!r}; {did_you_mean(str(self.subset), _EMNIST)}")
+        check_field_types(self)
 
     def load(self) -> PooledDataset:
         """Reads the characters."""

@@ -211,7 +211,7 @@ def read_targets(
         code = {value: number for number, value in enumerate(classes)}
         return torch.tensor([code[value] for value in column.tolist()]), classes, "classification"
     if positive is not None:
-        raise UserError(f"positive={positive!r} is of two classes, and this is {resolved_task}; leave it out")
+        raise UserError(f"positive={positive!r} is for two classes, and the task is {resolved_task}; leave it out")
     columns = []
     for name in names:
         if not is_numeric_column(table, name):
@@ -252,7 +252,7 @@ def _infer_task(table: Table, names: Sequence[str]) -> Task:
 def _infer_classes(column: NDArray[Any], name: str, positive: str | None) -> tuple[str, ...]:
     classes = sorted_unique_texts(column.tolist())
     if len(classes) < 2:
-        raise UserError(f"target {name!r} has one value alone, {classes[0]!r}: there is nothing to tell apart")
+        raise UserError(f"target {name!r} has only one value, {classes[0]!r}, and classes need at least two")
     if len(classes) > max(_MOST_CATEGORIES, len(column) // 10):
         raise UserError(
             f"target {name!r} has {len(classes)} different values in {len(column)} rows: too many to be classes"

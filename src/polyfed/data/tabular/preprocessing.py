@@ -134,7 +134,11 @@ class TablePreprocessor:
         return {}
 
     def _column_tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns the columns of numbers, their means and spreads, the marked ones, and column and code of each category."""
+        """Returns tensors that `__call__` computes with, on the device and in the type of `x`; cached.
+
+        They are the indices of the columns of numbers, means, divisors, indices of the columns with `missing`, and column
+        and code of each category.
+        """
         key = (x.device, x.dtype)
         if key not in self._tensors:
             numeric = [i for i, c in enumerate(self.columns) if c.categories is None]
@@ -280,7 +284,7 @@ def encode_table(table: Any, columns: Sequence[Column]) -> Tensor:
         if unknown:
             warnings.warn(
                 f"column {column.name!r} has {', '.join(map(repr, unknown[:5]))}, which the table of the run did not have; "
-                "such a row is taken as of none of its categories",
+                "such a row counts as having none of its categories",
                 UserWarning,
                 stacklevel=2,
             )
@@ -311,7 +315,7 @@ def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> 
     if not sentences:
         return
     warnings.warn(
-        "columns with one value, or none, in all training rows and with others later, for which networks get 0: "
+        "columns that had one value, or none, in all training rows have other values now, for which networks get 0: "
         f"{_join_first(sentences, '; ')}. Give more rows to train on, leave the columns out (drop=..., --data.drop), "
         "or scale by the rows of all sites (preprocess='federated', --data.preprocess federated)",
         UserWarning,

@@ -131,7 +131,7 @@ def recode_targets_to_schema(y: Tensor, class_names: Sequence[str], schema: Tabl
     if task != "classification":
         if tuple(class_names) != schema.classes:
             raise UserError(
-                f"the schema has the targets {', '.join(schema.classes)}, the table was asked for {', '.join(class_names)}"
+                f"the schema has the targets {', '.join(schema.classes)}, and this table has {', '.join(class_names)}"
             )
         return y
     if unknown := [name for name in class_names if name not in schema.classes]:
