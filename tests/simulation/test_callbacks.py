@@ -150,3 +150,47 @@ def test_what_is_no_list_of_callbacks_is_refused_before_the_run(tmp_path, callba
     with pytest.raises(pf.UserError, match=message):
         run_small(tmp_path / "run", Local(), callbacks=callbacks)
     assert not (tmp_path / "run").exists()
+
+
+class StopOneMethod(pf.Callback):
+    """Stops runs of other methods than `local` after round 2, and notes each record in a file."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def on_start(self, records):
+        self.rounds = len(records)
+
+    def on_round(self, record):
+        self.rounds += 1
+        assert self.rounds == record["round"]
+        with self.log.open("a") as file:
+            file.write(f"{record['round']}\n")
+        return record["round"] == 2 and record["bytes_up"] > 0
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_comparison_calls_them_in_each_run_and_repeats_no_stopped_run(tmp_path, parallel):
+    def run():
+        return pf.compare(
+            small_clients(), ["fedavg"], rounds=4, seeds=[0, 1], tune="none", references=False, workers=0, quiet=True,
+            parallel=parallel, out=tmp_path / "out", callbacks=[StopOneMethod(tmp_path / "log")],
+        )  # fmt: skip
+
+    comparison = run()
+    assert {row["method"] for row in comparison.table()} == {"local", "fedavg", "fedavg_ft"}
+    lines = sorted((tmp_path / "log").read_text().split())
+    assert lines == sorted(2 * ["1", "2", "3", "4"] + 4 * ["1", "2"])
+    for method, rounds in (("local", 4), ("fedavg", 2), ("fedavg_ft", 2)):
+        for seed in (0, 1):
+            assert len(read_metrics(tmp_path / "out" / method / f"seed-{seed}" / "metrics.jsonl")) == rounds
+    assert run().table() == comparison.table()
+    assert sorted((tmp_path / "log").read_text().split()) == lines
+
+
+def test_a_callback_that_fails_in_a_comparison_is_named_with_the_run():
+    with pytest.raises(pf.UserError, match=r"Breaks failed in on_round: .*\(method local, seed 0\)"):
+        pf.compare(
+            small_clients(), ["fedavg"], rounds=3, seeds=[0], tune="none", references=False, workers=0, quiet=True,
+            parallel=1, callbacks=[Breaks("on_round")],
+        )  # fmt: skip

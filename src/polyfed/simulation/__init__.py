@@ -1,1 +1,1 @@
-"""The loop of rounds: sample clients, run them on an engine, aggregate, evaluate, checkpoint."""
+"""Simulates a federation: samples clients, runs them on an engine, aggregates, evaluates and saves checkpoints."""

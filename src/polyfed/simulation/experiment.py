@@ -1,4 +1,4 @@
-"""An experiment: data, clients, networks, method and settings, as a configuration describes them."""
+"""Builds experiments from configurations: data, clients, networks, method and settings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,17 @@ from polyfed.simulation.storage.configuration import build_method, build_setting
 @final
 @dataclass(frozen=True)
 class Experiment:
-    """What `polyfed run` runs. `config` is the complete configuration from which it was made; `sites`, whose the networks in
-    `models` are, by name, or empty: then they are dealt in turn; `loss`, the user's own by `module:name`, or None."""
+    """Describes an experiment of `polyfed run`.
+
+    Attributes:
+        source, partition, split, shifts, augment: the data, and how they are divided into clients.
+        models: the sections of the networks; dealt to the clients in turn unless `sites` names their owners.
+        algorithm, baselines: the methods; baselines by name.
+        settings: of each run.
+        config: the complete configuration.
+        sites: the names of the sites, one for each network of `models`; or empty.
+        loss: the user's loss function as `module:name`; None takes the task's own.
+    """
 
     source: Source
     partition: Partition
@@ -58,11 +67,16 @@ class Experiment:
 @final
 @dataclass(frozen=True)
 class Participants:
-    """The clients of an experiment, its public examples, and what is known of the data.
+    """Holds the clients of an experiment, its public examples, and facts about the data.
 
-    Attributes: `clients`, who federate; `unseen`, who come after; `classes`, the number of training examples per class
-    of each client and unseen client, for one-label tasks; `partition_fingerprint`, a hash of who owns which rows;
-    `preparation`, what preprocessing from sums over all sites has cost.
+    Attributes:
+        clients: take part in the federation.
+        unseen: take no part; they get networks afterwards.
+        public: unlabelled examples that belong to no client, or None.
+        pool: the data set before it was divided.
+        classes: numbers of training examples per class, by client (unseen ones too); empty unless the task has one label.
+        partition_fingerprint: a hash of which client has which rows.
+        preparation: rounds and bytes that federated preprocessing took; empty without it.
     """
 
     clients: tuple[Client, ...]
@@ -75,8 +89,7 @@ class Participants:
 
 
 def build_experiment(config: Mapping[str, Any]) -> Experiment:
-    """The experiment of a complete configuration (of `polyfed.cli.commands.options.configuration_parser.parse_configuration`, or a run's
-    `config.yaml`).
+    """Builds the experiment that a complete configuration describes, such as a run's `config.yaml`.
 
     Raises:
         UserError: a section or field is missing, unknown or out of range.
@@ -103,7 +116,6 @@ def build_experiment(config: Mapping[str, Any]) -> Experiment:
         or validation_error(loss, str | None, "loss")
         or ("" if model_sections else "model names no network")
     )
-    error_text = error_text or validation_error(loss, str | None, "loss")
     if error_text := error_text or next(
         ("model has no name" for model_section in model_sections if not isinstance(model_section.get("name"), str)), ""
     ):
@@ -128,7 +140,7 @@ def build_experiment(config: Mapping[str, Any]) -> Experiment:
 
 
 def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[str, Any], section_name: str) -> Any:
-    """A choice of a registry, or a class of the user's by `module:Name`, from its name and fields."""
+    """Builds an object of a registry, or of a user's class `module:Name`, from its name and fields."""
     arguments = dict(fields)
     name = str(arguments.pop("name", ""))
     if ":" in name:
@@ -139,10 +151,10 @@ def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[
 
 
 def check_ray_cluster_trusted(settings: Settings) -> None:
-    """Raises if a file names the Ray cluster that is to run the clients: who runs a cluster runs code where it is joined.
+    """Checks that the user trusts the Ray cluster that a file names: its owner can run code on the machines that join it.
 
     Raises:
-        UserError: another address than this machine's, which nobody allowed.
+        UserError: the address is not this machine's, and the user has not trusted it.
     """
     if settings.engine == "ray" and settings.ray_address not in ("local", "auto"):
         check_trusted(settings.ray_address, f"join the Ray cluster at {settings.ray_address!r}")
@@ -152,15 +164,17 @@ def _build_shift(fields: Mapping[str, float]) -> Shift:
     field_names = [field.name for field in dataclasses.fields(Shift)]
     if unknown_names := sorted(set(fields) - set(field_names)):
         raise UserError(f"a shift has no {unknown_names[0]!r}; {did_you_mean(unknown_names[0], field_names)}")
-    # The type of `data.shifts` makes all its numbers floats.
+    # The command line parses all numbers of `data.shifts` as floats.
     labels = fields.get("labels", 0)
     fields = dict(fields) | ({"labels": int(labels)} if float(labels).is_integer() else {})
     return build_dataclass(Shift, fields, "data.shifts")
 
 
 def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dict[str, Algorithm[Any, Any]]:
-    """The methods to run beside `method`, by name, which is also that of their folder. One that is `method` itself, alike
-    in every field, would repeat the same run and is left out."""
+    """Builds the baselines, by name, which is also the name of their folder.
+
+    A baseline that equals `method` in every field would repeat its run, and is left out.
+    """
     baselines: dict[str, Algorithm[Any, Any]] = {}
     if wrong := validation_error(entries, list[str | dict[str, Any]], "baselines"):
         raise UserError(f"the configuration is damaged: {wrong}")
@@ -185,8 +199,9 @@ def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dic
 def build_method_like(
     name: str, method: Algorithm[Any, Any], fields: Mapping[str, Any] | None = None
 ) -> Algorithm[Any, Any]:
-    """The method `name` with the local training of `method`, so that both spend the same; each keeps its own policy for
-    buffers. `fields` win over that.
+    """Builds the method `name` with the local training of `method`, so that both train equally.
+
+    Each keeps its own policy for buffers, and `fields` override both.
 
     >>> from polyfed.algorithms import get
     >>> build_method_like("local", get("fedprox")(lr=0.5, mu=1)).lr
@@ -201,7 +216,7 @@ def build_method_like(
 
 
 def load_participants(experiment: Experiment) -> Participants:
-    """Loads the data and deals it to the clients.
+    """Loads the data and divides it into clients.
 
     Raises:
         UserError: the data cannot be read, or the partition is impossible.
@@ -245,14 +260,14 @@ def load_participants(experiment: Experiment) -> Participants:
 
 
 def describe_participants(loaded: Participants) -> dict[str, Any]:
-    """What `manifest.json` tells of the data."""
+    """Returns the entries of `manifest.json` about the data."""
     return {
         "partition_fingerprint": loaded.partition_fingerprint, "class_names": list(map(str, loaded.pool.class_names))
     }  # fmt: skip
 
 
 def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelSpec:
-    """The network of a section `model` for these data.
+    """Builds the specification of a network from its section `model`, for the inputs and classes of a data set.
 
     Raises:
         UserError: an unknown name or argument, or a vocabulary smaller than that of the data.
@@ -269,10 +284,10 @@ def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelS
 
 
 def rebuild_clients(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, ...], Examples | None]:
-    """Clients and public examples of a run from its configuration.
+    """Builds the clients and public examples of a run from its configuration.
 
     Raises:
-        UserError: the run was started in Python with clients of the user's own.
+        UserError: the run has clients that were made in Python, or real sites.
     """
     if "deployment" in config:
         raise UserError(

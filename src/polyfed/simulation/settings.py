@@ -1,4 +1,4 @@
-"""Settings of a run that no method changes."""
+"""Defines `Settings`, the options of a run that do not depend on the method."""
 
 import re
 from dataclasses import dataclass
@@ -17,34 +17,34 @@ _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a federation is run.
+    """Holds the options of a run; the method and the data come beside them.
 
     Args:
         rounds: communication rounds.
         seed: every random choice of the run derives from it.
         clients_per_round: clients that take part in a round: a fraction in (0, 1] (at least one client), or a whole
-            number of clients. Note that 1.0 is everyone and 1 is one client.
+            number of clients. Note that 1.0 means all clients, and 1 means one client.
         engine: "auto", "inprocess", "pool", "cohort" for many clients at once, or "ray" for a cluster (pip install
-            'polyfed[ray]'); "auto" never takes Ray, and a cohort where a measurement finds that it pays.
-        workers: processes of the pool or of Ray, or "auto" for one per core, of the cluster with Ray; 0 runs in this
+            'polyfed[ray]'); "auto" never takes Ray, and takes a cohort if a measurement shows that it is faster.
+        workers: processes of the pool or of Ray, or "auto" for one per core (of the cluster, with Ray); 0 runs in this
             process. Results do not depend on it, with "cohort" up to rounding.
         ray_address: "local" starts a Ray on this machine for the run, "auto" joins the cluster that runs here (or at the
             environment's RAY_ADDRESS), HOST:PORT joins that one. A Ray that the process has joined already is used.
-        gpus_per_worker: GPUs of each of Ray's workers, a fraction to share one; 0 computes on CPUs.
-        device: "auto", "cpu", "cuda", "cuda:N" or "mps"; Ray's workers go by `gpus_per_worker`.
+        gpus_per_worker: GPUs of each of Ray's workers; a fraction shares a GPU, and 0 computes on CPUs.
+        device: "auto", "cpu", "cuda", "cuda:N" or "mps"; for Ray's workers `gpus_per_worker` decides.
         evaluate_every: rounds between evaluations of all clients' personal models; the last round is always evaluated.
         checkpoint_every: rounds between checkpoints; the last round always has one.
-        on_error: "raise" ends the run at a client's failure, "skip" goes on without that client and records it.
+        on_error: "raise" ends the run at a client's failure, "skip" records it and continues without that client.
         min_replies: a round with fewer valid replies ends the run.
-        metrics: names of the scores to compute, of which the first decides; none is the task's own.
-        compress: how clients' replies are made smaller: "none", "int8" (one byte a number) or "topk:SHARE" (only that share
+        metrics: names of the scores to compute, of which the first decides; empty takes the task's own.
+        compress: compression of the clients' replies: "none", "int8" (one byte a number) or "topk:SHARE" (only that share
             of the entries of each tensor, those that changed most); see `polyfed.core.messages.compressors`.
-        compress_down: the same of the server's messages: "none" or "int8".
-        secure: whether the server half of the method sees nothing but the sum of a round's replies, in fixed point
-            (`polyfed.core.messages.fixed_point`). Between real sites replies are masked, so that nothing else can be seen; here the same
-            sum is computed without encryption.
-        keep: which round the models and predictions at the end are of: the "last", the "best" by the mean score on the
-            clients' validation examples, the one of the lowest "loss" on all of them together, or this one.
+        compress_down: compression of the server's messages: "none" or "int8".
+        secure: the server half of the method sees only the sum of a round's replies, in fixed point
+            (`polyfed.core.messages.fixed_point`). Real sites mask their replies, so that only the sum can be seen; a
+            simulation computes the same sum without encryption.
+        keep: the round whose models and predictions are kept: "last"; "best", by the mean score on the clients' validation
+            examples; "loss", the lowest loss on all validation examples together; or the number of a round.
 
     Raises:
         UserError: a value outside its range, with the value.
@@ -130,7 +130,7 @@ class Settings:
         for name in ("compress", "compress_down"):
             if (value := getattr(self, name)) == "none":
                 continue
-            # imported late: it takes torch, and the command line must do without
+            # imported late: it imports torch, which takes the command line too long
             from polyfed.core.messages.compressors import parse_compressor
 
             method = parse_compressor(value)
@@ -152,7 +152,7 @@ class Settings:
         return {name: getattr(self, name) for name in EXECUTION_FIELDS}
 
     def cohort_size(self, num_clients: int) -> int:
-        """Clients that take part in a round.
+        """Returns the number of clients in a round.
 
         Raises:
             UserError: `clients_per_round` or `min_replies` asks for more clients than there are.

@@ -1,10 +1,9 @@
-"""What a site's replies reveal of it besides the numbers in their tensors, found by changing one fact of the site.
+"""Audits the traffic of a method: finds the facts about a client that its replies reveal, by changing one fact at a time.
 
-The floating-point numbers in a reply depend on the site's data, and are what `Algorithm.discloses` declares. Names, shapes
-and types of the tensors, whole numbers in them, and the scalars that the method needs, can reveal more: how many examples
-there are, say. Which tensors come back as they went reveals the layers that a network lacks. Here one fact of a site is
-changed at a time, and its replies are compared. The sites' networks have what may reveal something: BatchNorm, which counts
-batches, buffers of each kind, and weights that two layers share.
+The floating-point numbers in a reply depend on the client's data, and are what `Algorithm.discloses` declares. Names, shapes
+and types of the tensors, integers in them, and the scalars that the method needs, can reveal more, such as the number of
+examples. Tensors that come back unchanged reveal the layers that a network lacks. The networks of this audit have everything
+that may reveal something: BatchNorm, which counts batches, buffers of each kind, and weights that two layers share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +30,7 @@ NETWORK_FACTS = ("width", "depth", "layer types")
 
 @final
 class Counts(nn.Module):
-    """Passes its inputs on, and keeps buffers of each kind: whole numbers and truths that change in training, one of them in
-    no state dict, and a floating-point number.
+    """Passes its inputs on, and has buffers of each kind: integer, boolean and floating-point, one outside the state dict.
 
     >>> Counts().train()(torch.zeros(5, 2)).shape
     torch.Size([5, 2])
@@ -50,7 +48,7 @@ class Counts(nn.Module):
         self.register_buffer("mean", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The inputs, of any shape."""
+        """Returns the inputs, of any shape; in training changes the buffers."""
         if self.training:
             self.steps += 1
             self.rows += len(x)
@@ -62,8 +60,10 @@ class Counts(nn.Module):
 def audit_network(
     width: int = 8, depth: int = 1, norm: bool = True, inputs: int = 6, outputs: int = 3, tied: bool = True
 ) -> nn.Module:
-    """A network of a site, and its neighbours: with another width of its hidden layers, one layer more, or without norms.
-    `tied`: whether two further layers share their weight."""
+    """Builds a network of the audit: hidden layers of one width, with norm layers or without.
+
+    `tied` adds two layers that share their weight.
+    """
     sizes, layers = [inputs, *[width] * depth], list[nn.Module]([Counts()])
     for k in range(depth):
         norms = [nn.BatchNorm1d(width), nn.LayerNorm(width)] if norm else []
@@ -76,27 +76,27 @@ def audit_network(
 
 
 def wide_network() -> nn.Module:
-    """Twelve units instead of eight."""
+    """Builds the network with twelve units instead of eight."""
     return audit_network(width=12)
 
 
 def deep_network() -> nn.Module:
-    """Two hidden layers instead of one."""
+    """Builds the network with two hidden layers instead of one."""
     return audit_network(depth=2)
 
 
 def network_without_norms() -> nn.Module:
-    """No norm layer."""
+    """Builds the network without norm layers."""
     return audit_network(norm=False)
 
 
 def untied_network() -> nn.Module:
-    """No shared weights, which have no widths of their own."""
+    """Builds the network without shared weights, for methods that slice widths."""
     return audit_network(tied=False)
 
 
 def wide_untied_network() -> nn.Module:
-    """The same with twelve units."""
+    """Builds the network without shared weights, with twelve units."""
     return audit_network(width=12, tied=False)
 
 
@@ -108,8 +108,11 @@ NETWORK_VARIANTS: Mapping[str, Architecture] = {
 
 
 def build_audit_clients(model: Architecture | None = audit_network, image: bool = False) -> list[Client]:
-    """Four sites with 24 examples each. The others have between them every network that the first may change to, so that
-    its change brings nothing new into the federation."""
+    """Builds four clients with 24 training examples each.
+
+    The others have between them every network that the first may change to, so that the change brings no new network into
+    the federation.
+    """
     generator, clients = torch_generator(11), []
     models = [model, *NETWORK_VARIANTS.values()] if model is audit_network and not image else [model] * 4
     for k, factory in enumerate(models):
@@ -121,7 +124,7 @@ def build_audit_clients(model: Architecture | None = audit_network, image: bool 
 
 
 def with_fact_changed(client: Client, fact: str) -> Client:
-    """The site when one fact of it is different."""
+    """Returns the client with one of its facts changed."""
     x, y = client.train.input_tensor, client.train.y
     if fact in NETWORK_VARIANTS:
         return with_client_fields(client, model=NETWORK_VARIANTS[fact])
@@ -135,13 +138,13 @@ def with_fact_changed(client: Client, fact: str) -> Client:
 
 
 def with_client_fields(client: Client, **changes: Any) -> Client:
-    """The client with other values of its fields."""
+    """Returns the client with other values of its fields."""
     changed: Client = replace(client, **changes)
     return changed
 
 
 def find_revealed_facts(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> frozenset[str]:
-    """The facts of a site that its replies in the first two rounds reveal to the server.
+    """Finds the facts about a client that its replies in the first two rounds reveal to the server.
 
     >>> from polyfed.algorithms import FedAvg
     >>> sorted(find_revealed_facts(FedAvg())), sorted(find_revealed_facts(FedAvg(weighted=False)))
@@ -160,7 +163,7 @@ def find_revealed_facts(algorithm: Algorithm[Any, Any], public: Examples | None 
         same_width_clients = [
             with_client_fields(c, model=audit_network) if c.model is wide_network else c for c in clients
         ]
-    others_replies: dict[str, Message] = {}  # what the others send in round 1, whatever the data of the first
+    others_replies: dict[str, Message] = {}  # in round 1, where they do not depend on the first client
     unchanged_signatures = _reply_signatures(algorithm, same_width_clients, public, others_replies)
     lone_signatures = _reply_signatures(algorithm, clients, public, None) if facts != DATA_FACTS else []
     revealed_facts = set()
@@ -211,11 +214,11 @@ def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, in
 
 
 def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
-    """The facts that a method declares: by the scalars that it needs, by what it requires and by what it discloses."""
+    """Returns the facts that a method declares: by the scalars that it needs, by `requires` and by `discloses`."""
     facts = {"number of examples"} if "num_examples" in algorithm.scalars_needed else set()
     if "architecture" in algorithm.discloses or "architectures" in algorithm.requires:
         facts |= set(NETWORK_FACTS)
-    if "one_representation" in algorithm.requires:  # it is that of everyone's last layer
+    if "one_representation" in algorithm.requires:  # every client's last layer has this width
         facts.add("width")
     if "ranks" in algorithm.discloses:  # the shape of an update depends on everything that the update depends on
         facts |= {*DATA_FACTS, *NETWORK_FACTS}
@@ -231,7 +234,12 @@ def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
 
 
 def find_reply_reach(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> ReplyReach:
-    """Whether what one site sends reaches other sites in the next round."""
+    """Returns how far one client's reply reaches in the next round.
+
+    Returns:
+        "as it is" if another client gets a tensor of the reply unchanged, "combined with others" if another client's
+        message depends on the reply, and "nobody" if none does.
+    """
     clients = [_with_suitable_network(c, algorithm) for c in build_audit_clients(image="images" in algorithm.requires)]
     if "one_representation" in algorithm.requires:
         clients = [with_client_fields(c, model=audit_network) if c.model is wide_network else c for c in clients]
@@ -270,7 +278,7 @@ def find_reply_reach(algorithm: Algorithm[Any, Any], public: Examples | None = N
 
 
 def _with_suitable_network(client: Client, algorithm: Algorithm[Any, Any]) -> Client:
-    """The client with the common network, where its own is not what the method requires."""
+    """Returns the client with the common network, if its own does not fit the method."""
     if "one_architecture" in algorithm.requires:
         return with_client_fields(client, model=audit_network)
     if "one_family" in algorithm.requires and client.model is not None:
@@ -359,7 +367,7 @@ def _reply_signature(algorithm: Algorithm[Any, Any], message: Message, reply: Me
 
 
 def contains_client_examples(tensor: Tensor, client: Client) -> bool:
-    """Whether a tensor has an input of the client among its rows, or is the labels of one of its sets."""
+    """Returns whether a tensor has an input of the client among its rows, or equals the labels of one of its sets."""
     for data in (client.train, client.test, client.val, client.global_test):
         if data is None:
             continue

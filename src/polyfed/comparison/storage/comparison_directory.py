@@ -265,7 +265,8 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
 def load_finished_history(
     folder: Path, rounds: int, clients: Sequence[str], seed: int, method: Mapping[str, Any], data_fingerprint: str
 ) -> list[dict[str, Any]] | None:
-    """The history of a run that has nothing left to do: all rounds recorded, or those up to where a callback stopped it, and all models written; None otherwise.
+    """Reads the history of a finished run: its rounds are recorded, all or up to where a callback stopped it, and its models
+    and predictions are written. Returns None if the run is not finished.
 
     Args:
         folder: of the run.
@@ -281,7 +282,8 @@ def load_finished_history(
     config = read_config(folder)
     stored_run = {"seed": config.get("seed"), "algorithm": config.get("algorithm"), "rounds": config.get("rounds")}
     expected_run = {"seed": seed, "algorithm": dict(method), "rounds": rounds}
-    stored_fingerprint = read_manifest(folder).get("data_fingerprint", data_fingerprint)  # one that is lost is no other
+    manifest = read_manifest(folder)
+    stored_fingerprint = manifest.get("data_fingerprint", data_fingerprint)  # one that is lost is no other
     if differs := describe_first_difference(
         {**stored_run, "clients": stored_fingerprint}, {**expected_run, "clients": data_fingerprint}
     ):
@@ -291,7 +293,9 @@ def load_finished_history(
     if changed := list_changes(folder, include_outputs=False):
         raise UserError(f"{changed[0]}. A comparison reads finished runs: make this one again by removing {folder}")
     history = read_metrics(folder / "metrics.jsonl")
-    stopped_round = read_manifest(folder).get("stopped", {}).get("round", rounds)  # where a callback stopped it
+    if manifest and not manifest.get("files"):
+        return None  # it was stopped while it wrote models and predictions
+    stopped_round = manifest.get("stopped", {}).get("round", rounds)  # where a callback stopped it
     if [record["round"] for record in history] != list(range(1, int(stopped_round) + 1)):
         return None
     if not all(isinstance(record.get(part), dict) for record in history for part in ("clients", "summary")):

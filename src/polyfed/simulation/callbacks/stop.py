@@ -50,10 +50,9 @@ class StopOnRequest(Callback):
             run = self._run
             remedy = "correct it, and start again"
             if run.directory is not None:
-                remedy = (
-                    f"{run.checkpoint.last_recorded_round} of {run.settings.rounds} rounds are saved: correct it, and continue with "
-                    f"polyfed.resume({str(run.directory.path)!r}, callbacks=[...])"
-                )
+                saved = f"{run.checkpoint.last_recorded_round} of {run.settings.rounds} rounds are saved"
+                how = f"polyfed.resume({str(run.directory.path)!r}, callbacks=[...])"
+                remedy = f"{saved}: correct it, and continue with {how}"
             raise UserError(
                 f"the callback {type(callback).__name__} failed in {hook}: {type(error).__name__}: {error}; {remedy}"
             ) from error

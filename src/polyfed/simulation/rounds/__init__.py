@@ -1,1 +1,1 @@
-"""One round: sampling, messages, replies, aggregation, resumption."""
+"""One round: sampling, dispatch, replies, aggregation; the start and the resumption of a run."""

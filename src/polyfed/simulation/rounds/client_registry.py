@@ -1,4 +1,4 @@
-"""What the server knows of those who take part."""
+"""Holds what the server knows about the clients."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -15,10 +15,15 @@ from polyfed.simulation.checks import requirements
 @final
 @dataclass(frozen=True)
 class ClientRegistry:
-    """Who takes part, without their examples, and of their networks no more than the method requires.
+    """Describes the clients to the server: no examples, and no more about their networks than the method requires.
 
-    Attributes: `ids`, sorted; `task` of all; `num_examples` for training, of those who tell it; `architectures`, client id
-    -> key of its architecture; `models`, key -> what builds it; `layer_catalogue` and `form` as in `ServerContext`.
+    Attributes:
+        ids: sorted.
+        task: of all clients.
+        num_examples: numbers of training examples, of the clients that report them.
+        architectures: the key of each client's architecture, by client id.
+        models: a factory of each architecture, by key.
+        layer_catalogue, data_spec: as in `ServerContext`.
 
     Raises:
         ValueError: ids that are not sorted.
@@ -43,7 +48,7 @@ class ClientRegistry:
 
     @classmethod
     def from_clients(cls, clients: Sequence[Client], requires: Set[str]) -> "ClientRegistry":
-        """That of clients whom a simulation plays."""
+        """Builds the registry of clients that are simulated."""
         architecture_by_client, models, catalogue = {}, {}, None
         if requires & {"one_architecture", "architectures"}:
             architecture_by_client = requirements.architecture_keys_by_client(clients)

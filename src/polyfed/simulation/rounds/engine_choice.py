@@ -1,4 +1,4 @@
-"""How `engine="auto"` is settled in a run: once, and kept in its manifest."""
+"""Chooses the engine of a run with `engine="auto"`, once; the manifest holds the choice."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from polyfed.simulation.storage.directory import RunDirectory
 def resolve_auto_engine(
     federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
 ) -> EngineChoice:
-    """How "auto" is settled: as before in a run that goes on, otherwise by a measurement, which the manifest then holds.
+    """Chooses whether clients are trained as a cohort: reads the choice of a resumed run, or else measures both ways.
 
     Args:
-        federation: whose clients may be trained together.
-        checkpoint: the state from which the run goes on.
-        directory: of the run, if it has one.
-        progress: is told what was measured.
+        federation: of the run.
+        checkpoint: the state from which the run begins or continues.
+        directory: of the run, or None; its manifest holds the choice.
+        progress: shows the measurement.
     """
     settings = federation.settings
     if settings.engine != "auto" or checkpoint.round == settings.rounds:

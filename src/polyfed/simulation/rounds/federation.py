@@ -1,4 +1,4 @@
-"""The parts of a round that are the same for every method: cohort, tasks, validation of replies, the record."""
+"""Defines `Federation`: clients, method and settings of a run, from which cohorts, tasks and checks of replies follow."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +29,13 @@ _MOST_EXAMPLES = 10**12
 @final
 @dataclass(frozen=True)
 class Federation:
-    """Who takes part, by which method and settings: what stays the same from round to round.
+    """Holds what stays the same from round to round: clients, method, settings, public examples and metrics.
 
-    Attributes: `clients`, whom a simulation plays; in a deployment they are elsewhere, and the server has only the
-    `remote_clients` roster of them; `metrics`, what is computed at evaluation, of which the first decides: if none are
-    given, those that the settings name, or the task's own.
+    Attributes:
+        clients: the simulated clients, by id; empty in a deployment.
+        remote_clients: the registry of the clients of a deployment, which are at their sites; None in a simulation.
+        metrics: the scores computed at evaluation, of which the first decides. If none are given, those that the settings
+            name, or the task's own.
     """
 
     clients: Mapping[str, Client]
@@ -50,13 +52,16 @@ class Federation:
 
     @cached_property
     def client_registry(self) -> ClientRegistry:
-        """What the server knows of the clients."""
+        """Returns what the server knows about the clients."""
         return self.remote_clients or ClientRegistry.from_clients(list(self.clients.values()), self.algorithm.requires)
 
     def client_info(self, client: str, round_number: int, phase: Phase = "local") -> ClientInfo:
-        """What the server knows of a client: its architecture only where the method requires it. The network of a round is
-        made from the message that the client would receive in the next. (That download is not counted: a client that takes
-        part gets it anyway.)"""
+        """Returns what the server knows about a client; its architecture only if the method requires it.
+
+        The personal network after a round is made from the message that the client would receive in the next round, so
+        that in the phases other than "local" the number of the round is one higher. (That download is not counted: a
+        client that takes part gets it anyway.)
+        """
         sees_architecture = "architectures" in self.algorithm.requires
         architecture = self.client_registry.architectures.get(client) if sees_architecture else None
         if phase == "local":
@@ -64,8 +69,10 @@ class Federation:
         return ClientInfo(client, round_number + 1, self.settings.rounds, architecture, "personal")
 
     def best_round(self, history: Sequence[Mapping[str, Any]]) -> int | None:
-        """The round that `keep` calls the best, the first of equals: by the mean validation score, or with "loss" by the
-        loss on all validation examples; None without any."""
+        """Returns the number of the best round, the first of equals; None without validation examples.
+
+        The mean validation score decides, or with `keep="loss"` the loss on all validation examples together.
+        """
         if self.settings.keep == "loss":
             return round_of_lowest_pooled_loss(
                 history, {i: len(c.val) for i, c in self.clients.items() if c.val is not None}
@@ -74,14 +81,14 @@ class Federation:
 
     @property
     def cohort_size(self) -> int:
-        """Clients of a round."""
+        """Returns the number of clients of a round."""
         return self.settings.cohort_size(len(self.client_registry.ids))
 
     def initial_checkpoint(self) -> Checkpoint:
-        """The state before round 1.
+        """Builds the state before round 1.
 
         Raises:
-            TypeError: the server's state holds what a checkpoint does not bring back as it was.
+            TypeError: the server's state holds a value that a checkpoint cannot restore.
             UserError: the method refuses this federation.
         """
         context = self.server_context()
@@ -90,7 +97,7 @@ class Federation:
         return Checkpoint(0, as_contiguous(state), {})
 
     def server_context(self) -> ServerContext:
-        """What the server knows before the first round: no more than the method requires."""
+        """Returns what the server knows before the first round: no more than the method requires."""
         return self._server_context
 
     @cached_property
@@ -108,13 +115,18 @@ class Federation:
         )
 
     def _common_model(self) -> Architecture:
-        """The federation's network; where ranks of adapters differ, the one with the largest."""
+        """Returns the network of all clients; where ranks of adapters differ, the one with the largest."""
         models, mode = self.client_registry.models, lora.adapter_mode(self.algorithm)
         return next(iter(models.values())) if mode is None else lora.network_with_largest_ranks(models, mode)
 
     def sample_cohort(self, round_number: int) -> list[str]:
-        """The clients of a round, in the order of their ids; drawn from a stream of its own, so that the cohorts are the
-        same for every method."""
+        """Samples the clients of a round.
+
+        The draw depends on the seed and the round alone, so that every method has the same cohorts.
+
+        Returns:
+            Client ids, sorted.
+        """
         ids = list(self.client_registry.ids)
         size = self.settings.cohort_size(len(ids))
         if size == len(ids):
@@ -124,12 +136,14 @@ class Federation:
 
     @cached_property
     def reply_compression(self) -> Compressor | None:
-        """Of replies."""
+        """Returns the compression of replies; None if they are not compressed."""
         return parse_compressor(self.settings.compress)
 
     def message_compressor(self, checkpoint: Checkpoint) -> BroadcastCompressor:
-        """What compresses the messages from the state `checkpoint`: for evaluation they are those of the next round,
-        bit for bit."""
+        """Returns the compression of messages that are made from the state `checkpoint`.
+
+        Evaluation after a round and training in the next get the same messages, bit for bit.
+        """
         return build_message_compressor(self.settings, checkpoint.round)
 
     def build_task(
@@ -141,15 +155,15 @@ class Federation:
         checkpoint: Checkpoint,
         compressor: BroadcastCompressor | None = None,
     ) -> ClientTask:
-        """One client's task, with the seed of its (run seed, round, client, purpose).
+        """Builds one client's task, with the seed that follows from (run seed, round, client, purpose).
 
         Args:
             phase, client, round_number, checkpoint: of the task.
-            message: what the method sends.
-            compressor: compresses it; where several tasks share one, they share what it makes.
+            message: the method's message to the client.
+            compressor: compresses the message; tasks with one compressor share its compressed tensors.
 
         Raises:
-            TypeError: the message holds what cannot travel.
+            TypeError: the message holds a value that cannot travel.
         """
         check_scalars(message.scalars, f"{registry_name(self.algorithm)}: the message to {client!r}")
         purpose = "local" if phase == "local" else "personal"
@@ -176,9 +190,14 @@ class Federation:
         checkpoint: Checkpoint,
         max_bytes: int = Engine.max_block_bytes,
     ) -> Iterator[list[ClientTask]]:
-        """The tasks of these clients from the state `checkpoint`, in blocks whose messages take at most `max_bytes`
-        bytes. (Messages
-        that share their tensors, as those of one global model do, are one block whatever their number.)"""
+        """Dispatches a message to each client, and yields the tasks in blocks.
+
+        Args:
+            phase, clients, round_number: of the tasks.
+            checkpoint: the state from which the server makes the messages.
+            max_bytes: the messages of a block take no more bytes, unless it has a single task. Tensors that several
+                messages share, such as those of a global model, count once.
+        """
         order = sorted(clients)  # what is computed for many at once may differ in its last bits from order to order
         client_infos = [self.client_info(client, round_number, phase) for client in order]
         compressor = self.message_compressor(checkpoint)
@@ -201,7 +220,10 @@ class Federation:
             yield block
 
     def build_single_task(self, phase: Phase, client: str, checkpoint: Checkpoint) -> ClientTask:
-        """The same for a single client, bit for bit: a method that makes all clients' messages at once does so here too."""
+        """Builds the task of a single client, with the same bits as `build_task_blocks` does.
+
+        A method that makes all clients' messages at once does so here too.
+        """
         if type(self.algorithm).dispatch_all is Algorithm.dispatch_all:
             client_message = self.algorithm.dispatch(
                 checkpoint.state, self.client_info(client, checkpoint.round, phase)
@@ -215,11 +237,12 @@ class Federation:
         return self.build_task(phase, client, checkpoint.round, client_message, checkpoint)
 
     def decode_reply(self, reply: Any, message: Message) -> Any:
-        """The reply to `message` as the server half takes it, of one as it travelled; what is no message is left for
-        `reply_error`.
+        """Returns the reply to `message` as the server half of the method takes it: decompressed, with adapters unpacked.
+
+        An object that is no valid message is returned unchanged, for `reply_error` to refuse.
 
         Raises:
-            ValueError: it is not compressed as agreed; half a sentence.
+            ValueError: the reply is not compressed as the settings say; the reason is half a sentence.
         """
         return (
             reply
@@ -228,25 +251,27 @@ class Federation:
         )
 
     def decompress_reply(self, reply: Message, message: Message) -> Message:
-        """The reply to `message` as the client half made it.
+        """Decompresses the reply to `message`.
 
         Raises:
-            ValueError: it is not compressed as agreed; half a sentence.
+            ValueError: the reply is not compressed as the settings say; the reason is half a sentence.
         """
         return reply if self.reply_compression is None else decompress_message(reply, message, self.reply_compression)
 
     def reply_error(
         self, reply: Message | None, server_state: Any, message: Message, client: str | None = None
     ) -> str | None:
-        """Why a reply to `message`, sent from the server's `server_state`, cannot be accepted; None if it can.
+        """Returns why a reply cannot be accepted, as half a sentence; None if it can.
 
         Args:
-            reply, server_state, message: as above.
-            client: who replied, where that is to be checked too.
+            reply: the decoded reply.
+            server_state: the state from which the server made `message`.
+            message: what was sent to the client.
+            client: the id of the sender; None skips the check of its number of examples.
         """
         if form_error := message_error(reply):
             return form_error
-        assert reply is not None  # None is strange
+        assert reply is not None  # `message_error` refuses None
         for name, value in reply.scalars.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
                 return f"scalar {name!r} is {value!r}; the local training diverged: lower lr or set clip_norm"
@@ -263,7 +288,7 @@ class Federation:
             specs = lora.unpacked_reply_spec(self.algorithm, self.algorithm.reply_spec(server_state, message, reply))
         except ValueError as flaw:
             return str(flaw)
-        except Exception as error:  # whatever a method stumbles over in a reply that is nothing like its own
+        except Exception as error:  # a method may fail in any way on a reply that is not of its form
             return f"the reply cannot be read: {type(error).__name__}: {error}"
         if reply.tensors.keys() != specs.keys():
             return f"the reply holds the groups {sorted(reply.tensors)}, expected {sorted(specs)}"
@@ -285,14 +310,14 @@ class Federation:
 
 
 def build_message_compressor(settings: Settings, round_number: int) -> BroadcastCompressor:
-    """What compresses messages from the server's state after a round."""
+    """Builds the compression of messages that are made from the server's state after a round."""
     return BroadcastCompressor(
         parse_compressor(settings.compress_down), derive_seed(settings.seed, round_number, "compress down")
     )
 
 
 def mean_train_loss(scalars_of: Mapping[str, Mapping[str, float]]) -> float | None:
-    """Mean of the clients' training losses, weighted by examples; None if no reply tells its loss."""
+    """Returns the mean of the clients' training losses, weighted by examples; None if no reply has a loss."""
     reported = [scalars for _, scalars in sorted(scalars_of.items()) if "train_loss" in scalars]
     if not reported:
         return None
@@ -301,11 +326,14 @@ def mean_train_loss(scalars_of: Mapping[str, Mapping[str, float]]) -> float | No
 
 
 def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | None = None) -> int | None:
-    """The round with the best mean score on the clients' validation examples (the first of equals); None without any.
+    """Returns the round with the best mean score on the clients' validation examples, the first of equals.
 
     Args:
         history: records of rounds.
-        metric: the score that decides; None is the task's own.
+        metric: the score that decides; None takes the task's own.
+
+    Returns:
+        The number of the round; None if there are no validation scores.
 
     >>> from polyfed.core.evaluation.metrics import METRICS
     >>> records = [{"round": n, "summary": {"val_brier": {"mean": value}}} for n, value in enumerate((0.3, 0.2, 0.2), 1)]
@@ -324,7 +352,7 @@ def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | N
 
 
 def describe_deciding_metric(federation: Federation) -> dict[str, Any]:
-    """What `manifest.json` tells of the metric that decides."""
+    """Returns the entry of `manifest.json` about the metric that decides."""
     score = federation.metrics[0]
     return {
         "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,

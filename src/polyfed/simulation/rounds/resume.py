@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest checkpoint that belongs to it and can be used."""
+"""Finds the checkpoint from which a run is resumed: the newest that is whole and belongs to the run."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +16,22 @@ from polyfed.simulation.storage.directory import RunDirectory, read_config, read
 def rewind_to_checkpoint(
     directory: RunDirectory, federation: Federation
 ) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
-    """The newest checkpoint of a run that can be used and the records up to it; what is newer is removed from its
-    directory. If another round than the last is kept, its checkpoint must be whole too. No checkpoint: the run begins anew.
+    """Loads the newest usable checkpoint of a run, and removes everything newer from its directory.
+
+    If the run keeps another round than the last, the checkpoint of that round must be whole too.
+
+    Returns:
+        The checkpoint, None if the run has none and begins anew; and the records up to it.
 
     Raises:
-        UserError: there are checkpoints, but none is whole.
+        UserError: there are checkpoints, but none is usable.
     """
     metrics = directory.path / "metrics.jsonl"
     records, config = read_metrics(metrics), read_config(directory.path)
     integrity.check_config_unchanged(directory.path, config, directory.read_manifest())
     expected = integrity.expected_binding_by_round(config, directory.read_manifest(), read_metrics_text(metrics))
 
-    validators: list[StateValidator] = []  # made once, if there is a checkpoint
+    validators: list[StateValidator] = []  # built once, if there is a checkpoint
 
     def check(checkpoint: Checkpoint) -> None:
         validators.extend([StateValidator(federation)] if not validators else [])
@@ -66,7 +70,16 @@ def load_kept_checkpoint(
     latest: Checkpoint,
     expected: Callable[[int], integrity.Binding] | None = None,
 ) -> Checkpoint | None:
-    """The state after the round that is kept, of these; None if there is none yet.
+    """Loads the state after the round that `keep` names.
+
+    Args:
+        directory, federation: of the run.
+        history: the records up to `latest`.
+        latest: the newest checkpoint, which is returned if its round is the one.
+        expected: the binding that a checkpoint of a round must have.
+
+    Returns:
+        The state; None if no round so far is to be kept.
 
     Raises:
         UserError: its checkpoint is damaged.

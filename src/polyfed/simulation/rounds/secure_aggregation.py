@@ -1,7 +1,7 @@
-"""Secure sums in a simulation: the same fixed-point sum as between real sites, without the encryption.
+"""Simulates secure sums: computes the fixed-point sum of a deployment, without the encryption.
 
-Each client's reply becomes words (`polyfed.core.messages.fixed_point`) as a site makes them before masking, and the server half sees their
-sum. So the result is that of a deployment, bit for bit, and independent of order; no number but the sum of weights goes up.
+Each reply is encoded in fixed point (`polyfed.core.messages.fixed_point`) as a site encodes it before masking, and the
+server half sees only the sum. So the result equals that of a deployment, bit for bit, and does not depend on the order of replies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,17 @@ from polyfed.core.state_dict import StateDict, spec_mismatch
 
 
 def uses_default_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
-    """Whether the server half is a mean of the replies."""
+    """Returns whether the server half of a method is the default mean of the replies."""
     return isinstance(algorithm, Averaging) and type(algorithm).aggregate is Averaging.aggregate
 
 
 def supports_secure_sum(algorithm: Algorithm[Any, Any]) -> bool:
-    """Whether the sum of a round's replies is all that the server half needs."""
+    """Returns whether the server half of a method needs nothing but the sum of a round's replies."""
     return uses_default_mean(algorithm) and algorithm.aggregates_by_sum
 
 
 def effective_disclosures(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
-    """What the server learns of a client: what the method discloses, or with secure sums no more than a sum.
+    """Returns what the server learns about a client: what the method discloses, or with secure sums only a sum.
 
     >>> from polyfed.algorithms import FedAvg
     >>> sorted(effective_disclosures(FedAvg(), secure=False)), sorted(effective_disclosures(FedAvg(), secure=True))
@@ -58,7 +58,11 @@ def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[s
 
 
 def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
-    """Raises a `UserError` if a method cannot run on secure sums, or a round has one client whose sum would be itself."""
+    """Checks that a method can run on secure sums.
+
+    Raises:
+        UserError: it needs single replies; or a round has one client, whose reply would be the sum.
+    """
     if uses_default_mean(algorithm) and not algorithm.aggregates_by_sum:
         raise UserError(
             f"secure=True gives the server nothing but the sum of a round's replies, and {registry_name(algorithm)} with "
@@ -81,15 +85,16 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
 
 
 def encode_sum_part(reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int) -> Message:
-    """What a site adds to the sum for its reply, before it is masked.
+    """Encodes a reply in fixed point, as a site does before masking.
 
     Args:
-        reply: of the method; its groups that are averaged, and its number of examples where it weighs.
+        reply: the method's reply. Only the averaged groups are encoded, weighted by the number of examples if the method
+            weights.
         algorithm: the method.
-        cohort_size: clients of a round.
+        cohort_size: the number of clients in a round.
 
     Raises:
-        UserError: a value does not fit.
+        UserError: a value is too large for fixed point.
     """
     assert uses_default_mean(algorithm)
     weight = reply.scalars["num_examples"] if algorithm.weighted else 1
@@ -100,11 +105,13 @@ def encode_sum_part(reply: Message, algorithm: Algorithm[Any, Any], cohort_size:
 def sum_part_error(
     part: Message | None, algorithm: Algorithm[Any, Any], server_state: Any, message: Message
 ) -> str | None:
-    """Why something that came as a part of a sum cannot be added to it; None if it can.
+    """Returns why a part cannot be added to a secure sum, as half a sentence; None if it can.
 
     Args:
-        part: as `encode_sum_part` makes it; masked or not.
-        algorithm, server_state, message: from which state the method had sent what.
+        part: made by `encode_sum_part`, masked or not.
+        algorithm: the method.
+        server_state: the state from which the server made `message`.
+        message: what was sent to the client.
     """
     try:
         if not isinstance(part, Message):
@@ -142,7 +149,7 @@ class SecureSum(ReplySum):
         """Adds a client's reply in the form of a part, as `encode_sum_part` makes it.
 
         Raises:
-            UserError: its layout is not that of the first.
+            UserError: its layout differs from that of the first.
         """
         words, layout = parse_sum_message(reply)
         if self._layout is None:

@@ -42,7 +42,7 @@ class StateValidator:
         self._initial_client_states: dict[str, PyTree] = {}  # of the first client of each architecture
         self._initial_server_state: PyTree = None
         if self._is_registered:
-            with warnings.catch_warnings(action="ignore"):  # they were told when the run began
+            with warnings.catch_warnings(action="ignore"):  # they were shown when the run began
                 self._initial_server_state = federation.initial_checkpoint().state
 
     def find_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str:
@@ -58,7 +58,7 @@ class StateValidator:
         trained = {i for record in records for i, row in record.get("clients", {}).items() if "seconds" in row}
         if missing_ids := sorted((trained & ids) - checkpoint.client_states.keys()):
             return f"the private state of {missing_ids[0]!r} is missing, who has trained"
-        if not self._federation.clients:  # those of sites are at the sites
+        if not self._federation.clients:  # private states of a deployment are at the sites
             return next(
                 filter(
                     None,
@@ -91,7 +91,7 @@ class StateValidator:
         initial_state = self._initial_client_states[key]
         if _state_difference(
             initial_state, client_state, [*known_trees, *_trees(initial_state)], ids
-        ):  # a form may follow from the client's data
+        ):  # shapes may depend on the client's data
             initial_state = self._init_client_state(client)
         return _state_difference(
             initial_state, client_state, [*known_trees, *_trees(initial_state)], ids

@@ -1,8 +1,8 @@
-"""A round: in each phase tasks go to the engine, and each result is accepted or recorded as a failure.
+"""One round: samples a cohort, dispatches messages, runs the clients, aggregates their replies, writes the record.
 
-A simulation evaluates a round before the next begins. Between sites each exchange of messages takes long, so that the
-evaluation goes with the training of the next round (`Engine.rides`): from the same state, with the same seeds and under the
-number of its own round, so that records are the same. Until then the record of a round is unfinished.
+A simulation evaluates a round before the next begins. Between sites each exchange of messages takes long, so that a round is
+evaluated during the training of the next (`Engine.overlaps_evaluation`): from the same state, with the same seeds and under
+its own number, so that the records are the same. Until then the record of a round is incomplete.
 """
 
 import time
@@ -36,9 +36,18 @@ from polyfed.simulation.storage.predictions import OutputsByClient
 @final
 @dataclass
 class PhaseResults:
-    """What became of the tasks of one phase: results that can be accepted, and by client bytes that went down and came up,
-    scalars, and norms of what replies change; a record of each failure; seconds in which the server made messages and in
-    which clients worked, and all of them, where the phase has had the engine to itself."""
+    """Collects the results of one phase of a round.
+
+    Attributes:
+        results: the accepted results, by client.
+        bytes_down, bytes_up: the sizes of messages and replies, by client.
+        scalars: the scalars of the replies, by client.
+        norms: the norms of the updates in the replies, by client.
+        failures: an entry of the record for each failure.
+        seconds_dispatch: time in which the server made messages.
+        seconds_clients: time in which clients worked.
+        seconds: duration of the phase, if the engine did nothing else meanwhile.
+    """
 
     results: dict[str, TaskResult] = field(default_factory=dict)
     bytes_down: dict[str, int] = field(default_factory=dict)
@@ -52,7 +61,7 @@ class PhaseResults:
 
 
 def failure_sort_key(failure: Mapping[str, Any]) -> tuple[str, ...]:
-    """By what failures are sorted."""
+    """Returns the key by which failures are sorted."""
     return failure["client"], failure["phase"], failure["reason"]
 
 
@@ -67,10 +76,19 @@ def run_phase(
     aggregator: ReplyAggregator | None = None,
     evaluation_results: PhaseResults | None = None,
 ) -> PhaseResults:
-    """Carries out one phase for these clients, from the state `checkpoint`. Raises at the first failure if so
-    configured. Replies
-    go to `aggregator` as they come, and are not kept elsewhere. `evaluation_results` takes in the evaluation of all
-    clients after the round of `checkpoint`, whose tasks go to the engine together with the others."""
+    """Runs one phase of a round: dispatches a message to each client, and accepts or refuses each result.
+
+    Args:
+        federation, engine, progress: of the run.
+        phase, clients, round_number: the work, and who does it.
+        checkpoint: the state from which the server makes its messages.
+        aggregator: takes each accepted reply as it comes; the results do not hold replies.
+        evaluation_results: if not None, all clients are also evaluated from `checkpoint`, with the number of its round, and
+            their results are collected here. The engine gets the tasks of both together.
+
+    Raises:
+        ClientError: a client failed and `on_error` is "raise".
+    """
     phase_results, done_by_phase, clock = PhaseResults(), {"local": 0, "evaluate": 0, "export": 0}, time.perf_counter
     phase_start = clock()
     blocks = federation.build_task_blocks(phase, clients, round_number, checkpoint, engine.max_block_bytes)
@@ -113,11 +131,14 @@ def run_phase(
 def _validate_reply(
     federation: Federation, result: TaskResult, checkpoint: Checkpoint
 ) -> tuple[Any, Any, float | None]:
-    """The reply as the server half takes it, as it travelled, and the norm of what it changes. Of a secure sum both are
-    words, and no single norm is known.
+    """Checks a reply and decodes it.
+
+    Returns:
+        The reply as the server half of the method takes it; the reply as it travelled; and the norm of its update, None
+        for a part of a secure sum, which alone means nothing.
 
     Raises:
-        ValueError: why it cannot be accepted; half a sentence.
+        ValueError: the reply cannot be accepted; the reason is half a sentence.
     """
     task, reply = result.task, result.reply
     if result.masked:
@@ -145,7 +166,7 @@ def _record_result(
     progress: Progress,
     aggregator: ReplyAggregator | None,
 ) -> None:
-    """Puts one result where it belongs: among the accepted, or among the failures."""
+    """Adds one result to the accepted ones or to the failures."""
     task, failure, reply, transmitted, norm = result.task, result.failure, result.reply, result.reply, None
     if failure is None and task.phase == "local":
         try:
@@ -177,14 +198,14 @@ def _record_result(
 
 
 def is_evaluation_round(settings: Settings, number: int) -> bool:
-    """Whether all clients are evaluated after a round."""
+    """Returns whether all clients are evaluated after a round."""
     return number % settings.evaluate_every == 0 or number == settings.rounds
 
 
 def evaluate_clients(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, progress: Progress
 ) -> PhaseResults:
-    """The evaluation of all clients after a round, by itself."""
+    """Evaluates all clients from the state after a round."""
     return run_phase(
         federation, engine, "evaluate", list(federation.client_registry.ids), checkpoint.round, checkpoint, progress
     )
@@ -198,36 +219,44 @@ def run_round(
     progress: Progress,
     on_evaluated: Callable[[Checkpoint, PhaseResults], object],
 ) -> Checkpoint:
-    """One round up to its evaluation: the state after it, with its record as far as it is known by then. If the round before
-    is still to be evaluated, that is done beside, and `on_evaluated` gets what came of it before the replies are
-    aggregated."""
+    """Runs one round up to its evaluation.
+
+    Args:
+        federation, engine, progress: of the run.
+        previous: the state after the round before. If that round is unevaluated, all clients are evaluated beside the
+            training.
+        history: the records of the rounds before.
+        on_evaluated: gets `previous` and its evaluation, before the replies of this round are aggregated.
+
+    Returns:
+        The state after the round, with the record as far as it is known.
+
+    Raises:
+        RoundError: fewer than `min_replies` replies are valid.
+    """
     settings, algorithm, number, clock = (
         federation.settings,
         federation.algorithm,
         previous.round + 1,
         time.perf_counter,
     )
-    started = clock()
+    started, registry = clock(), federation.client_registry
     cohort = federation.sample_cohort(number)
-    trained = list(federation.client_registry.ids) if "everyone_trains" in algorithm.traits else cohort
-    aggregator = ReplyAggregator(
-        algorithm, previous.state, cohort, federation.client_registry.num_examples, settings.secure
-    )
-    evaluation_results = None if previous.unevaluated_record is None else PhaseResults()
-    training_results = run_phase(
-        federation, engine, "local", trained, number, previous, progress, aggregator, evaluation_results
-    )
-    if evaluation_results is not None:
-        on_evaluated(previous, evaluation_results)
-    reply_ids = [i for i in cohort if i in training_results.results]
+    trained = list(registry.ids) if "everyone_trains" in algorithm.traits else cohort
+    aggregator = ReplyAggregator(algorithm, previous.state, cohort, registry.num_examples, settings.secure)
+    evaluation = None if previous.unevaluated_record is None else PhaseResults()
+    training = run_phase(federation, engine, "local", trained, number, previous, progress, aggregator, evaluation)
+    if evaluation is not None:
+        on_evaluated(previous, evaluation)
+    reply_ids = [i for i in cohort if i in training.results]
     if len(reply_ids) < settings.min_replies:
-        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in training_results.failures[:3])
+        reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in training.failures[:3])
         raise RoundError(f"round {number} has {len(reply_ids)} valid replies of {len(cohort)}, min_replies is "
                          f"{settings.min_replies} ({reasons})")  # fmt: skip
     aggregating = clock()
     state, dropped = aggregator.aggregate(federation.server_context(), drop=settings.on_error == "skip")
     for i, reason in dropped.items():
-        training_results.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
+        training.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
         progress.say(f"client {i!r}: {reason}; its reply is left out")
     reply_ids = [i for i in reply_ids if i not in dropped]
     if len(reply_ids) < settings.min_replies:
@@ -235,35 +264,43 @@ def run_round(
                          f"{settings.min_replies} ({next(iter(dropped.values()), '')})")  # fmt: skip
     check_serializable(state, f"{registry_name(algorithm)}: the server's state")
     state = as_contiguous(state)
-    seconds_server = training_results.seconds_dispatch + aggregator.seconds + clock() - aggregating
-
-    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in training_results.bytes_down.items()}
-    for i, result in training_results.results.items():
-        scalars = training_results.scalars.get(i, {})
-        loss_fields = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
-        norm = {NORM: training_results.norms[i]} if i in training_results.norms else {}
-        rows[i] |= {"seconds": round(result.seconds, 4), **loss_fields, **norm}
-    for i in reply_ids:
-        rows[i]["bytes_up"] = training_results.bytes_up[i]
-    bytes_down, bytes_up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
+    seconds_server = training.seconds_dispatch + aggregator.seconds + clock() - aggregating
     record = {
         "round": number,
         "seconds": round(clock() - started, 4),
-        "seconds_clients": round(training_results.seconds_clients - aggregator.seconds, 4),
+        "seconds_clients": round(training.seconds_clients - aggregator.seconds, 4),
         "seconds_server": round(seconds_server, 4),
-        "train_loss": mean_train_loss({i: training_results.scalars[i] for i in reply_ids}),
-        "bytes_down": bytes_down,
-        "bytes_up": bytes_up,
-        "bytes_down_total": bytes_down + (history[-1]["bytes_down_total"] if history else 0),
-        "bytes_up_total": bytes_up + (history[-1]["bytes_up_total"] if history else 0),
-        "clients": {i: rows[i] for i in sorted(rows)},
+        **_describe_training(training, reply_ids, history[-1] if history else {}),
         "summary": {},
-        "failures": training_results.failures,
+        "failures": training.failures,
         "replied": sorted(reply_ids),
         "score": federation.metrics[0].name,
     }
-    states = {**previous.client_states, **{i: result.client_state for i, result in training_results.results.items()}}
+    states = {**previous.client_states, **{i: result.client_state for i, result in training.results.items()}}
     return Checkpoint(number, state, states, record)
+
+
+def _describe_training(
+    training: PhaseResults, reply_ids: Sequence[str], previous_record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the part of a round's record about training: loss and bytes, of the round and by client."""
+    rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in training.bytes_down.items()}
+    for i, result in training.results.items():
+        scalars = training.scalars.get(i, {})
+        loss = {"train_loss": scalars["train_loss"]} if "train_loss" in scalars else {}
+        norm = {NORM: training.norms[i]} if i in training.norms else {}
+        rows[i] |= {"seconds": round(result.seconds, 4), **loss, **norm}
+    for i in reply_ids:
+        rows[i]["bytes_up"] = training.bytes_up[i]
+    bytes_down, bytes_up = (sum(row.get(f"bytes_{way}", 0) for row in rows.values()) for way in ("down", "up"))
+    return {
+        "train_loss": mean_train_loss({i: training.scalars[i] for i in reply_ids}),
+        "bytes_down": bytes_down,
+        "bytes_up": bytes_up,
+        "bytes_down_total": bytes_down + previous_record.get("bytes_down_total", 0),
+        "bytes_up_total": bytes_up + previous_record.get("bytes_up_total", 0),
+        "clients": {i: rows[i] for i in sorted(rows)},
+    }
 
 
 def complete_record(
@@ -272,13 +309,16 @@ def complete_record(
     evaluation_results: PhaseResults | None,
     history: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Any], OutputsByClient]:
-    """The record of a round for `metrics.jsonl`, and what the evaluated networks gave.
+    """Completes the record of a round for `metrics.jsonl`.
 
     Args:
-        federation: who took part.
-        record: as `run_round` leaves it.
-        evaluation_results: what came of the evaluation; None for a round that has none.
+        federation: of the run.
+        record: the incomplete record that `run_round` made.
+        evaluation_results: the evaluation of all clients; None in a round without one.
         history: the records of the rounds before.
+
+    Returns:
+        The record, and the outputs of the evaluated networks by client.
     """
     full_record, outputs = dict(record), dict[str, Mapping[str, Tensor]]()
     if evaluation_results is not None:
@@ -305,8 +345,11 @@ def complete_record(
 def write_personal_models(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
 ) -> None:
-    """The personal models after a round, `models/ID.safetensors`. With `on_error="skip"` a client whose model cannot
-    be made costs no other client's; the records of the rounds are complete by now, so it is told as a warning."""
+    """Writes the personal models after a round, `models/ID.safetensors`.
+
+    With `on_error="skip"` a client whose model cannot be made costs no other client's. It causes a warning of Python, since
+    the records of the rounds are complete by now.
+    """
     blocks = federation.build_task_blocks(
         "export", list(federation.client_registry.ids), checkpoint.round, checkpoint, engine.max_block_bytes
     )
