@@ -3,6 +3,7 @@
     python benchmarks/leaderboard.py list
     python benchmarks/leaderboard.py run digits-0.1 drift ... [--seeds 0,1,2] [--data NAME=FOLDER]     `all` is every one
     python benchmarks/leaderboard.py run architectures --only lg_fedavg,fedgh    their rows again, into the results there are
+    python benchmarks/leaderboard.py join architectures --only fedgen      a new method's row, into the committed results
     python benchmarks/leaderboard.py page                        docs/leaderboard.md and its picture, from the results
 
 A federation is a variant of the recipe `leaderboard`, and its run is `polyfed compare`: for each method five learning rates
@@ -19,6 +20,10 @@ teacher's of fedavg_kd. The mean at each method's best round by validation examp
 so few of them the choice of a round is a matter of chance, which no interval covers.
 With `--only`, `local` and the methods named are run, and the rows of these are put into the results that are there, if
 `local` comes out as it is there. Their `gain_interval` is then of fewer methods, which the results say under `renewed`.
+`join` does the same with the seeds of the results, and does not ask for the same `local`: another machine rounds otherwise.
+How far `local` is from the committed one is printed and kept beside the row, under `joined`; the row's gain over `local` is
+over that of its own machine. Clients, test examples, rounds and the rule of the search must be those of the results.
+With one architecture `polyfed compare` runs FedAvg with and without fine-tuning beside them; the rows of these stay.
 Intervals of differences cover new seeds and test examples (crossed), one difference at a time; `gain_interval` is that of
 `polyfed compare`, for all methods together, which with three seeds and 35 methods decides next to nothing. Seconds mean
 something only if nothing else ran: the load before is in the results.
@@ -33,7 +38,7 @@ from pathlib import Path
 
 import leaderboard_page
 import numpy as np
-from papers import ahead
+from papers import ahead, scores
 from sklearn.datasets import load_breast_cancer
 
 from polyfed.cli.commands.options.recipes import read_recipe
@@ -92,12 +97,15 @@ def run(name, given):
         path = str(folder / "patients.csv")
         hospitals(Path(path))
     out, load, began = folder / name, os.getloadavg()[0], time.time()
-    words = ["compare", recipe, "--variant", name, "--same-data", "--seeds", given.seeds, "--no-references",
+    seeds = given.seeds if given.what == "run" else ",".join(map(str, committed(name)["seeds"]))
+    words = ["compare", recipe, "--variant", name, "--same-data", "--seeds", seeds, "--no-references",
              "--budget", "steps", "--tune", *([SEARCHED[name], "--trials", str(TRIALS)] if name in SEARCHED else ["grid"]),
              *(["--data.path", path] if path else []), "--out", str(out), "--parallel", str(given.parallel),
-             *(["--quiet"] if given.quiet else [])]  # fmt: skip
+             *(["--quiet"] if given.quiet else []), *given.more.split()]  # fmt: skip
     if given.only:
-        renew(name, [*words, "--baselines", json.dumps(baselines(config, given.only.split(",")))], out)
+        put = join if given.what == "join" else renew
+        only = given.only.split(",")
+        put(name, [*words, "--baselines", json.dumps(baselines(config, only))], out, only)
         return
     found = compared(words, out)
     like = found["methods"].get("fedavg") or found["methods"]["fedavg_kd"]
@@ -112,8 +120,7 @@ def run(name, given):
         means = {label: at_equal(one, out, kind, limit) for label, one in found["methods"].items()}
         content["equal"][kind] = {"limit": limit, "means": rounded(means)}
     RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    save(name, content)
     print(f"{name}: {time.time() - began:.0f} s", flush=True)
 
 
@@ -125,24 +132,66 @@ def baselines(config, only):
     return [one for one, name in zip(config["baselines"], named, strict=True) if name in only]
 
 
-def renew(name, words, out):
-    """Puts the rows of a few methods into the results of a federation."""
+def committed(name):
+    """The results of a federation that are there."""
     file = RESULTS / f"{name}.json"
-    content, found = json.loads(file.read_text(encoding="utf-8")), compared(words, out)
-    again = [label for label in found["methods"] if label != "local"]
+    if not file.exists():
+        raise SystemExit(
+            f"{file} is missing: a method joins results that are there; `leaderboard.py run {name}` makes them"
+        )
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def renew(name, words, out, only):
+    """Puts the rows of a few methods into the results of a federation."""
+    content, found = committed(name), compared(words, out)
     before, now = content["methods"]["local"]["mean"], rounded(found["methods"]["local"]["statistics"]["mean"])
     if before != now or found["seeds"] != content["seeds"]:
-        raise SystemExit(
-            f"{out}: local is at {now} with seeds {found['seeds']}, in {file} at {before}: not the same runs"
-        )
-    for label in again:
+        raise SystemExit(f"{out}: local is at {now} with seeds {found['seeds']}, in {RESULTS / name}.json at {before}: not "
+                         "the same runs; `join` takes them, and keeps the difference")  # fmt: skip
+    again = put_rows(content, found, out, only)
+    content["renewed"] = {**content.get("renewed", {}), **{label: ["local", *again] for label in again}}
+    save(name, content)
+
+
+def join(name, words, out, only):
+    """Puts the rows of new methods into the results of a federation, and how far `local` is from the one there."""
+    content, found = committed(name), compared(words, out)
+    settings = {
+        "seeds": (content["seeds"], found["seeds"]), "rounds": (content["rounds"], found["rounds"]),
+        "clients": (content["clients"], len(found["clients"])), "tuning": (content["tuning"], found["tuning"]["sentence"]),
+        "test_examples": (content["test_examples"], found["mean_answer"]["test_examples"]),
+    }  # fmt: skip
+    if other := {key: values for key, values in settings.items() if values[0] != values[1]}:
+        raise SystemExit(f"{out}: not the federation of the results: {other} (there, here)")
+    before, now = content["methods"]["local"]["mean"], rounded(found["methods"]["local"]["statistics"]["mean"])
+    new = put_rows(content, found, out, only)
+    local = {"committed": before, "here": now, "difference": rounded(now - before)}
+    content["joined"] = {
+        **content.get("joined", {}),
+        **{label: {"with": sorted({*found["methods"]} - {label}), "local": local} for label in new},
+    }
+    save(name, content)
+    print(
+        f"{name}: {', '.join(new)} joined; local is at {now} here, and at {before} in the results ({now - before:+.5f})"
+    )
+
+
+def put_rows(content, found, out, only):
+    """Puts the rows of these methods of a comparison into results; their names."""
+    labels = [label for label in found["methods"] if label in only]
+    for label in labels:
         content["methods"][label] = of(found, label, out)
         for kind, one in content["equal"].items():
             one["means"][label] = rounded(at_equal(found["methods"][label], out, kind, one["limit"]))
-    edge = [one for one in content["edge"] if one.rpartition(" of ")[2] not in again]
-    content["edge"] = [*edge, *(one for one in found["tuning"]["edge"] if one.rpartition(" of ")[2] in again)]
-    content["renewed"] = {**content.get("renewed", {}), **{label: ["local", *again] for label in again}}
-    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    edge = [one for one in content["edge"] if one.rpartition(" of ")[2] not in labels]
+    content["edge"] = [*edge, *(one for one in found["tuning"]["edge"] if one.rpartition(" of ")[2] in labels)]
+    return labels
+
+
+def save(name, content):
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
 def compared(words, out):
@@ -194,7 +243,7 @@ def of(found, label, out):
         for client, one in method["statistics"]["clients"].items()
     }
     kept["against"] = {
-        other: ahead(((found, out), label), ((found, out), other))
+        other: ahead(*(scores(found, out, one, found["rounds"]) for one in (label, other)))
         for other in ("local", "fedavg", "fedavg_ft") if other in found["methods"] and other != label
     }  # fmt: skip
     return rounded(kept)
@@ -210,7 +259,7 @@ def rounded(value):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["list", "run", "page"])
+    parser.add_argument("what", choices=["list", "run", "join", "page"])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--runs", default="runs/leaderboard")
@@ -218,11 +267,14 @@ def main():
     parser.add_argument("--only", default="", metavar="NAMES")
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--more", default="", help="further options of polyfed compare, for a try: '--rounds 2'")
     given = parser.parse_args()
     if given.what == "list":
         print("\n".join(federations()))
     elif given.what == "page":
         leaderboard_page.write(RESULTS, HERE.parent / "docs")
+    elif given.what == "join" and not given.only:
+        raise SystemExit("which methods join? --only fedgen")
     else:
         for name in federations() if given.names == ["all"] else given.names:
             if name not in federations():

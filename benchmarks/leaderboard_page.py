@@ -300,6 +300,12 @@ def federation(one):
         lines.append(
             f"Rows of {names} were measured again later, next to other work: their seconds cannot be compared."
         )
+    for method, joined in one.get("joined", {}).items():
+        there, here = (score(joined["local"][key], one) for key in ("committed", "here"))
+        lines.append(
+            f"The row of `{method}` joined later, from runs of it and of `local` on another machine, where `local` is at "
+            f"{here} instead of {there}. Its gain is over that one, and its seconds cannot be compared."
+        )
     if one["edge"]:
         lines.append(f"The best rate was the smallest or largest that was tried: {', '.join(one['edge'])}.")
     return "\n".join([*lines, ""])

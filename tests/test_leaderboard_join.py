@@ -1,0 +1,131 @@
+"""One more method joins the committed results of a federation; the other methods are not run again."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+COMMITTED = BENCHMARKS / "results" / "leaderboard"
+
+
+@pytest.fixture
+def leaderboard(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import leaderboard
+
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "architectures.json").write_text(
+        (COMMITTED / "architectures.json").read_text(encoding="utf-8")
+    )
+    monkeypatch.setattr(leaderboard, "RESULTS", tmp_path / "results")
+    return leaderboard
+
+
+def results_of(leaderboard, name="architectures"):
+    return json.loads((leaderboard.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def settings(what="join", **changes):
+    words = {
+        "what": what,
+        "seeds": "7,8",
+        "runs": "unused",
+        "data": [],
+        "only": "fedavg_kd",
+        "parallel": 1,
+        "quiet": True,
+    }
+    return argparse.Namespace(**{**words, "more": "", **changes})
+
+
+@pytest.fixture
+def comparison(leaderboard, monkeypatch):
+    """What a comparison of `local` and FedAvg with distillation finds, without its runs."""
+    there = results_of(leaderboard)
+    found = {
+        "seeds": there["seeds"], "rounds": there["rounds"], "clients": [None] * there["clients"],
+        "mean_answer": {"test_examples": there["test_examples"]},
+        "tuning": {"sentence": there["tuning"], "edge": ["lr=0.02 of fedavg_kd", "lr=2 of local"]},
+        "methods": {"local": {"statistics": {"mean": there["methods"]["local"]["mean"] + 0.0123}}, "fedavg_kd": {}},
+    }  # fmt: skip
+    asked = []
+    monkeypatch.setattr(leaderboard, "compared", lambda words, out: asked.append(words) or found)
+    monkeypatch.setattr(leaderboard, "of", lambda found, label, out: {"mean": 0.9, "of": label})
+    monkeypatch.setattr(leaderboard, "at_equal", lambda method, out, kind, limit: None if limit is None else 0.8)
+    return found, asked
+
+
+def test_a_row_is_added_and_the_others_stay(leaderboard, comparison, tmp_path, capsys):
+    before = results_of(leaderboard)
+    leaderboard.run("architectures", settings(runs=str(tmp_path)))
+    after = results_of(leaderboard)
+    assert after["methods"].pop("fedavg_kd") == {"mean": 0.9, "of": "fedavg_kd"}
+    before["methods"].pop("fedavg_kd")
+    assert after["methods"] == before["methods"]
+    assert {kind: one["means"]["fedavg_kd"] for kind, one in after["equal"].items()} == {
+        "bytes": 0.8, "seconds": 0.8, "best": None
+    }  # fmt: skip
+    assert after["edge"] == [*before["edge"], "lr=0.02 of fedavg_kd"]
+    (words,) = comparison[1]
+    assert words[words.index("--seeds") + 1] == "0,1,2", "those of the results"
+    assert json.loads(words[words.index("--baselines") + 1]) == ["fedavg_kd"], "nothing else is run"
+    local = after["joined"]["fedavg_kd"]["local"]
+    assert local["difference"] == pytest.approx(0.0123)
+    assert local["here"] == pytest.approx(local["committed"] + 0.0123)
+    assert "local is at 0.77725 here, and at 0.76495 in the results (+0.01230)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["seeds", "rounds", "clients"])
+def test_another_federation_is_refused(leaderboard, comparison, tmp_path, key):
+    comparison[0][key] = {"seeds": [0], "rounds": 3, "clients": [None]}[key]
+    before = results_of(leaderboard)
+    with pytest.raises(SystemExit, match=f"not the federation of the results: .*{key}"):
+        leaderboard.run("architectures", settings(runs=str(tmp_path)))
+    assert results_of(leaderboard) == before
+
+
+def test_renewing_still_asks_for_the_same_local(leaderboard, comparison, tmp_path):
+    with pytest.raises(SystemExit, match="not the same runs; `join` takes them"):
+        leaderboard.run("architectures", settings("run", runs=str(tmp_path)))
+
+
+def test_without_results_or_methods_there_is_nothing_to_join(leaderboard, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="is missing: a method joins results that are there"):
+        leaderboard.run("groups", settings(runs=str(tmp_path)))
+    monkeypatch.setattr(sys, "argv", ["leaderboard.py", "join", "architectures"])
+    with pytest.raises(SystemExit, match="which methods join"):
+        leaderboard.main()
+
+
+def test_the_page_says_which_rows_joined(leaderboard, comparison):
+    import leaderboard_page
+
+    one = results_of(leaderboard)
+    plain = leaderboard_page.federation(one)
+    one["joined"] = {
+        "fml": {"with": ["local", "fml"], "local": {"committed": 0.76495, "here": 0.77, "difference": 0.00505}}
+    }
+    page = leaderboard_page.federation(one)
+    assert "The row of `fml` joined later" in page
+    assert "`local` is at 77.0 instead of 76.5" in page
+    assert "joined later" not in plain
+
+
+@pytest.mark.slow
+def test_a_method_joins_a_federation_that_was_really_run(leaderboard, tmp_path, monkeypatch):
+    """With tiny settings: the row is that of a comparison, and `local` of the same machine is the same to the bit."""
+    tiny = "--rounds 2 --evaluate-every 1 --data.clients 3 --data.examples_per_client 60 --workers 0"
+    monkeypatch.setitem(leaderboard.federations.__globals__, "baselines", lambda config, only: only)
+    first = settings("run", runs=str(tmp_path / "first"), seeds="0,1", only="", more=f'{tiny} --baselines ["fedavg"]')
+    leaderboard.run("digits-1", first)
+    before = results_of(leaderboard, "digits-1")
+    leaderboard.run("digits-1", settings(runs=str(tmp_path / "second"), only="moon", more=tiny))
+    after = results_of(leaderboard, "digits-1")
+    assert set(after["methods"]) == {"local", "fedavg", "fedavg_ft", "moon"}
+    assert {label: row for label, row in after["methods"].items() if label != "moon"} == before["methods"]
+    assert after["joined"]["moon"]["local"]["difference"] == 0
+    assert after["methods"]["moon"]["against"].keys() == {"local", "fedavg", "fedavg_ft"}
+    assert after["methods"]["moon"]["mean"] > 0
