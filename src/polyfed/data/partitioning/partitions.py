@@ -76,7 +76,9 @@ class Partition(ABC):
 @final
 @dataclass(frozen=True)
 class IID(Partition):
-    """Deals shuffled examples out evenly: client sizes differ by at most one; works for any labels.
+    """Deals shuffled examples out evenly.
+
+    Client sizes differ by at most one. Works for any labels.
 
     >>> [len(rows) for rows in IID()(np.zeros(7, int), 3, seed=0)]
     [3, 2, 2]

@@ -18,9 +18,10 @@ _PLACES = 4
 @final
 @dataclass(frozen=True)
 class FashionMosaics(Source):
-    """Builds multi-label images of 28×28 from four places of 14×14, each with a half-sized image of Fashion-MNIST, or empty.
+    """Builds multi-label images from Fashion-MNIST, four places each.
 
-    A label says whether an image of the class is in it; all are zero if every place is empty. The set is a stand-in, made by
+    An image has 28×28 pixels and four places of 14×14; a place holds a half-sized image of Fashion-MNIST, or nothing. A
+    label says whether an image of the class is in it; all are zero if every place is empty. The set is a stand-in, made by
     polyfed, for multi-label images that cannot be had offline (chest X-rays). Training mosaics are made of training images
     and test mosaics of test images, the same ones at every call.
 

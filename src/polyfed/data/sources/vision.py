@@ -48,9 +48,10 @@ _CIFAR_ADVICE = "give --data.path with the folder of the hub's Parquet files (tr
 @final
 @dataclass(frozen=True)
 class Digits(Source):
-    """Reads 1,797 handwritten digits of 8×8 pixels, shipped with scikit-learn (UCI optdigits), offline and at once.
+    """Reads 1,797 handwritten digits of 8×8 pixels, offline.
 
-    The 17 grey levels are spread over 0 to 255. The set has no test set of its own.
+    They are shipped with scikit-learn (UCI optdigits). The 17 grey levels are spread over 0 to 255. The set has no test set
+    of its own.
 
     Args:
         common_test: share of the digits that becomes the common test set, stratified and the same in every run.
