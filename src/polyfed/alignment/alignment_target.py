@@ -27,7 +27,8 @@ _EXACT_WIDTH = 1024
 @final
 @dataclass(frozen=True)
 class AlignmentTarget:
-    """Holds K̄ on the RAD, the kernel with which a client aligns its own.
+    """Holds K̄, the mean kernel of all clients on a round's public examples (RAD), with which a client aligns its own
+    kernel.
 
     Attributes:
         matrix: for a linear kernel, features F with K̄ = FFᵀ, shape (L, width); for an RBF kernel, K̄ itself, shape (L, L).
@@ -44,7 +45,10 @@ class AlignmentTarget:
     distance_measure: Distance = "cka"
 
     def distance(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Computes d(K_i, K̄): 1 − CKA, or the orthogonal Procrustes distance of A_i and F. Arguments are as in `cka`.
+        """Computes d(K_i, K̄), the distance of a client's kernel and the mean kernel: 1 − CKA, or the orthogonal
+        Procrustes distance.
+
+        Arguments are as in `cka`. The Procrustes distance is that of A_i and F.
 
         >>> b = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
         >>> round(AlignmentTarget(b, distance_measure="procrustes").distance(-2 * b.flip(1)).item(), 5) + 0.0
@@ -55,7 +59,7 @@ class AlignmentTarget:
         return procrustes_distance(a, self._features if rows is None else self.matrix[rows])
 
     def cka(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Computes CKA(K_i, K̄) on all or some rows of the RAD: a scalar.
+        """Computes CKA(K_i, K̄) of a client's kernel and the mean kernel on all or some rows of the RAD: a scalar.
 
         Args:
             a: the client's representation of these rows, shape (number, d_i).
@@ -78,8 +82,10 @@ class AlignmentTarget:
 def mean_kernel_features(
     representations: Sequence[Tensor], weights: Sequence[float], normalise: bool = False
 ) -> Tensor:
-    """Computes F = [√w_1·A_1, ..., √w_N·A_N], whose linear kernel FFᵀ is K̄ = Σ_j w_j·A_j·A_jᵀ (eq. 6): shape (L, Σ_j
-    d_j).
+    """Concatenates weighted representations to features F whose linear kernel is the mean kernel K̄ (eq. 6): shape (L,
+    Σ_j d_j).
+
+    F = [√w_1·A_1, ..., √w_N·A_N], so that FFᵀ = K̄ = Σ_j w_j·A_j·A_jᵀ.
 
     Args:
         representations: representations A_j of the same L examples, shapes (L, d_j).
@@ -99,7 +105,7 @@ def mean_kernel_features(
 
 
 def triangular_kernel_factor(features: Tensor) -> Tensor:
-    """Computes the triangular factor of FFᵀ: G of shape (L, min(L, D)) with GGᵀ = FFᵀ, for F of shape (L, D).
+    """Factors the kernel FFᵀ of features F, shape (L, D), into GGᵀ with a triangular G, shape (L, min(L, D)).
 
     G is F after a rotation of all its columns together. Up to signs it depends on FFᵀ alone and so reveals no more:
     unlike F, it does not show which column belongs to which client. It comes from a QR decomposition of Fᵀ in float64,
@@ -116,7 +122,7 @@ def triangular_kernel_factor(features: Tensor) -> Tensor:
 
 
 def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
-    """Computes K̄ = Σ_j w_j K_j of the RBF kernels of representations (eq. 6), shape (L, L).
+    """Computes the mean RBF kernel K̄ = Σ_j w_j K_j of several representations (eq. 6), shape (L, L).
 
     It adds a few rows at a time, so that no other (L, L) matrix is in memory.
 

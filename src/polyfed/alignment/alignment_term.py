@@ -1,4 +1,4 @@
-"""Computes the term η·d of a client's loss (FedHeNN, eq. 5, 6), for one network or for a stack of networks."""
+"""Computes the alignment term η·d of a client's loss (FedHeNN, eq. 5, 6), for one network or for a stack of networks."""
 
 import warnings
 from collections.abc import Sequence
@@ -77,7 +77,8 @@ def _tensors_equal(first: Tensor, second: Tensor) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class AlignmentTerm:
-    """Computes η·d(K_i, K̄) for the current parameters, on `num_rows` rows of X that are drawn at each call.
+    """Computes the alignment term η·d(K_i, K̄) for the current parameters, on `num_rows` public examples that are
+    drawn at each call.
 
     A call takes the network and the state of the random generator that draws the client's rows, and advances the state; or a
     stack of k networks and k states, for k terms. Two terms are equal if they compute the same function: clients with equal

@@ -1,4 +1,4 @@
-"""Computes the term η·d of a client's loss once per local epoch, as FedHeNN's algorithms 1 and 2 print it."""
+"""Computes the alignment term η·d of a client's loss once per local epoch, as FedHeNN's algorithms 1 and 2 print it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,9 @@ class EpochGradientTerm:
     parameter_names: tuple[str, ...]
 
     def __call__(self, network: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns ⟨g, θ⟩: shape () for one network, (k,) for a stack whose networks have made equally many steps."""
+        """Returns the inner product ⟨g, θ⟩: shape () for one network, (k,) for a stack whose networks have made
+        equally many steps.
+        """
         rows, steps_taken, *gradients = tensors
         by_name = dict(network.named_parameters())
         parameters = [by_name[name] for name in self.parameter_names]

@@ -161,7 +161,7 @@ class _FactoredWeights(torch.autograd.Function):
 
 
 def _bias_view(bias: Tensor, row_factors: Tensor, columns: Tensor) -> Tensor:
-    """Returns a view of the bias in the order of `row_factors`, (c_out, |κ|, c_in)."""
+    """Returns a view of the bias with its entries in the order of `row_factors`, (c_out, |κ|, c_in)."""
     return bias.view(row_factors.shape[1], len(columns), row_factors.shape[2]).transpose(1, 2)
 
 

@@ -63,7 +63,9 @@ class CellPlan:
 
 @final
 class Cell(nn.Module):
-    """Computes v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) (section 2); with `join="mean"` the mean instead of the sum."""
+    """Computes a cell's feature maps: node j is the sum v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) over its edges (section 2), or
+    their mean.
+    """
 
     def __init__(self, plan: CellPlan, channels: int, skip_channels: int, join: EdgeJoin = "sum") -> None:
         super().__init__()
@@ -158,7 +160,7 @@ class _SplitRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns value[rows] for each tensor of `rows`, which together hold each row of `value` once."""
+        """Returns the rows of each group; `rows` has the positions of each group's rows, and each row is in one group."""
         ctx.rows = rows
         return _split_rows(value, rows)
 
@@ -174,7 +176,7 @@ class _MergeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Sequence[Tensor], *groups: Tensor) -> Tensor:
-        """Returns the groups' rows in the order of `rows`."""
+        """Puts the rows of all groups into one tensor; `rows` has the positions of each group's rows."""
         ctx.rows = rows
         return _merge_rows(groups, rows)
 
@@ -196,7 +198,7 @@ def _split_rows(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _merge_rows(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Merges groups of rows, in the memory format of the first group.
+    """Puts the rows of all groups into one tensor, in the memory format of the first group.
 
     Dtypes may differ under autocast: a skip connection keeps its input's.
     """

@@ -42,7 +42,7 @@ def gumbel_noise_like(like: Tensor) -> Tensor:
 
 
 def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> OperationChoice:
-    """Draws Z from the categorical distribution softmax(logits) by straight-through Gumbel-softmax (eq. 2).
+    """Draws one operation per edge, one-hot Z, from softmax(logits) by straight-through Gumbel-softmax (eq. 2).
 
     Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is the gradient of softmax((g + log π)/τ)[k].
 
@@ -96,9 +96,7 @@ class Sampler(nn.Module, ABC):
 
 @final
 class ContextFree(Sampler):
-    """Holds log Π of eq. 2 as learnable logits, the same for every input; at first all operations are equally
-    probable.
-    """
+    """Holds a cell's logits, log Π of eq. 2, as learnable parameters; at first all operations are equally probable."""
 
     def __init__(self, edges: int, operations: int) -> None:
         super().__init__()

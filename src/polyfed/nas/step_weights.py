@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 @final
 @dataclass(frozen=True, eq=False)
 class StepWeights:
-    """Holds α_i and the cosines of Proposition 1 for M clients at one θ, all float64 of shape (M,).
+    """Holds the inner products α_i and the cosines of Proposition 1 for M clients at one θ, all float64 of shape (M,).
 
     Attributes:
         alpha: α_i = g_iᵀg̃_i, where g_i = ∇_{θ_p}L_i(θ_b, θ_p) and g̃_i = ∇L_i(θ_b, θ̃_{p,i}) (eq. 5).
@@ -34,7 +34,10 @@ class StepWeights:
 
 
 def compute_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -> StepWeights:
-    """Computes α_i and both sides of Proposition 1; a gradient of length 0 has cosine 0 with every other.
+    """Computes for each client the inner product α_i of its own and its look-ahead gradient, and the cosines of
+    Proposition 1.
+
+    A gradient of length 0 has cosine 0 with every other.
 
     Args:
         local_gradients: g_i, one row per client, (M, size of θ_p).

@@ -180,7 +180,9 @@ class Network(nn.Module):
         self.personal = nn.ModuleDict({**_build_stack(plan, plan.personal), "classifier": classifier})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits (algorithm 2), alternating cell by cell between sampling and evaluation."""
+        """Returns the logits of a batch of images (algorithm 2): cell by cell, the sampler chooses operations and the
+        cell applies them.
+        """
         previous = skip = self.base["stem"](x)
         image = pool_to_8x8(x) if self.plan.context == "aware" else x
         for number, (cell, sampler) in enumerate(self.cells_with_samplers()):

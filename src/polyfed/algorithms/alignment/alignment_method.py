@@ -93,7 +93,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     requires: ClassVar[frozenset[str]] = frozenset()
 
     def eta_at(self, round_number: int) -> float:
-        """Returns η_t = η_0·f(t), with t counted from 1."""
+        """Returns the weight of the alignment term in a round, η_t = η_0·f(t), with t counted from 1."""
         f = {"sqrt": math.sqrt(round_number), "linear": float(round_number), "constant": 1.0}
         return self.eta0 * f[self.growth]
 
@@ -121,14 +121,15 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         return {"public": public, "seed": server.seed, "holders": []}
 
     def _rad_rows(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> Tensor:
-        """Draws the rows of the pool that are X, the RAD of this round; they are the same for all clients."""
+        """Draws the rows of the public pool that form the RAD X of this round; they are the same for all clients."""
         pool_size = len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
         return draw_public_rows(server_state["seed"], client_info.round, pool_size, self.rad_size)
 
     def _rad_tensors(
         self, server_state: Mapping[str, Any], client_info: ClientInfo, needs_pool: bool
     ) -> dict[str, Tensor]:
-        """Returns the tensors that tell clients X: its examples, or only its rows if the clients hold the whole pool.
+        """Returns the tensors that tell clients the round's public examples X: the examples, or only their rows if
+        clients hold the pool.
 
         Clients hold the pool if they need it (`needs_pool`), were sent it once (`pool_once`), or generate it from
         noise.
@@ -158,7 +159,9 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     def _pool_and_rad_rows(
         self, message: Message, client_state: Mapping[str, Any], client: Client
     ) -> tuple[Examples, Tensor]:
-        """Returns the public examples that the client has, prepared as its own examples are, and the rows that are X."""
+        """Returns the public examples that the client has, prepared as its own examples are, and the rows that form
+        the RAD of the round.
+        """
         rad = message.tensors["rad"]
         if "rows" not in rad:
             pool = prepare_public_examples(rad, client)
@@ -169,15 +172,16 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         return self._public_examples(message, client_state, client), rows
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has a module whose input is Φ."""
+        """Checks that the client's network has a module whose input is the representation Φ."""
         assert client.model is not None
         model = cached_module(client.model, client.train.device).module
         name = self._representation_module(model, client.id, client.train)
         check_has_representation(client, name)
 
     def _representation_module(self, model: nn.Module, client: str, examples: Examples) -> str:
-        """Returns the name of the module whose input is Φ in this client's network; `examples` are inputs of the
-        network.
+        """Returns the name of the module whose input is the representation Φ in this client's network.
+
+        `examples` are inputs of the network.
         """
         module_name = self.module.get(client) if isinstance(self.module, Mapping) else self.module
         names = dict(model.named_modules())

@@ -120,8 +120,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return {**state, "forms": forms}
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Sends X, η and K̄, computed once for all clients; nothing for evaluation, since each client has its own
-        network.
+        """Sends the public examples X, the weight η and the mean kernel K̄, computed once for all clients.
+
+        Sends nothing for evaluation, since each client has its own network.
         """
         rad: dict[str, Tensor] = {}
         target: dict[str, Tensor] = {}
@@ -141,7 +142,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             yield Message({**groups, "target": target} if target else groups, scalars)
 
     def _mean_kernel(self, server_state: ServerState, rows: Tensor) -> dict[str, Tensor]:
-        """Computes K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
+        """Computes the mean kernel K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
         client_ids = sorted(server_state["representations"])
         if not client_ids:
             return {}
@@ -164,8 +165,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Stores A_j of the clients that replied, which it computes from W_j if weights were sent; other clients keep
-        their last A_j.
+        """Stores the representations A_j of the clients that replied; other clients keep their last ones.
+
+        The server computes A_j from W_j if weights were sent.
         """
         ids = sorted(replies)
         if self.share == "weights":
@@ -185,8 +187,9 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def _representations_of_models(
         self, models: Mapping[str, StateDict], server: ServerContext
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Computes A_j = Φ_j(X; W_j) from the clients' weights ("the server uses each client's weights", section 3.3),
-        and capacities.
+        """Computes clients' representations A_j = Φ_j(X; W_j) from their weights, and their capacities.
+
+        "The server uses each client's weights" (section 3.3).
         """
         assert server.architectures is not None
         assert server.public is not None
@@ -222,7 +225,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return by_client, capacities
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies a reply: A_j on the whole pool with at most `rank` columns, or W_j in the shapes of the client's
+        """Specifies a reply: the representation of the whole pool with at most `rank` columns, or the weights of the
         architecture.
         """
         if self.share == "weights":
@@ -268,8 +271,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains W_i(t) for `local_epochs` on the loss of eq. 6, and sends its representation of the public examples,
-        or W_i.
+        """Trains the network W_i(t) on the loss of eq. 6, and sends its representation of the public examples, or its
+        weights.
         """
         model = self.personal_model(message, client_state, client, seed)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)

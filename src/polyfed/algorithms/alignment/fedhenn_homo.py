@@ -65,7 +65,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the initial global model Ŵ(0)."""
+        """Builds the server state with the initial global model Ŵ(0)."""
         return {**self._init_public_state(server), **super().server_init(server)}
 
     def message_to(self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]) -> Message:
@@ -79,7 +79,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Sets Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
+        """Sets the global model to the mean Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
         return {**server_state, **mean, "holders": self._holders_after_round(server_state, client_ids)}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -87,7 +87,9 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains W_i(t) for `local_epochs` on the loss of eq. 5, starting from Ŵ(t−1)."""
+        """Trains the local model W_i(t) for `local_epochs` on the loss of eq. 5, starting from the global model
+        Ŵ(t−1).
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)
         eta, term = message.scalars["eta"], None
@@ -105,7 +107,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with W_i."""
+        """Returns the client's own trained model W_i."""
         if "trained" not in client_state:
             return self._load_global_model(message, client_state, client)
         assert client.model is not None
@@ -114,7 +116,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the network with Ŵ(T), and with the last cohort's mean if that differs."""
+        """Yields the global model Ŵ(T), and the last cohort's mean if that differs."""
         yield "server", self._load_global_model(message, client_state, client)
         if "cohort" in message.tensors:
             yield "cohort", self._load_global_model(message, client_state, client, "cohort")

@@ -107,7 +107,7 @@ class FD(PersonalNetworkMethod, Averaging):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Stores F̄ = (1/m)·Σ_i F_i, and the ids of its clients."""
+        """Stores the mean class outputs F̄ = (1/m)·Σ_i F_i, and the ids of their clients."""
         return {"classes": mean["classes"], "who": list(client_ids)}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
@@ -119,7 +119,7 @@ class FD(PersonalNetworkMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains W_i for `local_epochs` (algorithm 1), and sends its mean output per class."""
+        """Trains the client's network for `local_epochs` (algorithm 1), and sends its mean output per class."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(
             model,
@@ -143,7 +143,9 @@ class FD(PersonalNetworkMethod, Averaging):
     def _distillation_loss(
         self, message: Message, client_state: ClientState, client: Client
     ) -> Callable[[ForwardPass], Tensor] | None:
-        """Builds the task's loss plus the distance to F̂; None if γ is 0 or there is no F̂."""
+        """Builds the task's loss plus the distance to the other clients' mean outputs F̂; None if γ is 0 or there is
+        no F̂.
+        """
         if self.gamma == 0 or "others" not in message.tensors:
             return None
         targets, present = (tensor.to(client.train.device) for tensor in class_means_of_others(message, client_state))
@@ -161,8 +163,8 @@ class FD(PersonalNetworkMethod, Averaging):
 
 
 def class_means_of_others(message: Message, client_state: ClientState) -> tuple[Tensor, Tensor]:
-    """Computes F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), the mean over the other clients that have class c, and which
-    classes have one.
+    """Computes the mean output per class over the other clients, F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), and which classes
+    have one.
 
     m_c is the number of clients that have class c, this one included.
 

@@ -124,7 +124,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": {}, "rounds_left": teacher_rounds, "taught": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends t to all clients in phase 1, and in phase 2 to clients that do not have it yet."""
+        """Sends the teacher to all clients in phase 1, and in phase 2 to clients that do not have it yet."""
         teacher_rounds = self._num_teacher_rounds(client_info.rounds)
         if server_state["rounds_left"]:
             lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, teacher_rounds)
@@ -151,7 +151,9 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Averages t ← Σ_i (n_i/n) t_i in phase 1; in phase 2 records the clients that now have t."""
+        """Averages the teachers, t ← Σ_i (n_i/n) t_i, in phase 1; in phase 2 records the clients that now have the
+        teacher.
+        """
         if server_state["rounds_left"] == 0:
             return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
         return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
@@ -171,11 +173,11 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns the factory of t for the client's data."""
+        """Returns the factory of the teacher for the client's data."""
         return with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises θ_i as in Local, and the teacher's input and output sizes for this client."""
+        """Initialises the student as in Local, and the teacher's input and output sizes for this client."""
         assert client.model is not None
         student = initial_state(client.model, seed)
         return {
@@ -187,7 +189,9 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains t_i from t for `local_epochs` in phase 1, as in FedAvg; in phase 2 trains θ_i for `local_epochs`."""
+        """Trains the teacher for `local_epochs` in phase 1, as in FedAvg; in phase 2 trains the student for
+        `local_epochs`.
+        """
         if message.scalars["distil"]:
             return self._train_student(message, client_state, client, seed)
         teacher_client, factory = with_shared_network(self._teacher_options, client_state, client)
@@ -211,7 +215,9 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         hard = self.criterion(client)
 
         def loss(batch: ForwardPass) -> Tensor:
-            """Computes (1−α)·CE(y_pred, y) + α·KL·2T² (appendix E), on the same augmented inputs."""
+            """Computes the student's loss (1−α)·CE(y_pred, y) + α·KL·2T² (appendix E), on the same augmented inputs as
+            the teacher.
+            """
             with torch.no_grad():
                 x = to_preferred_memory_format(
                     teacher, tree_map(Tensor.contiguous, batch.inputs)
@@ -229,7 +235,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), state_after
 
     def _load_teacher(self, message: Message, client_state: ClientState, client: Client) -> nn.Module:
-        """Loads t, from the message or as the client kept it, in evaluation mode."""
+        """Loads the teacher, from the message or as the client kept it, in evaluation mode."""
         model = message.tensors.get("model", client_state.get("teacher"))
         if model is None:
             raise UserError(
@@ -245,12 +251,12 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         ).eval()
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with θ_i."""
+        """Returns the client's own network, the student θ_i."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["student"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields t with the client's buffers."""
+        """Yields the teacher with the client's buffers."""
         yield "teacher", self._load_teacher(message, client_state, client)

@@ -87,7 +87,9 @@ class FedDF(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises θ^p with the common initial weights of each architecture; all must have equally many outputs."""
+        """Initialises the model θ^p of each architecture with common initial weights; all must have equally many
+        outputs.
+        """
         assert server.architectures is not None  # `requires` names both
         assert server.public is not None
         initial_models = {
@@ -114,7 +116,7 @@ class FedDF(Averaging):
         return {"model": initial_models, "seed": server.seed, "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends θ^p of the client's architecture, and the learning rate of the round."""
+        """Sends the model θ^p of the client's architecture, and the learning rate of the round."""
         return Message(
             {"model": server_state["model"][client_info.architecture]},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -123,7 +125,7 @@ class FedDF(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages θ^p ← Σ_i (n_i/n) θ_i over the clients of architecture p, and then distils for `server_steps`."""
+        """Averages the models of each architecture, θ^p ← Σ_i (n_i/n) θ_i, and then distils for `server_steps`."""
         assert server.architectures is not None
         assert server.public is not None
         architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}

@@ -80,19 +80,22 @@ class FedKD(MutualLearningMethod):
             self._require(0 < getattr(self, field) <= 1, field, "above 0 and at most 1")
 
     def energy_at(self, round_number: int, rounds: int) -> float:
-        """Returns T(t) = T_start + (T_end − T_start)·t, with t from 0 in the first round to 1 in the last (eq. 9)."""
+        """Returns the share of squared singular values to keep, T(t) = T_start + (T_end − T_start)·t (eq. 9).
+
+        t goes from 0 in the first round to 1 in the last.
+        """
         return self.t_start + (self.t_end - self.t_start) * (round_number - 1) / max(rounds - 1, 1)
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without s, without an update of it, and without clients that hold the s that the
-        update changes.
-        """
+        """Builds a server state without a shared network s, without an update, and without clients that hold s."""
         return {**super().server_init(server), "update": {}, "holders": [], "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the last update to clients that hold the s before it, and s to the others; and T(t)."""
+        """Sends the last update to clients that hold the shared network before it, and the network to the others; and
+        T(t).
+        """
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
             "energy": self.energy_at(client_info.round, client_info.rounds),
@@ -102,7 +105,7 @@ class FedKD(MutualLearningMethod):
         return Message({"model": server_state["model"]} if server_state["model"] else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies a reply: the first s, and in later rounds an update of it."""
+        """Specifies a reply: the first shared network s, and in later rounds an update of it."""
         if not server_state["model"]:
             return super().reply_spec(server_state, message, reply)
         return {"update": compressed_update_spec(reply.tensors.get("update", {}), server_state["model"])}
@@ -110,7 +113,7 @@ class FedKD(MutualLearningMethod):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Updates s ← s + Δ, where Δ is the mean update (algorithm 1, lines 13 to 22), compressed by T(t)."""
+        """Updates the shared network by the mean update, s ← s + Δ (algorithm 1, lines 13 to 22), compressed by T(t)."""
         round_number = server_state["round"] + 1
         if not server_state["model"]:
             mean = self._average_by_client({i: r.tensors["model"] for i, r in replies.items()}, replies)
@@ -127,14 +130,16 @@ class FedKD(MutualLearningMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises θ_i as in Local, and W_i."""
+        """Initialises the client's own network as in Local, and the matrix W_i between representations."""
         client_state = super().client_init(client, seed)
         return (
             self._with_initial_bridge(client_state, client, seed) if self.hidden_loss and self.distil else client_state
         )
 
     def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
-        """Returns s from the message, or after the message's update; in round 1 the initial s."""
+        """Returns the shared network's weights from the message, or after the message's update; in round 1 the initial
+        ones.
+        """
         if "update" not in message.tensors:
             return super()._shared_weights(message, client_state, client)
         if "common" not in client_state:
@@ -146,7 +151,7 @@ class FedKD(MutualLearningMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i and s_i for `local_epochs`, and sends the compressed change of s."""
+        """Trains both networks for `local_epochs`, and sends the compressed change of the shared one."""
         reply, state_after = super().local_update(message, client_state, client, seed)
         if not message.tensors:
             return reply, state_after
@@ -156,7 +161,7 @@ class FedKD(MutualLearningMethod):
         return Message(groups, reply.scalars), {**state_after, "common": before}
 
     def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> Pair:
-        """Builds the pair of both networks, with W_i between their representations."""
+        """Builds the pair of both networks, with the matrix W_i between their representations."""
         return (
             build_bridged_pair(personal, shared, client_state["bridge"], client)
             if "bridge" in client_state
@@ -164,8 +169,9 @@ class FedKD(MutualLearningMethod):
         )
 
     def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Builds the loss CE of both networks plus (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7); the
-        divisor has no gradient.
+        """Builds the loss of both networks: CE of both plus (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7).
+
+        The divisor has no gradient.
         """
         label_loss = self.criterion(client)
 

@@ -90,7 +90,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without a mean."""
+        """Builds a server state without mean outputs."""
         return {
             "public": self._stored_public_tensors(server),
             "seed": server.seed,
@@ -100,8 +100,8 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends f̃ with the rows of its public examples, and the rows on which the client shall send outputs after
-        training.
+        """Sends the mean outputs f̃ with the rows of their public examples, and the rows on which the client shall
+        send outputs.
         """
         if client_info.purpose == "personal":
             return Message()
@@ -132,7 +132,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Computes f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
+        """Averages the clients' outputs on the public examples, f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
         return {
             **server_state,
             **mean,
@@ -152,8 +152,10 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains W_i by "digest" and "revisit", and sends its outputs on the public examples of the next round
-        ("communicate").
+        """Trains the client's network by "digest" and "revisit", and sends its outputs on the next round's public
+        examples.
+
+        The paper calls sending "communicate".
         """
         pool_state = self._pool_state(message, client_state)
         model, pool = (

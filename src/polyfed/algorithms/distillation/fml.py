@@ -58,8 +58,9 @@ class FML(MutualLearningMethod):
         self._require(0 <= self.beta <= 1, "beta", "between 0 and 1")
 
     def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Builds the loss α·CE(z, y) + (1−α)·KL(s ‖ z) + β·CE(s, y) + (1−β)·KL(z ‖ s), where z and s are the networks'
-        outputs.
+        """Builds the loss of both networks: α·CE(z, y) + (1−α)·KL(s ‖ z) + β·CE(s, y) + (1−β)·KL(z ‖ s).
+
+        z and s are the outputs of the client's own network and of the shared one.
         """
         label_loss = self.criterion(client)
 

@@ -67,7 +67,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
     @abstractmethod
     def joint_loss(self, pair: "Pair", client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Builds the sum of the loss of θ_i, in which s has no gradient, and the loss of s, in which θ_i has none.
+        """Builds the joint loss of both networks: the loss of θ_i, in which s has no gradient, plus that of s, in
+        which θ_i has none.
 
         A minibatch's `outputs` are those of θ_i, and `pair.outputs` those of s.
         """
@@ -75,19 +76,19 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without s, which comes from the first replies."""
+        """Builds a server state without a shared network, which comes from the first replies."""
         validate_network_name(self._shared_options)
         return {"model": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends s, once there is one, and the learning rate, the same to all clients."""
+        """Sends the shared network s, once there is one, and the learning rate, the same to all clients."""
         return Message(
             {"model": server_state["model"]} if server_state["model"] else {},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply has s in the shapes of the first."""
+        """Specifies that a reply has the shared network in the shapes of the first."""
         if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', the trained network"
@@ -113,18 +114,20 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns the factory of s for the client's data."""
+        """Returns the factory of the shared network for the client's data."""
         return with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises θ_i as in Local, and the input and output sizes of s for this client."""
+        """Initialises the client's own network as in Local, and the input and output sizes of the shared one for this
+        client.
+        """
         assert client.model is not None
         state = initial_state(client.model, seed)
         form = infer_shared_network_form(self._shared_options, state, client, type(self).__name__, "shared")
         return {"seed": seed, **form, "own": state}
 
     def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
-        """Returns s from the message, or in round 1 the initial s."""
+        """Returns the shared network's weights from the message, or in round 1 the initial ones."""
         _, factory = with_shared_network(self._shared_options, client_state, client)
         initial_weights = shared_tensors(
             initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
@@ -134,7 +137,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i and s_i for `local_epochs` on the client's data, and sends s_i."""
+        """Trains both networks for `local_epochs` on the client's data, and sends the shared one."""
         shared_client, _ = with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
@@ -161,7 +164,9 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         }
 
     def _with_initial_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
-        """Adds the initial W_i, a matrix from the representation of s to that of θ_i, to the private state."""
+        """Adds to the private state the initial matrix W_i, from the shared network's representation to the client's
+        own.
+        """
         _, factory = with_shared_network(self._shared_options, client_state, client)
         shared, personal = (
             cached_module(factory, client.train.device).module,
@@ -178,14 +183,14 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return Pair(personal, shared)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with θ_i."""
+        """Returns the client's own network θ_i."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["own"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields s with the client's buffers."""
+        """Yields the shared network with the client's buffers."""
         shared_client, _ = with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers

@@ -59,7 +59,7 @@ class FedDyn(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises θ, and h = 0, which is stored as h/α."""
+        """Initialises the global model θ, and the correction h = 0, which is stored as h/α."""
         state = super().server_init(server)
         zeros = {name: torch.zeros_like(theta) for name, theta in state["model"].items()}
         return {**state, "h": zeros, "clients": len(server.clients)}
@@ -67,7 +67,9 @@ class FedDyn(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates h ← h − α/m·Σ_{i∈P} (θ_i − θ) over all m clients, and θ ← mean of θ_i − h/α (algorithm 1)."""
+        """Updates the correction h ← h − α/m·Σ_{i∈P} (θ_i − θ) over all m clients, and the model θ ← mean of θ_i − h/α
+        (algorithm 1).
+        """
         share, theta, h = len(client_ids) / server_state["clients"], {}, {}
         for name, old_theta in server_state["model"].items():
             mean_theta = mean["model"][name].to(torch.float64)
@@ -78,13 +80,16 @@ class FedDyn(ServerUpdateMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises g_i = 0, stored as no tensors."""
+        """Initialises the client's gradient g_i = 0, stored as no tensors."""
         return {"gradient": {}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i by eq. (1), and updates g_i ← g_i − α(θ_i − θ̄), the gradient of L_i at a minimum of eq. (1)."""
+        """Trains the client's model θ_i by eq. (1), and updates its gradient g_i ← g_i − α(θ_i − θ̄).
+
+        g_i is the gradient of L_i at a minimum of eq. (1).
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         parameters = {name: theta for name, theta in net.module.named_parameters() if theta.requires_grad}
         g = client_state["gradient"] or {
@@ -104,7 +109,7 @@ class FedDyn(ServerUpdateMethod):
 @final
 @dataclass(frozen=True)
 class _DynamicRegularizer:
-    """Computes α/2·‖θ − θ̄‖² − ⟨g, θ⟩; the tensors are θ̄ and then g."""
+    """Computes the dynamic regulariser α/2·‖θ − θ̄‖² − ⟨g, θ⟩; the tensors are θ̄ and then g."""
 
     alpha: float
 

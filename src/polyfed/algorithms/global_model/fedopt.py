@@ -73,16 +73,16 @@ class FedOpt(ServerUpdateMethod):
 
     @property
     def effective_server_lr(self) -> float:
-        """Returns η."""
+        """Returns the server's learning rate η."""
         return self.server_lr if self.server_lr is not None else 1.0 if self.server == "avgm" else 0.01
 
     @property
     def effective_beta1(self) -> float:
-        """Returns β₁."""
+        """Returns the server's first-moment decay β₁."""
         return self.beta1 if self.beta1 is not None else 0.0 if self.server == "adagrad" else 0.9
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises θ, m = 0 and v = τ²."""
+        """Initialises the global model θ and the moments, m = 0 and v = τ²."""
         state = super().server_init(server)
         first_moment = {
             n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for n, t in state["model"].items()
@@ -95,7 +95,7 @@ class FedOpt(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates θ ← θ + η·m/(√v + τ), with Δ = Σ_i (n_i/n) θ_i − θ."""
+        """Makes the server's optimiser step θ ← θ + η·m/(√v + τ), with the mean change Δ = Σ_i (n_i/n) θ_i − θ."""
         new_state: dict[str, dict[str, Tensor]] = {"model": {}, "m": {}, "v": {}}
         for name, theta in server_state["model"].items():
             precise_theta, m = theta.to(torch.float64), server_state["m"][name]
@@ -112,7 +112,7 @@ class FedOpt(ServerUpdateMethod):
         return {**server_state, **new_state}
 
     def _update_second_moment(self, v: Tensor, square: Tensor) -> Tensor:
-        """Updates v by Δ², without bias correction, whose part the initial v = τ² plays."""
+        """Updates the second moment v by Δ², without bias correction, which the initial v = τ² replaces."""
         if self.server == "adagrad":
             return v + square
         if self.server == "yogi":

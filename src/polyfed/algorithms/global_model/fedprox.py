@@ -49,7 +49,7 @@ class FedProx(GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i, an approximate minimiser of L_i(θ) + μ/2·‖θ − θ̄‖², starting from θ̄ (eq. 2)."""
+        """Trains the client's model on L_i(θ) + μ/2·‖θ − θ̄‖², starting from the received model θ̄ (eq. 2)."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         proximal_term = PerClientTerm(ProximalTerm(self.mu), clone_trained_parameters(net.module))
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=proximal_term)

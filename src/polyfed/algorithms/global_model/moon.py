@@ -75,7 +75,9 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i from θ for `local_epochs` on L_i + μ·ℓ_con, and keeps it as the previous model of the next round."""
+        """Trains the client's model for `local_epochs` on L_i + μ·ℓ_con, and keeps it as the previous model of the
+        next round.
+        """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         loss, name = None, None
         if self.mu and "previous" in client_state:
@@ -93,8 +95,9 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
     def _contrastive_loss(
         self, client: Client, reference_networks: list[nn.Module], name: str
     ) -> Callable[[ForwardPass], Tensor]:
-        """Builds the loss L_i + μ·ℓ_con of a minibatch; `reference_networks` are the global model and the client's
-        previous one.
+        """Builds the task's loss plus the contrastive loss μ·ℓ_con of a minibatch.
+
+        `reference_networks` are the global model and the client's previous one.
         """
         criterion = self.criterion(client)
 

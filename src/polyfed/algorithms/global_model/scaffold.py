@@ -74,7 +74,7 @@ class Scaffold(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises x, and c = 0."""
+        """Initialises the global model x, and the server's control variate c = 0."""
         state = super().server_init(server)
         return {
             **state,
@@ -83,7 +83,7 @@ class Scaffold(ServerUpdateMethod):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends x and c; for evaluation, x alone."""
+        """Sends the global model x and the control variate c; for evaluation, x alone."""
         message = super().dispatch(server_state, client_info)
         variate = {} if client_info.purpose == "personal" else {"variate": server_state["variate"]}
         return Message({**message.tensors, **variate}, message.scalars)
@@ -91,8 +91,10 @@ class Scaffold(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i) (algorithm 1, lines 16 and
-        17).
+        """Updates the model x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and the control variate c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i)
+        (lines 16, 17).
+
+        The lines are those of algorithm 1.
         """
         share = len(client_ids) / server_state["clients"]
         x = {name: interpolate(x, mean["model"][name], self.server_lr) for name, x in server_state["model"].items()}
@@ -103,14 +105,16 @@ class Scaffold(ServerUpdateMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises c_i = 0, stored as no tensors."""
+        """Initialises the client's control variate c_i = 0, stored as no tensors."""
         return {"variate": {}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains y_i by K steps y ← y − η(g_i(y) − c_i + c), and sets c_i⁺ = c_i − c + (x − y)/(Kη) (lines 10 and 12,
-        option II).
+        """Trains the client's model by K corrected steps y ← y − η(g_i(y) − c_i + c), and updates its control variate
+        (lines 10, 12).
+
+        Option II: c_i⁺ = c_i − c + (x − y)/(Kη).
         """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         x, c = message.tensors["model"], message.tensors["variate"]

@@ -148,7 +148,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises (W_G, W_H) for the layer types of the catalogue."""
+        """Initialises the hypernetwork's weights (W_G, W_H) for the layer types of the catalogue."""
         catalogue = server.layer_catalogue if self.catalogue is None else self._read_catalogue(self.catalogue)
         types = tuple(
             t if self.norms == "generate" else replace(t, norm=NONE, norm_bias=False)
@@ -212,8 +212,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains W_c by eq. 5: SGD on the task's loss, through the generated weights into the GHN and into private
-        parameters.
+        """Trains the hypernetwork by eq. 5: SGD on the client's loss, through the generated weights, and trains
+        private parameters.
         """
         generated, cached, graph = self._generate_network(message, client_state, client)
         if not graph.generated_weights:
@@ -242,8 +242,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return {part: tensors for part, tensors in tensors_by_part.items() if tensors}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with θ_c and its linear head refined on the client's data ("Inference and local
-        refinement").
+        """Returns the network with generated weights θ_c and its linear head refined on the client's data.
+
+        The paper calls this "Inference and local refinement".
         """
         _, cached, graph = self._generate_network(message, client_state, client)
         prepare_for_eval(cached, client, client_state, self.buffers)
@@ -256,7 +257,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the network with θ_c without refinement."""
+        """Yields the network with generated weights θ_c, without refinement."""
         _, cached, _ = self._generate_network(message, client_state, client)
         yield "generated", prepare_for_eval(cached, client, client_state, self.buffers)
 

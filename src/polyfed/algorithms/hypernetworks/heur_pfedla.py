@@ -1,21 +1,17 @@
 """HeurpFedLA: pFedLA in which each client retains the k layers that weigh most (Ma et al., CVPR 2022, algorithm 2)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
-from torch import Tensor, nn
+from torch import nn
 
 from polyfed.algorithms.hypernetworks.pfedla import (
     ClientState,
     LayerAggregationMethod,
     ServerState,
-    analysis_of_weights,
-    init_server_state,
-    personalised_models,
-    update_server_state,
 )
-from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
+from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
@@ -25,7 +21,7 @@ from polyfed.core.training.loop import fit, reply_scalars
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
+class HeurPFedLA(LayerAggregationMethod):
     """Sends fewer bytes than pFedLA: the k layers in which a client's own weight is largest are neither aggregated nor
     sent down.
 
@@ -52,7 +48,6 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
         stacked=True,
     )
 
-    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     k: int = 1
 
     def __post_init__(self) -> None:
@@ -61,37 +56,18 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
 
     # -- server ---------------------------------------------------------------------------------------------------
 
-    def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the models, hypernetworks and embeddings of all clients (line 1)."""
-        return init_server_state(server, self, self.k)
-
-    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Sends θ̄_i without the retained layers, computed for many clients by one matrix product per layer."""
-        for client_info, model in personalised_models(server_state, client_infos, self, self.k):
-            yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
-
-    def aggregate(
-        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
-    ) -> ServerState:
-        """Replaces θ_i of the round's clients (line 9) and updates v_i and ψ_i (line 10)."""
-        return update_server_state(
-            server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self, self.k
-        )
+    @property
+    def _num_retained_layers(self) -> int:
+        return self.k
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Specifies that a reply has all layers."""
         return {"model": state_dict_spec(server_state["models"][server_state["clients"][0]])}
 
-    def analysis(
-        self, server_state: ServerState, client_ids: Sequence[str]
-    ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """Returns α_i of the round's clients after the round."""
-        return analysis_of_weights(server_state, client_ids, self)
-
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises θ_i with the common initial weights, as at the server."""
+        """Initialises the client's model θ_i with the common initial weights, as at the server."""
         assert client.model is not None
         buffers = cached_module(client.model).buffers
         return {"model": shared_tensors(initial_state(client.model, seed), buffers, "local")}
@@ -99,7 +75,9 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i ← {Heurθ̄_i, θ_i^retain} (line 13) for `local_epochs`, and sends θ_i."""
+        """Trains the received layers together with the retained ones, {Heurθ̄_i, θ_i^retain} (line 13), and sends all
+        of them.
+        """
         net = self._load_with_retained_layers(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         model, state_after = extract_update(net, self)
@@ -107,7 +85,7 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with {Heurθ̄_i, θ_i^retain}."""
+        """Returns the network with the received layers and the client's retained ones, {Heurθ̄_i, θ_i^retain}."""
         return prepare_for_eval(
             self._load_with_retained_layers(message, client_state, client), client, client_state, self.buffers
         )
@@ -115,7 +93,7 @@ class HeurPFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the network with θ_i."""
+        """Yields the client's locally trained model θ_i."""
         if self.evaluate_trained:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", prepare_for_eval(net, client, client_state, self.buffers)

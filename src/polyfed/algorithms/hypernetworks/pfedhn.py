@@ -114,7 +114,7 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises φ and v_1..v_N.
+        """Initialises the hypernetwork φ and the clients' embeddings v_1..v_N.
 
         Biases of the heads that generate norm layers' parameters start at these layers' initial values (polyfed's
         choice), since scales near 0 would let no signal through.
@@ -158,7 +158,9 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         }
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Generates θ̄_i for all clients, those of one architecture by one matrix product per tensor, in blocks."""
+        """Generates the weights θ̄_i of all clients, those of one architecture by one matrix product per tensor, in
+        blocks.
+        """
         client_info_by_id = {client_info.id: client_info for client_info in client_infos}
         for block in _split_into_blocks(server_state, list(client_info_by_id)):
             models: dict[str, StateDict] = {}
@@ -172,7 +174,8 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Updates φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum).
+        """Updates the hypernetwork by φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and the embeddings v_i likewise (algorithm
+        1, as a sum).
 
         The step is SGD with momentum and weight decay on all of φ and all embeddings.
         """
@@ -211,7 +214,7 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i from θ̄_i for `local_steps`; the reply is θ̄_i − θ_i.
+        """Trains the generated weights θ̄_i to θ_i for `local_steps`; the reply is θ̄_i − θ_i.
 
         The sign is that of the authors' code: descent along the reply leads to θ_i.
         """
@@ -222,13 +225,13 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         return Message({"delta": delta}, reply_scalars(client, fit_result.loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with θ̄_i and the client's own buffers."""
+        """Returns the client's network with the generated weights θ̄_i and the client's own buffers."""
         return prepare_for_eval(
             self._load_generated_weights(message, client_state, client), client, client_state, self.buffers
         )
 
     def _load_generated_weights(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        """Loads θ̄_i into the client's network."""
+        """Loads the generated weights θ̄_i into the client's network."""
         return load_client_model(client, message.tensors["model"], client_state, self.buffers)
 
 

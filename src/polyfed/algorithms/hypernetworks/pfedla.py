@@ -56,8 +56,8 @@ _BLOCK = 2**26  # floats of the personalised models that are computed at one tim
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerAggregationMethod(LocalTraining, ABC):
-    """Holds the hyper-parameters of pFedLA and HeurpFedLA.
+class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState], ABC):
+    """Aggregates layer by layer for each client at the server: the common part of pFedLA and HeurpFedLA.
 
     Args:
         weights: source of α: the "hypernetwork" of each client (paper, section 3.2), or the "similarity" of the clients'
@@ -78,6 +78,7 @@ class LayerAggregationMethod(LocalTraining, ABC):
         buffers: "local" (polyfed's choice) or "recompute"; α weighs parameters only.
     """
 
+    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     weights: WeightSource = "hypernetwork"
     similarity: SimilarityMeasure = "distance"
     sharpness: float = 3.0
@@ -97,10 +98,45 @@ class LayerAggregationMethod(LocalTraining, ABC):
             self.buffers != "average", "buffers", "'local' or 'recompute' (clients' layers are weighed, not averaged)"
         )
 
+    # -- server ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_retained_layers(self) -> int:
+        """Returns the number of layers that each client retains: k in HeurpFedLA."""
+        return 0
+
+    def server_init(self, server: ServerContext) -> ServerState:
+        """Initialises the models, hypernetworks and embeddings of all clients (algorithms 1 and 2, line 1)."""
+        return init_server_state(server, self, self._num_retained_layers)
+
+    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
+        """Sends each client its personalised model θ̄_i without retained layers.
+
+        The models of many clients take one matrix product per layer.
+        """
+        for client_info, model in personalised_models(server_state, client_infos, self, self._num_retained_layers):
+            yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
+
+    def aggregate(
+        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
+    ) -> ServerState:
+        """Replaces the models θ_i of the round's clients and updates their hypernetworks, v_i and ψ_i.
+
+        These are lines 7 and 8 of algorithm 1, and lines 9 and 10 of algorithm 2.
+        """
+        models = {i: reply.tensors["model"] for i, reply in replies.items()}
+        return update_server_state(server_state, models, self, self._num_retained_layers)
+
+    def analysis(
+        self, server_state: ServerState, client_ids: Sequence[str]
+    ) -> Mapping[str, Tensor | Sequence[str] | float]:
+        """Returns the aggregation weights α_i of the round's clients after the round."""
+        return analysis_of_weights(server_state, client_ids, self)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
+class PFedLA(LayerAggregationMethod):
     """Aggregates layer by layer for each client: θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, with α_i from the client's hypernetwork
     on the server.
 
@@ -123,31 +159,6 @@ class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
         stacked=True,
     )
 
-    requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
-
-    # -- server ---------------------------------------------------------------------------------------------------
-
-    def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the models, hypernetworks and embeddings of all clients (line 1)."""
-        return init_server_state(server, self)
-
-    def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Sends θ̄_i to each client, computed for many clients by one matrix product per layer."""
-        for client_info, model in personalised_models(server_state, client_infos, self):
-            yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
-
-    def aggregate(
-        self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
-    ) -> ServerState:
-        """Replaces θ_i of the round's clients (line 7) and updates v_i and ψ_i (line 8)."""
-        return update_server_state(server_state, {i: reply.tensors["model"] for i, reply in replies.items()}, self)
-
-    def analysis(
-        self, server_state: ServerState, client_ids: Sequence[str]
-    ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """Returns α_i of the round's clients after the round."""
-        return analysis_of_weights(server_state, client_ids, self)
-
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
@@ -157,7 +168,7 @@ class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ̄_i for `local_epochs` to θ_i (lines 10 to 14) and sends θ_i.
+        """Trains the personalised model θ̄_i to θ_i for `local_epochs` (lines 10 to 14), and sends θ_i.
 
         The server computes Δθ_i = θ_i − θ̄_i from it. The paper sends Δθ_i, which is equivalent, but adding it to θ̄_i
         again would round.
@@ -170,13 +181,13 @@ class PFedLA(LayerAggregationMethod, Algorithm[ServerState, ClientState]):
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with θ̄_i."""
+        """Returns the client's network with its personalised model θ̄_i."""
         return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the network with θ_i, for a client that has taken part."""
+        """Yields the client's locally trained model θ_i, if it has taken part."""
         if self.evaluate_trained and "model" in client_state:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
@@ -227,7 +238,7 @@ def _hypernetwork_sizes(server_state: ServerState, options: LayerAggregationMeth
 def iterate_hypernetworks(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
-    """Yields v_i and ψ_i of these clients with their positions, a few clients at a time."""
+    """Yields the hypernetworks (v_i and ψ_i) of these clients with their positions, a few clients at a time."""
     for group in hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options)):
         yield group, _hypernetworks_of(server_state, clients[group], options)
 
@@ -248,8 +259,9 @@ def _hypernetworks_of(
 def aggregation_weights(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> tuple[list[int], Tensor]:
-    """Computes the clients' positions among the N, and their α_i, (clients, layers, N): HN_i(v_i; ψ_i), or from
-    similarities.
+    """Computes the positions of these clients among the N, and their aggregation weights α_i, (clients, layers, N).
+
+    α_i is HN_i(v_i; ψ_i), or comes from the similarity of layers.
 
     Raises:
         UserError: the hypernetworks have diverged.
@@ -282,8 +294,8 @@ def aggregation_weights(
 
 
 def retained_layer_mask(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
-    """Returns which layers each client retains, bool (clients, layers): the k with the largest weight of its own, AT_k
-    (eq. 12).
+    """Returns which layers each client retains, bool (clients, layers): the k with the largest weight for its own
+    model, AT_k (eq. 12).
 
     Of layers with equal weights, the earlier ones are retained.
     """
@@ -293,7 +305,9 @@ def retained_layer_mask(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
 
 
 def effective_weights(alpha: Tensor, rows: Sequence[int], retained_mask: Tensor) -> Tensor:
-    """Returns the α with which θ̄_i is effectively computed: a retained layer has weight 1 for the client's own."""
+    """Returns the aggregation weights in which a client's retained layers have weight 1 for its own model, as θ̄_i is
+    computed.
+    """
     own_only = torch.nn.functional.one_hot(torch.tensor(list(rows)), alpha.shape[2]).to(alpha.dtype)
     return torch.where(retained_mask[:, :, None], own_only[:, None, :], alpha)
 
@@ -301,7 +315,7 @@ def effective_weights(alpha: Tensor, rows: Sequence[int], retained_mask: Tensor)
 def personalised_models(
     server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregationMethod, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
-    """Yields each client with its θ̄_i (eq. 5 and 6), without the client's k retained layers."""
+    """Yields each client with its personalised model θ̄_i (eq. 5 and 6), without its k retained layers."""
     models = [server_state["models"][client] for client in server_state["clients"]]
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
     for first in range(0, len(client_infos), size):
@@ -322,7 +336,7 @@ def personalised_models(
 def update_server_state(
     server_state: ServerState, replies: Mapping[str, StateDict], options: LayerAggregationMethod, k: int = 0
 ) -> ServerState:
-    """Computes the server state after a round: the clients' new θ_i, and v_i, ψ_i after eq. 10 and 11.
+    """Computes the server state after a round: the clients' new models θ_i, and hypernetworks after eq. 10 and 11.
 
     The server recomputes θ̄_i from its state at the start of the round, so that Δθ_i = θ_i − θ̄_i needs no stored
     copy. All θ_j are those of the round's start. Retained layers have a Δθ_i, too (algorithm 2), from which their
@@ -353,7 +367,9 @@ def update_server_state(
 def analysis_of_weights(
     server_state: ServerState, client_ids: Sequence[str], options: LayerAggregationMethod
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
-    """Returns α of these clients with the names of its dimensions, and the number of rows without a positive weight."""
+    """Returns the aggregation weights of these clients with the names of their dimensions, and the number of rows
+    without a positive one.
+    """
     _, alpha = aggregation_weights(server_state, client_ids, options)
     uses_relu = options.weights == "hypernetwork" and options.normalise == "relu"
     groups = iterate_hypernetworks(server_state, client_ids, options) if uses_relu else ()

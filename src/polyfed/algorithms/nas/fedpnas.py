@@ -48,7 +48,7 @@ class MetaSupernetMethod(SupernetMethod, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ^k by the client's steps (algorithm 1, CLIENTUPDATE).
+        """Trains the supernet θ^k by the client's meta-learning steps (algorithm 1, CLIENTUPDATE).
 
         The personal stack is the server's at the start of the round; from then on each minibatch updates it.
         """
@@ -60,8 +60,8 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return self.build_reply(net, client, fit_result.loss)
 
     def build_meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
-        """Builds the function with which `fit` computes the gradient of a step: it returns the loss at θ̃_p and sets
-        gradients of L̃.
+        """Builds the function with which `fit` computes a step's gradient: it sets the gradients of L̃ and returns the
+        loss at θ̃_p.
 
         Parameters named `personal...` are θ_p.
         """
@@ -85,8 +85,10 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return compute_meta_gradient
 
     def _build_inner_step(self, personal: list[nn.Parameter]) -> Callable[[], None]:
-        """Builds GRADUPDATE of line 11, in place: θ_p − η∇L, or a step of Adam, which keeps its moments across
-        minibatches.
+        """Builds the inner step of line 11 (GRADUPDATE), in place: θ_p − η∇L, or a step of Adam, which keeps its
+        moments.
+
+        Adam's moments go on from minibatch to minibatch.
         """
         if self.inner == "adam":
             return Adam([ParameterGroup(personal, self.eta)]).step
@@ -100,11 +102,11 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return descend
 
     def _add_second_order_term(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
-        """Applies line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃), one product over all of θ_p (appendix E: α).
+        """Subtracts the second-order term of line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃).
 
-        Weights of operations that only the first pass drew stay without a gradient (polyfed's choice): −η·α·g is tiny,
-        but Adam would make a whole step of it, as often away from the minimum as towards it, and momentum and weight
-        decay would move them too.
+        It is one product over all of θ_p (appendix E: α). Weights of operations that only the first pass drew stay
+        without a gradient (polyfed's choice): −η·α·g is tiny, but Adam would make a whole step of it, as often away
+        from the minimum as towards it, and momentum and weight decay would move them too.
         """
         alpha = sum(
             (s * p.grad).sum() for p, s in zip(personal, g, strict=True) if s is not None and p.grad is not None

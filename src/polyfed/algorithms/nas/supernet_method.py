@@ -154,7 +154,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return "example"
 
     def temperature_at(self, round_number: int, rounds: int) -> float:
-        """Returns τ of a round, counted from 1.
+        """Returns the temperature τ of a round, counted from 1.
 
         >>> from polyfed.algorithms import FedDSNAS
         >>> for annealing in ("exponential", "linear", "constant"):
@@ -187,7 +187,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises θ = {θ_b, θ_p}, each with weights W and the samplers' parameters Π."""
+        """Initialises the supernet θ = {θ_b, θ_p}, each stack with weights W and the samplers' parameters Π."""
         assert server.data_spec is not None  # `requires` names "one_data_spec"
         plan = self.supernet_plan(server.data_spec.inputs[0], server.data_spec.outputs)
         return _split_into_stacks(
@@ -195,7 +195,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         )
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends θ_b, θ_p, and the learning rate and temperature of the round, the same to all clients."""
+        """Sends both stacks θ_b and θ_p, and the learning rate and temperature of the round, the same to all clients."""
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
             "temperature": self.temperature_at(client_info.round, client_info.rounds),

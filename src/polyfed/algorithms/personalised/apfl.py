@@ -33,8 +33,8 @@ from polyfed.core.vectorized.stacked_module import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class APFL(Averaging):
-    """Mixes v̄_i = α_i·v_i + (1 − α_i)·w, where w is trained by FedAvg, v_i by the loss of the mixture, and α_i is
-    learnt.
+    """Mixes a local and the global model, v̄_i = α_i·v_i + (1 − α_i)·w: FedAvg trains w, the loss of the mixture
+    trains v_i and α_i.
 
     All clients have one architecture. Evaluated model: v̄_i (w for a client that never took part); next to it w, as
     `server_...`.
@@ -76,7 +76,7 @@ class APFL(Averaging):
         self._require(0 <= self.alpha <= 1, "alpha", "from 0 to 1")
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises v_i with the common initial weights, and α_i."""
+        """Initialises the local model v_i with the common initial weights, and the mixing weight α_i."""
         assert client.model is not None  # `requires` names "one_architecture"
         draw, buffers = initial_state(client.model, seed), cached_module(client.model).buffers
         v = {name: tensor for name, tensor in draw.items() if name not in buffers}
@@ -85,7 +85,9 @@ class APFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains w_i and sends it; trains v_i and α_i, which stay private (algorithm 1)."""
+        """Trains the global model w and sends it; trains the local model v_i and α_i, which stay private (algorithm
+        1).
+        """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         parameters = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
         v = [client_state["model"][name].to(p.device, copy=True) for name, p in parameters.items()]
@@ -102,7 +104,7 @@ class APFL(Averaging):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns v̄_i = α_i·v_i + (1 − α_i)·w with the current w."""
+        """Returns the mixture v̄_i = α_i·v_i + (1 − α_i)·w with the current global model w."""
         w = message.tensors["model"]
         mixture = (
             {name: torch.lerp(w[name], v, client_state["alpha"]) for name, v in client_state["model"].items()}
@@ -114,7 +116,7 @@ class APFL(Averaging):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields w with the client's buffers."""
+        """Yields the global model w with the client's buffers."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

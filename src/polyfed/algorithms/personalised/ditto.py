@@ -66,7 +66,9 @@ class Ditto(PersonalBesideGlobalMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains w_i from w and sends it; trains v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)), which stays private."""
+        """Trains the global model w and sends it; trains the personal model by v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)),
+        which stays private.
+        """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         # the received w, before it is trained to w_i
         proximal_term = PerClientTerm(ProximalTerm(self.lam), clone_trained_parameters(net.module))

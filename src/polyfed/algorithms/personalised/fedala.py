@@ -81,7 +81,9 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises Θ_i with the common initial weights, and W = 1 for its upper layers."""
+        """Initialises the client's model Θ_i with the common initial weights, and the mixing weights W = 1 of its
+        upper layers.
+        """
         module = self.load_personal_network(client_state := super().client_init(client, seed), client)
         example = client.train.first_input
         _, upper = split_body_and_head(
@@ -94,7 +96,9 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains Θ_i from Θ̂_i for `local_epochs` and sends it; W_i stays private."""
+        """Trains the client's model from the mixture Θ̂_i for `local_epochs` and sends it; the mixing weights stay
+        private.
+        """
         learns_weights = bool(client_state["trained"] and self.weight_lr)  # before, Θ_i is Θ
         weights = (
             self._learn_mixing_weights(message, client_state, client, seed)
@@ -116,7 +120,9 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def _learn_mixing_weights(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> StateDict:
-        """Learns W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1) on a sample of the training examples; name -> W."""
+        """Learns the mixing weights by W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1) on a sample of the training examples;
+        name -> W.
+        """
         module, data = (
             load_client_model(client, message.tensors["model"], client_state, self.buffers).module,
             client.train,
@@ -144,7 +150,8 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
 
 @final
 class _Mixing(nn.Module):
-    """Computes a network whose upper layers are Θ_i + (Θ − Θ_i) ⊙ W; its only parameters are W.
+    """Computes a network whose upper layers are the mixture Θ_i + (Θ − Θ_i) ⊙ W; its only parameters are the mixing
+    weights W.
 
     The network stays in evaluation mode: dropout would blur W, and BatchNorm's statistics must not change.
     """
@@ -161,7 +168,9 @@ class _Mixing(nn.Module):
         return call_with_tensors(self._network[0], upper, parts, named)
 
     def projected_gradient(self, lr: float, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Sets `grad` so that a plain step of this rate ends where the clipped step would."""
+        """Sets the gradient of W so that a plain SGD step with rate `lr` gives the step clipped to 0 to 1, and returns
+        the loss.
+        """
         loss = loss_of(0)
         with torch.no_grad():
             for w in self.w:

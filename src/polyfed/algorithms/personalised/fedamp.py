@@ -90,7 +90,9 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends u_i and the strength λ/α of its pull; nothing for evaluation, since each client has its own model."""
+        """Sends the mixture u_i and the strength λ/α of its pull; nothing for evaluation, since each client has its
+        own model.
+        """
         if client_info.purpose == "personal":
             return Message()
         lr = {"lr": self.lr_at(client_info.round, client_info.rounds)}
@@ -126,7 +128,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains w_i ← argmin L_i(w) + λ/(2α)·‖w − u_i‖², starting from w_i."""
+        """Trains the client's model towards argmin L_i(w) + λ/(2α)·‖w − u_i‖², starting from its own w_i."""
         module = self.personal_model(message, client_state, client, seed)
         cloud, penalty = message.tensors.get("cloud", {}), None
         if cloud and message.scalars["pull"]:
@@ -143,7 +145,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
 
 
 def _weighted_proximal_term(weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Computes s/2·‖w − u‖²; the tensors are s, which differs between clients, and u."""
+    """Computes the proximal term s/2·‖w − u‖²; the tensors are s, which differs between clients, and u."""
     return tensors[0] * ProximalTerm(1.0)(weights, tensors[1:])
 
 
@@ -153,7 +155,7 @@ def _squared_distance(w_i: StateDict, w_j: StateDict) -> float:
 
 
 def _mix_models(w_i: StateDict, models: Mapping[str, StateDict], xi: Mapping[str, float]) -> StateDict:
-    """Computes w_i + Σ_j ξ_ij (w_j − w_i), so that ξ_ii = 1 − Σ_j ξ_ij."""
+    """Mixes a client's model with the others: w_i + Σ_j ξ_ij (w_j − w_i), so that ξ_ii = 1 − Σ_j ξ_ij."""
     total = sum(xi.values())
     if not total:
         return w_i

@@ -152,7 +152,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises θ_i with the common initial weights, and draws the rows that are held out."""
+        """Initialises the client's model with the common initial weights, and draws the examples that are held out."""
         assert client.model is not None  # `requires` names "one_architecture"
         buffer_names = cached_module(client.model).buffers
         drawn = initial_state(client.model, seed)
@@ -171,7 +171,9 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i from the mixture of eq. (3) for `local_epochs`, and sends it with the next request."""
+        """Trains the client's model from the mixture of eq. (3) for `local_epochs`, and sends it with the next
+        request.
+        """
         num_clients, position = int(message.scalars["clients"]), int(message.scalars["position"])
         training, holdout = _split_holdout(client, client_state)
         models_by_position = {
@@ -227,7 +229,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         return torch.tensor(chosen, dtype=torch.int64)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with θ_i."""
+        """Returns the client's own model θ_i."""
         return load_model_for_eval(client, client_state["model"], client_state, self.buffers)
 
 
@@ -251,10 +253,11 @@ def _model_weights(
     holdout: Examples,
     criterion: Loss,
 ) -> dict[int, float]:
-    """Computes w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4) by position j; `before` is θ_i', `criterion` the
-    training loss.
+    """Computes the weight of each model, w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4), by its client's position
+    j.
 
-    The weight is 0 for θ_i' itself, and where a loss is not finite.
+    `before` is θ_i', and `criterion` the training loss. The weight is 0 for θ_i' itself, and where a loss is not
+    finite.
     """
 
     def loss(model: StateDict) -> float:

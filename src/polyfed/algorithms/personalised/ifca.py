@@ -86,7 +86,7 @@ class IFCA(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Updates θ_j ← mean of θ_i over the clients that chose j; a model that no client chose does not change."""
+        """Averages each model θ_j over the clients that chose it; a model that no client chose does not change."""
         new_state = dict(server_state)
         for group in server_state:
             members = {i: reply for i, reply in replies.items() if group in reply.tensors}
@@ -100,7 +100,7 @@ class IFCA(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i from the model of the least loss for `local_epochs`."""
+        """Trains the model that has the least loss on the client's examples for `local_epochs`, and sends it."""
         group = self._group_of_least_loss(message, client)
         net = load_client_model(client, message.tensors[group], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
@@ -108,13 +108,16 @@ class IFCA(Averaging):
         return Message({group: model}, reply_scalars(client, fit_result.loss)), {}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with the model of the least loss."""
+        """Returns the network with the model that has the least loss on the client's examples."""
         return load_client_model(
             client, message.tensors[self._group_of_least_loss(message, client)], client_state, self.buffers
         ).module
 
     def _group_of_least_loss(self, message: Message, client: Client) -> str:
-        """Returns the group of argmin_j L_i(θ_j) over the training examples; the first of equals."""
+        """Returns the group of the model with the least loss on the client's training examples, argmin_j L_i(θ_j).
+
+        Of equal losses the first counts.
+        """
         groups = [f"{_MODEL_PREFIX}{j}" for j in range(self.k)]
         if self.k == 1:
             return groups[0]

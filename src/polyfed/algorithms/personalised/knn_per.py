@@ -77,11 +77,11 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         object.__setattr__(self, "traits", self.traits | ({"fits_validation"} if self.lam is None else set()))
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has a module whose input is φ(x)."""
+        """Checks that the client's network has a module whose input is the representation φ(x)."""
         check_has_representation(client, self.module)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns h with the client's λ."""
+        """Returns the mixture h of global model and nearest neighbours with the client's weight λ."""
         network, data = reset_for_eval(super().personal_model(message, client_state, client, seed)), client.train
         name = representation_module_name(network, data) if self.module is None else self.module
         features = compute_representations(network, data, module=name).to(data.device)

@@ -122,7 +122,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ_i for `local_epochs` on the client's own data."""
+        """Trains the client's network θ_i for `local_epochs` on its own data; the reply has no tensors."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self.options_for(client.id), lr=message.scalars["lr"], seed=seed)
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), {

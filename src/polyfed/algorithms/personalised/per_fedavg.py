@@ -80,7 +80,7 @@ class PerFedAvg(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains w_i from w by the steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""
+        """Trains the model by meta-learning steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
@@ -89,7 +89,7 @@ class PerFedAvg(Averaging):
         return build_reply(net, client, fit_result.loss, self)
 
     def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Sets the gradients of a step, for `fit`, and returns the loss at w̃ on D'."""
+        """Sets the meta-gradient of a step for `fit`, and returns the loss after the inner step (at w̃ on D')."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
         def loss_and_gradient_at(points: list[Tensor], batch: int) -> tuple[Tensor, list[Tensor]]:
@@ -140,7 +140,7 @@ class PerFedAvg(Averaging):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields w without adaptation."""
+        """Yields the global model w without adaptation."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

@@ -82,7 +82,9 @@ class PFedMe(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates w ← (1−β)w + β Σ_i w_i/S over the S clients of the cohort (algorithm 1, last line)."""
+        """Updates the global model by w ← (1−β)w + β Σ_i w_i/S over the S clients of the cohort (algorithm 1, last
+        line).
+        """
         return {
             "model": {name: interpolate(w, mean["model"][name], self.beta) for name, w in server_state["model"].items()}
         }
@@ -92,7 +94,9 @@ class PFedMe(ServerUpdateMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains w_i from w by the steps w ← w − ηλ(w − θ̃), one per minibatch, and sends it; θ_i stays private."""
+        """Trains the local copy w_i by the steps w ← w − ηλ(w − θ̃), one per minibatch, and sends it; the personal θ_i
+        stays private.
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         parameters = [parameter for parameter in net.module.parameters() if parameter.requires_grad]
         # As in the authors' code, the K steps start from w at a round's first minibatch, and then from the last θ̃: so θ̃
@@ -127,14 +131,14 @@ class PFedMe(ServerUpdateMethod):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns θ_i; frozen parameters and buffers that are sent come from w."""
+        """Returns the personal model θ_i; frozen parameters and buffers that are sent come from w."""
         model = {**message.tensors["model"], **client_state.get("model", {})}
         return load_model_for_eval(client, model, client_state, self.buffers)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields w with the client's buffers."""
+        """Yields the global model w with the client's buffers."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

@@ -82,7 +82,9 @@ class HeteroFL(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises θ: each architecture's initial weights are put into its submodel, the widest last."""
+        """Initialises the global model θ: each architecture's initial weights are put into its submodel, the widest
+        last.
+        """
         assert server.architectures is not None  # `requires` names "architectures"
         shapes, networks = widest_shapes(server.architectures), server.architectures
         initial_models = {
@@ -101,7 +103,7 @@ class HeteroFL(Averaging):
         return {"model": theta, "forms": forms, "rates": {k: width_ratios(f, shapes) for k, f in networks.items()}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the client's submodel of θ, and r of its layers."""
+        """Sends the client's submodel of the global model, and the share r of units of its layers."""
         shapes, ratios = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
         model = {
             name: leading_slice(server_state["model"][name], tuple(shape)).contiguous()
@@ -113,8 +115,9 @@ class HeteroFL(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Updates θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients that have entry e (the paper's equation for its
-        complexity levels).
+        """Averages each entry e over the clients that have it: θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i.
+
+        This is the paper's equation for its complexity levels.
         """
         w = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
         new_model = {}

@@ -20,7 +20,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns W[:r_1, :r_2, ...] as a view.
+    """Returns the leading entries of a tensor in each dimension, W[:r_1, :r_2, ...], as a view.
 
     >>> import torch
     >>> leading_slice(torch.arange(6).view(2, 3), (1, 2))
@@ -87,8 +87,7 @@ def _no_family_error(first: str, second: str, reason: str) -> UserError:
 
 
 def width_ratios(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-    """Maps the name of a layer to r, the share of the widest network's units that it has; layers with all units are
-    left out.
+    """Maps the name of each narrower layer to r, the share of the widest network's units that it has.
 
     >>> width_ratios(lambda: nn.Linear(2, 3), {"weight": (4, 2), "bias": (4,)})
     {'': 0.75}
@@ -119,7 +118,7 @@ def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client:
 
 @contextmanager
 def scaled_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
-    """Divides the outputs of each of these layers by its r inside the block.
+    """Divides the outputs of each of these layers by its share r inside the block.
 
     >>> import torch
     >>> net = nn.Linear(1, 1, bias=False)
