@@ -84,7 +84,7 @@ BROKEN = {
         "num_examples",
     ),
     "oversized": (lambda le: tensors(le, lambda t: torch.zeros(400_000)), "above max-megabytes = 1"),
-    "another's id": (head(client="client-2"), "answers for client 'client-2', asked was 'client-0'"),
+    "another's id": (head(client="client-2"), "answers for client 'client-2', expected 'client-0'"),
     "another run": (head(run="0123"), "answers for run '0123'"),
     "a former round": (head(round=0), "answers for round 0"),
     "a failure": (head(failure="OutOfMemoryError"), "OutOfMemoryError"),
@@ -92,8 +92,8 @@ BROKEN = {
     "names of metrics": (head(metrics={"bytes_up": -1e12}), "its metrics are no scores"),
     "a huge metric": (head(metrics={"accuracy": 1.7e308}), "its metrics are no scores"),
     "a huge whole metric": (head(metrics={"accuracy": 10**400}), "its metrics are no scores"),
-    "a huge scalar": (scalars(train_loss=1.7e308), "which is no number in reach"),
-    "a share of all": (scalars(num_examples=10**12), "tells num_examples 1000000000000, and told 20"),
+    "a huge scalar": (scalars(train_loss=1.7e308), "which is no number up to 1e+12"),
+    "a share of all": (scalars(num_examples=10**12), "reports num_examples 1000000000000, but reported 20"),
     "nested": (lambda le: hostile(b"", "[" * 200_000), "not a message of polyfed"),
     "no array": (lambda le: hostile(b""), "not a message of polyfed"),
     "an archive": (lambda le: hostile(b"PK\x03\x04" + bytes(99)), "not a message of polyfed"),
@@ -301,8 +301,8 @@ def test_who_claims_to_be_another_site_stays_out(run, nodes, caplog):
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ({"num_examples": -3}, "tells that it has -3 examples, which is no count"),
-        ({"num_examples": "many"}, "tells that it has many examples"),
+        ({"num_examples": -3}, "reports -3 examples, which is no count"),
+        ({"num_examples": "many"}, "reports many examples"),
         ({"task": ["regression"]}, "must have one task"),
     ],
 )

@@ -194,7 +194,7 @@ def test_a_reply_over_which_a_method_stumbles_is_refused():
     server = SimpleNamespace(algorithm=Stumbles(), run="a", settings=Settings(rounds=1))
     task = ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
     for groups, error in (({}, "KeyError"), ({"model": pack_tensors({"w": torch.ones(1)})}, "AttributeError")):
-        with pytest.raises(UserError, match=rf"the method cannot check its form .{error}."):
+        with pytest.raises(UserError, match=rf"the method cannot check the shapes of its reply .{error}."):
             parse_result(
                 task, PackedEnvelope(json.dumps(HEAD), {"num_examples": 20}, groups), server, {"num_examples": 20}, None
             )

@@ -42,7 +42,7 @@ def test_representations_of_other_widths_are_refused_before_round_1(nodes, run, 
 
 @pytest.mark.parametrize("width", [None, True, 0, "4", [4]])
 def test_a_site_that_tells_no_width_is_refused(width):
-    with pytest.raises(UserError, match="site 'b' does not tell how many numbers"):
+    with pytest.raises(UserError, match="site 'b' does not report how many numbers"):
         check_same_representation_width({"a": {"width": 4}, "b": {"width": width}}, "fedproto")
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_began_before_inputs_were_compared_goes_on(nodes, run, family
 
 @pytest.mark.parametrize("form", [None, {}, [], "float32", 4])
 def test_a_site_that_tells_no_form_of_its_inputs_is_refused(form):
-    with pytest.raises(UserError, match="site 'b' does not tell the form of its inputs"):
+    with pytest.raises(UserError, match="site 'b' does not report the types and shapes of its inputs"):
         check_same_input_specs({"a": {"inputs": {"x": ["float32", [4]]}}, "b": {"inputs": form}}, "heterofl")
 
 

@@ -228,7 +228,7 @@ def told(**words):
 
 
 LIES = {
-    "another round": (told(round=2), "answers for round 2, asked was 1"),
+    "another round": (told(round=2), "answers for round 2, expected 1"),
     "another site": (told(client="client-1"), "answers for client 'client-1'"),
     "another run": (told(run="a"), "answers for run 'a'"),
     "another phase": (told(phase="local"), "answers for phase 'local'"),
@@ -236,10 +236,10 @@ LIES = {
     "huge": (told(metrics={"accuracy": 10**400}), "its metrics are no scores or losses"),
     "no score": (told(metrics={"bytes_up": 1.0}), "its metrics are no scores or losses"),
     "a refusal": (told(refused="a\nb"), "refuses: a b"),
-    "within": (told(evaluation={}), "tells of an evaluation that it was not asked for"),
+    "within": (told(evaluation={}), "sends an evaluation that it was not asked for"),
     "nothing": (
         lambda le: Envelope({**le.head, EVALUATION_KEY: None}, le.body) if EVALUATION_KEY in le.head else le,
-        "tells nothing of the",
+        "sends no result of the",
     ),
 }
 DIFFERENT = ("another round", "another site", "NaN", "a refusal", "within", "nothing")  # one of each place that refuses
@@ -287,7 +287,7 @@ def test_an_evaluation_that_nobody_asked_for_is_refused(run):
     found = run(instead(more), method=Local(lr=0.05), rounds=1, file="")
     (failure,) = found.history[0]["failures"]
     assert (failure["phase"], failure["client"]) == ("local", "client-0")
-    assert "tells of an evaluation that it was not asked for" in failure["reason"]
+    assert "sends an evaluation that it was not asked for" in failure["reason"]
 
 
 def test_what_leaves_is_booked_as_often_as_without_riding(tmp_path, nodes):
@@ -407,5 +407,5 @@ def test_what_a_server_garbles_is_refused(wrong):
     asked = (
         {**letter.head[EVALUATION_KEY], **wrong} if isinstance(wrong, dict) and wrong and "seed" not in wrong else wrong
     )
-    with pytest.raises(UserError, match="what the message says of an evaluation cannot be read"):
+    with pytest.raises(UserError, match="the evaluation in the message's header cannot be read"):
         split_evaluation(Envelope({**letter.head, EVALUATION_KEY: asked}, letter.body))

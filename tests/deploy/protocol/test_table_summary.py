@@ -78,7 +78,7 @@ def test_without_consent_only_that_they_differ_is_told(play):
     with pytest.raises(UserError, match=r"does not take part: fedavg discloses weights"):
         play(*tables, **words)
     heads = {c.id: {"table": {"whole": c.id}} for c in tables}
-    assert "which columns is told where both sites allow it" in describe_table_difference(heads)
+    assert "the columns are named if both sites allow it" in describe_table_difference(heads)
 
 
 def test_a_method_that_takes_any_form_asks_for_no_table(play):

@@ -256,7 +256,7 @@ def test_fewer_than_the_threshold_end_the_round_without_a_sum(secure_grid, secur
     found = secure_grid(small_clients(4))
     for node in (103, 104):
         gone(found, node, "local", rounds=(2,))
-    with pytest.raises(RoundError, match="its numbers are in no sum: 2 sites have sent some, of 3 needed"):
+    with pytest.raises(RoundError, match="its reply is in no sum: 2 sites have replied, and 3 are needed"):
         secure_play(found, rounds=3, **{"round-seconds": 0.05, "on-error": "skip"})
 
 
@@ -268,7 +268,7 @@ def test_two_that_do_not_hand_out_shares_end_the_round_and_it_is_played_again(tm
     good = [found.nodes[node].app for node in (103, 104)]
     for node in (103, 104):
         gone(found, node, "hand_out", rounds=(2,))
-    with pytest.raises(RoundError, match="2 sites have handed out shares for the secure sum, which needs 3"):
+    with pytest.raises(RoundError, match="2 sites have released shares for the secure sum, which needs 3"):
         secure_play(found, rounds=3, **{"round-seconds": 0.05, "on-error": "skip"})
     for node, app in zip((103, 104), good, strict=True):
         found.nodes[node].app = app
@@ -281,12 +281,12 @@ def test_a_round_that_was_opened_is_not_opened_for_others(secure_grid, secure_pl
     good = [found.nodes[node].app for node in (103, 104)]
     for node in (103, 104):
         gone(found, node, "hand_out", rounds=(2,))
-    with pytest.raises(RoundError, match="2 sites have handed out shares"):
+    with pytest.raises(RoundError, match="2 sites have released shares"):
         secure_play(found, rounds=3, **{"round-seconds": 0.05, "on-error": "skip"})
     for node, app in zip((103, 104), good, strict=True):
         found.nodes[node].app = app
     gone(found, 104, "local", rounds=(2,))
-    with pytest.raises(RoundError, match="1 sites have handed out shares"):
+    with pytest.raises(RoundError, match="1 sites have released shares"):
         secure_play(found, resume=True)
     assert "was opened for other sites before" in caplog.text
 

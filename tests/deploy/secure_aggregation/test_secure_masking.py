@@ -110,11 +110,11 @@ def test_the_masked_numbers_of_one_site_fit_every_input():
 
 def test_fewer_than_the_threshold_open_nothing():
     server, _ = play(4, 3, {"site-0": 3, "site-1": 3})  # two hand out shares
-    with pytest.raises(RoundError, match="2 sites have handed out shares for the secure sum, which needs 3"):
+    with pytest.raises(RoundError, match="2 sites have released shares for the secure sum, which needs 3"):
         server.sum()
     # A server that says that two were enough meets sealed bundles.
     server.threshold = 2
-    with pytest.raises(RoundError, match="do not fit together"):
+    with pytest.raises(RoundError, match="are inconsistent"):
         server.sum()
 
 
@@ -162,7 +162,7 @@ def test_a_server_that_tells_sites_different_lists_opens_none():
     server.hand_out(["site-0", "site-1"], sorted(names(4)))
     server.hand_out(["site-2", "site-3"], ["site-1", "site-2", "site-3"])
     for survivors in (names(4), names(4)[1:]):
-        with pytest.raises(RoundError, match="do not fit together"):
+        with pytest.raises(RoundError, match="are inconsistent"):
             server.sum(survivors)
 
 
@@ -290,5 +290,5 @@ def test_a_site_that_lies_is_noticed_where_it_can_be():
     handed = server.handed["site-1"]
     for wrong in (replace(handed, bundle=b""), replace(handed, tokens={}), replace(handed, bundle=handed.bundle[::-1])):
         server.handed["site-1"] = wrong
-        with pytest.raises(RoundError, match="do not fit together"):
+        with pytest.raises(RoundError, match="are inconsistent"):
             server.sum()

@@ -69,7 +69,7 @@ LIES = {
         lambda le: head(le, hand_out={**le.head["hand_out"], "round": 7}) if le.head.get("hand_out") else None,
         "no keys for the secure sum of round 7",
     ),
-    "damaged": (lambda le: head(le, share={"round": 1}) if le.head.get("share") else None, "this part of the letter"),
+    "damaged": (lambda le: head(le, share={"round": 1}) if le.head.get("share") else None, "this part of the message"),
 }
 
 

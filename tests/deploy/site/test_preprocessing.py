@@ -159,7 +159,7 @@ class Two(torch.nn.Linear):
 def test_without_names_tables_must_be_alike(play):
     """Names are not told where they are too long to be read."""
     long = {**rows("a"), "sex": [f"{k % 20}" + "y" * 7000 for k in range(40)]}
-    with pytest.raises(UserError, match=r"'a' does not tell its own: allow-disclosure, or disclose=columns"):
+    with pytest.raises(UserError, match=r"'a' does not send its names: allow-disclosure, or disclose=columns"):
         play(client("a", table=long, categorical="sex"), client("b"))
 
 
@@ -281,23 +281,26 @@ MANY = [{"name": f"c{k}", "categories": [], "missing": False} for k in range(120
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda letter: Envelope({**letter.head, "table": 3}), "what it tells of its table cannot be read"),
-        (lambda letter: Envelope({**letter.head, "table": {}}), "it does not tell what its table is like"),
+        (lambda letter: Envelope({**letter.head, "table": 3}), "its summary of its table cannot be read"),
+        (lambda letter: Envelope({**letter.head, "table": {}}), "it sends no summary of its table"),
         (lambda letter: Envelope({**letter.head, "refused": "no\nline"}), "does not take part: no line"),
         (told_as(numbers=-1), "its table has -1 columns of numbers; at most 5000"),
         (told_as(numbers=10**9), "its table has 1000000000 columns of numbers; at most 5000"),
-        (told_as(numbers=True), "what it tells of its table cannot be read"),
-        (told_as(numbers=2), "its table has other columns of numbers than it tells"),
+        (told_as(numbers=True), "its summary of its table cannot be read"),
+        (told_as(numbers=2), "its table has another number of numeric columns than it reports"),
         (schema_as(columns="many"), "what it tells|this is no preprocessing of a table"),
         (
             schema_as(columns=[{"name": "age", "categories": [3], "missing": False}]),
             "this is no preprocessing of a table",
         ),
-        (schema_as(columns=MANY, mean=[], spread=[]), "its table has other columns of numbers than it tells"),
+        (
+            schema_as(columns=MANY, mean=[], spread=[]),
+            "its table has another number of numeric columns than it reports",
+        ),
         (schema_as(classes=["no", "no"]), "have a name twice"),
         (schema_as(classes=["no", "y\x1b[2Jes"]), "characters that cannot be printed"),
         (schema_as(classes=["no", "y" * 201]), "characters that cannot be printed, or more than 200"),
-        (schema_as(classes=["no", "y" * 70_000]), "the head of a message has .* characters; at most 65536 are read"),
+        (schema_as(classes=["no", "y" * 70_000]), "the header of a message has .* characters; at most 65536 are read"),
     ],
 )
 def test_a_table_that_no_honest_site_tells_is_refused(play, change, sentence):

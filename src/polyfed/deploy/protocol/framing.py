@@ -1,8 +1,8 @@
-"""Frames between a SuperNode and its site process, over a pair of sockets that no other process can open.
+"""Sends and receives frames between a SuperNode and its site process, over a pair of sockets that only these two have.
 
-A frame is a line of fixed length (a mark, and how long the two parts after it are), a JSON head, and bytes. One whose head
-is damaged is read to its end and reported, and the next is read as ever; one without the mark, or longer than can be meant,
-leaves no place from which to go on, so that the reader gives up the connection. Neither torch nor Flower is needed here.
+A frame is a prefix of fixed length (a mark, and the lengths of the two parts after it), a JSON header, and bytes. A frame
+with a damaged header is read to its end and reported, and the next one can be read. After a frame without the mark, or above
+the size limits, the reader cannot find the next one and gives up the connection. This module needs neither torch nor Flower.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-MAX_SCALARS, MAX_GROUPS = 1000, 64  # of one message
+MAX_SCALARS, MAX_GROUPS = 1000, 64  # in one message
 _MARK = b"pfed"
 _PREFIX = struct.Struct(">4sIQ")
 _MAX_HEAD_BYTES, _MAX_BODY_BYTES = 16 * 2**20, 2**34
@@ -20,25 +20,25 @@ _CHUNK = 2**20
 
 
 class FrameError(Exception):
-    """A frame that cannot be understood; the next one can be read."""
+    """Reports a frame that cannot be read; the next one can."""
 
 
 @final
 class BrokenStreamError(FrameError):
-    """What came is no frame; the connection is of no more use."""
+    """Reports bytes that are no frame; the connection cannot be used any more."""
 
 
 @final
 @dataclass(frozen=True)
 class Frame:
-    """One frame.
+    """Holds one message between a SuperNode and its site process.
 
     Args:
-        kind: "start" with a node configuration, "letter" and "answer" with what travels between server and site, or "again":
-            the process asks for a new one in its place.
-        head: of a letter, as text.
-        scalars: its numbers.
-        groups: its packed groups of tensors.
+        kind: "start" with a node configuration, "letter" and "answer" with an envelope between server and site, or "again",
+            by which the process asks for a new one in its place.
+        head: header of the envelope, as JSON.
+        scalars: numbers of the payload.
+        groups: packed groups of tensors of the payload.
     """
 
     kind: str
@@ -51,8 +51,8 @@ def send_frame(connection: socket.socket, frame: Frame) -> None:
     """Sends a frame.
 
     Raises:
-        FrameError: it is larger than the other side reads, and was not sent.
-        OSError: nobody reads it.
+        FrameError: the frame is larger than the other side reads, and was not sent.
+        OSError: the other side has closed the connection.
     """
     sizes = [[name, len(data)] for name, data in frame.groups.items()]
     header = {"kind": frame.kind, "head": frame.head, "scalars": dict(frame.scalars), "groups": sizes}
@@ -67,12 +67,12 @@ def send_frame(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive_frame(connection: socket.socket) -> Frame:
-    """The next frame.
+    """Reads the next frame.
 
     Raises:
-        EOFError: the other side has ended.
-        BrokenStreamError: what came is no frame, or ended inside one.
-        FrameError: it cannot be understood, but was read to its end.
+        EOFError: the other side has closed the connection.
+        BrokenStreamError: the bytes are no frame, or end inside one.
+        FrameError: the frame cannot be understood, but was read to its end.
     """
     prefix = _receive_exactly(connection, _PREFIX.size, may_end=True)
     mark, length, body = _PREFIX.unpack(prefix)
@@ -100,7 +100,7 @@ def receive_frame(connection: socket.socket) -> Frame:
 
 
 def _receive_exactly(connection: socket.socket, size: int, may_end: bool = False) -> bytes:
-    """So many bytes; memory is taken as they come, not as they are announced."""
+    """Reads exactly `size` bytes; memory grows with the bytes received, not with the announced size."""
     received = bytearray()
     while len(received) < size:
         data = connection.recv(min(_CHUNK, size - len(received)))

@@ -1,4 +1,4 @@
-"""What sites say of themselves, once for a run."""
+"""Checks what sites report about themselves in the handshake that begins a run."""
 
 import math
 from collections.abc import Mapping
@@ -16,13 +16,17 @@ from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.simulation.checks.trial_forward import output_shape
 
 CLAIM_KEYS = ("task", "num_examples", "architecture", "form", "table")
-"""Words of the head of an introduction that a site keeps to."""
+"""Header keys of a site's introduction that may not change during a run."""
 _MAX_OUTPUTS = 1_000_000
-_MAX_NUMBERS = 2**24  # of an example that the server makes to try a network
+_MAX_NUMBERS = 2**24  # numbers in an example of zeros with which the server tries a network
 
 
 def describe_changed_claim(first_head: Mapping[str, Any] | None, head: Mapping[str, Any]) -> str | None:
-    """What a site says of itself otherwise than when the run began, if it does.
+    """Describes the first claim of a site that differs from its introduction when the run began; None if none differs.
+
+    Args:
+        first_head: header of the introduction when the run began; None if there was none.
+        head: header of the present introduction.
 
     >>> describe_changed_claim({"num_examples": 20}, {"num_examples": 10**12})
     'its num_examples is 1000000000000, and was 20 when the run began'
@@ -36,10 +40,14 @@ def describe_changed_claim(first_head: Mapping[str, Any] | None, head: Mapping[s
 
 
 def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
-    """The form of the data of sites that have one form of inputs; classes are as many as the largest label asks for.
+    """Merges the data specs of sites with the same input shape; the number of outputs is the largest of all sites.
+
+    Args:
+        introductions: header of each site's introduction.
+        name: name of the method.
 
     Raises:
-        UserError: they have not, or tell what no form is.
+        UserError: the input shapes differ, or a site reports no valid spec.
 
     >>> merge_data_specs({"north": {"form": [[4], 2]}, "south": {"form": [[4], 3]}}, "flha_ghn")
     DataSpec(inputs=(4,), outputs=3)
@@ -55,7 +63,7 @@ def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) 
 
 
 def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if sites have other numbers of targets in a row, unless these are numbers of classes.
+    """Raises a `UserError` if sites have different numbers of targets per example, unless the task is classification.
 
     >>> check_same_target_count(
     ...     {i: {"task": "regression", "form": [[4], n]} for i, n in (("north", 1), ("south", 2))}, "fedpnas")
@@ -72,7 +80,7 @@ def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name
 
 
 def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if the last layers of sites' networks take other numbers of inputs, or one tells no such number.
+    """Raises a `UserError` if the last layers of the sites' networks differ in their input width, or a site reports none.
 
     >>> check_same_representation_width({"north": {"width": 3}, "south": {"width": 5}}, "fedproto")
     Traceback (most recent call last):
@@ -83,7 +91,7 @@ def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any
     first = next(iter(widths))
     for i, width in widths.items():
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise UserError(f"site {i!r} does not tell how many numbers its network's last layer takes")
+            raise UserError(f"site {i!r} does not report how many numbers its network's last layer takes")
         if width != widths[first]:
             raise UserError(
                 f"{name} needs representations of one width, but the last layer of {i!r} takes {width} numbers, that of "
@@ -92,7 +100,7 @@ def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any
 
 
 def check_same_input_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if sites' inputs, of which each tells `input_spec_by_part`, have other types, shapes or parts.
+    """Raises a `UserError` if the sites' inputs differ in types, shapes or parts, as `input_spec_by_part` describes them.
 
     >>> check_same_input_specs(
     ...     {"north": {"inputs": {"x": ["float32", [4]]}}, "south": {"inputs": {"x": ["uint8", [4]]}}}, "heterofl")
@@ -104,7 +112,7 @@ def check_same_input_specs(introductions: Mapping[str, Mapping[str, Any]], name:
     first = next(iter(specs))
     for i, spec in specs.items():
         if not spec or not isinstance(spec, dict):
-            raise UserError(f"site {i!r} does not tell the form of its inputs")
+            raise UserError(f"site {i!r} does not report the types and shapes of its inputs")
         if spec != specs[first]:
             raise UserError(
                 f"{name} needs inputs of one form, but those of {i!r} are {str(spec)[:200]}, those of {first!r} "
@@ -115,13 +123,13 @@ def check_same_input_specs(introductions: Mapping[str, Mapping[str, Any]], name:
 def check_width_family(
     models: Mapping[str, Architecture], architecture_by_site: Mapping[str, str], input_shape: tuple[int, ...], name: str
 ) -> None:
-    """Raises a `UserError` unless the server's networks are a family that differs in width, all with as many outputs.
+    """Raises a `UserError` unless the server's networks differ only in width and have the same number of outputs.
 
     Args:
-        models: by the name of the architecture.
-        architecture_by_site: name of a site -> that of its architecture.
+        models: network factories by name of the architecture.
+        architecture_by_site: name of each site's architecture.
         input_shape: shape of an example, as networks get it.
-        name: of the method.
+        name: name of the method.
 
     >>> wide, narrow = (lambda: torch.nn.Linear(2, 4)), (lambda: torch.nn.Linear(2, 3))
     >>> check_width_family({"a": wide, "b": narrow}, {"north": "a"}, (2,), "heterofl")
@@ -148,14 +156,11 @@ def check_width_family(
 
 
 def _count_outputs(factory: Architecture, inputs: tuple[int, ...]) -> int | None:
-    """How many outputs a network has; None if it takes no example of zeros, and only its site can try it."""
+    """Counts a network's outputs; returns None if it takes no example of zeros, so that only its site can try it."""
     if math.prod(inputs) > _MAX_NUMBERS:
         return None
-    for dtype in (
-        torch.float32,
-        torch.int64,
-        torch.float64,
-    ):  # a site tells the type that it stores, not what networks get
+    # A site reports the type that it stores, which may differ from the type that networks get.
+    for dtype in (torch.float32, torch.int64, torch.float64):
         zeros = Examples(torch.zeros(1, *inputs, dtype=dtype), torch.zeros(1))
         try:
             return math.prod(output_shape(cached_module(factory).module, zeros, "the server"))
@@ -165,7 +170,7 @@ def _count_outputs(factory: Architecture, inputs: tuple[int, ...]) -> int | None
 
 
 def input_spec_by_part(x: Any) -> dict[str, list[Any]]:
-    """Type and shape, without the rows, by the name that a part of inputs has in a message.
+    """Returns type and shape of each part of the inputs, without the dimension of the examples.
 
     >>> input_spec_by_part({"age": torch.zeros(5, 1), "image": torch.zeros(5, 1, 8, 8)})
     {'x/age': ['float32', [1]], 'x/image': ['float32', [1, 8, 8]]}
@@ -174,12 +179,18 @@ def input_spec_by_part(x: Any) -> dict[str, list[Any]]:
 
 
 def check_public_inputs(description: Any, client: Client) -> None:
-    """Raises a `RefusalError` unless the server's public examples, of which it tells `input_spec_by_part`, have the
-    form of a client's inputs; it does not show that form."""
+    """Raises a `RefusalError` unless the server's public examples have the types and shapes of a client's inputs.
+
+    The error does not reveal the client's types and shapes.
+
+    Args:
+        description: `input_spec_by_part` of the public examples.
+        client: the site's client.
+    """
     if description != input_spec_by_part(client.train.x):
         raise RefusalError(
             f"the server's public examples are {str(description)[:200]}, and this site's inputs have other types, "
-            "shapes or parts; let public() in the server's file give examples of the form of the sites' inputs"
+            "shapes or parts; public() in the server's file must return examples like the sites' inputs"
         )
 
 
@@ -188,7 +199,7 @@ def _parse_data_spec(site: str, value: Any) -> DataSpec:
         inputs, outputs = value
         spec = DataSpec(tuple(int(size) for size in inputs), int(outputs))
     except (TypeError, ValueError) as error:
-        raise UserError(f"site {site!r} does not tell the form of its data, but {value!r}") from error
+        raise UserError(f"site {site!r} reports {value!r}, which is no data spec") from error
     if not 1 <= spec.outputs <= _MAX_OUTPUTS or not all(size >= 1 for size in spec.inputs):
-        raise UserError(f"site {site!r} tells that its data have the form {value!r}, which no network can have")
+        raise UserError(f"site {site!r} reports the data spec {value!r}, which no network can have")
     return spec

@@ -1,8 +1,8 @@
-"""The evaluation of a round on the message that begins the next: one exchange instead of two.
+"""Piggybacks the evaluation of round t on the training envelope of round t + 1, which saves one exchange per round.
 
-What a site needs to evaluate is mostly what comes down for training as well, bit for bit, and travels once: the head of the
-letter tells, group by group, which tensors of training are meant, and the others travel beside them. So a site has the very
-letter that it would have got for the evaluation alone.
+Most tensors that a site needs for the evaluation are those that it gets for training, bit for bit. They are sent once: the
+header says, group by group, which training tensors the evaluation uses, and the others travel beside them. So the site
+rebuilds exactly the envelope that it would have got for the evaluation alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +18,22 @@ from polyfed.deploy.protocol.wire import Envelope
 from polyfed.simulation.engines.base import ClientTask
 
 EVALUATION_KEY = "evaluation"
-"""In the head of a letter that trains, the evaluation that rides on it; in the head of the answer, what came of it."""
-_BESIDE = "for the evaluation: "  # begins the names of groups that training does not get
-_OF_TRAINING = frozenset({EVALUATION_KEY, "part", "advertise"})  # words of a head that an evaluation does not have
-_Positions = (
-    list[int] | None
-)  # positions among the source's tensors, -1 for the next of those beside; None is all of the source
+"""Key of the piggybacked evaluation in the header of a training task, and of its result in the header of the answer."""
+_BESIDE = "for the evaluation: "  # prefix of groups that only the evaluation uses
+_OF_TRAINING = frozenset({EVALUATION_KEY, "part", "advertise"})  # header keys that an evaluation does not have
+# Positions among the source group's tensors; -1 is the next extra tensor; None takes the whole source group.
+_Positions = list[int] | None
 
 HeadBuilder = Callable[[ClientTask], Mapping[str, Any]]
-"""The head of the letter with a task."""
+"""Builds the header of the envelope with a task."""
 
 
 def build_envelopes(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dict[str, Envelope]:
-    """A letter to each client. One that trains and is evaluated gets one letter for both.
+    """Builds one envelope for each client; a client that trains and evaluates gets one envelope for both.
 
     Args:
-        tasks: at most one that trains, and one other, a client.
-        build_head: makes heads.
+        tasks: for each client at most one training task and one other.
+        build_head: builds the header of a task.
     """
     training_envelopes = {
         task.client: Envelope(build_head(task), task.transmitted_message) for task in tasks if task.phase == "local"
@@ -45,12 +44,12 @@ def build_envelopes(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dic
 def attach_evaluations(
     training_envelopes: Mapping[str, Envelope], tasks: Sequence[ClientTask], build_head: HeadBuilder
 ) -> dict[str, Envelope]:
-    """Letters with these tasks too: on the letter with which a client trains, or as one of its own.
+    """Adds evaluations to training envelopes; a client that does not train gets an envelope of its own.
 
     Args:
-        training_envelopes: client -> letter.
-        tasks: others than of training, at most one a client.
-        build_head: makes heads.
+        training_envelopes: client -> envelope.
+        tasks: tasks other than training, at most one for each client.
+        build_head: builds the header of a task.
     """
     envelopes, are_equal = dict(training_envelopes), _TensorEquality()
     for task in tasks:
@@ -65,8 +64,13 @@ def attach_evaluations(
 
 @final
 class SplitEnvelope(NamedTuple):
-    """A letter on which an evaluation rides: `training`, without it; `evaluation`, the letter that would have come for it
-    alone; `nbytes` of the tensors that came for it only."""
+    """Holds the two envelopes of a piggybacked evaluation.
+
+    Args:
+        training: the envelope without the evaluation.
+        evaluation: the envelope as it would be for the evaluation alone.
+        nbytes: bytes of the tensors sent only for the evaluation.
+    """
 
     training: Envelope
     evaluation: Envelope
@@ -74,10 +78,10 @@ class SplitEnvelope(NamedTuple):
 
 
 def split_evaluation(envelope: Envelope) -> SplitEnvelope | None:
-    """The two letters in one; None if nothing rides on it.
+    """Splits an envelope into training and piggybacked evaluation; returns None if it has no evaluation.
 
     Raises:
-        UserError: it refers to what it does not have.
+        UserError: the evaluation refers to tensors that the envelope does not have.
     """
     if (evaluation := envelope.head.get(EVALUATION_KEY)) is None:
         return None
@@ -93,12 +97,12 @@ def split_evaluation(envelope: Envelope) -> SplitEnvelope | None:
         evaluation_fields = {"phase": "evaluate", "round": evaluation["round"], "seed": evaluation["seed"]}
         body = Message(tensors, {str(name): _validate_number(value) for name, value in evaluation["scalars"].items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError("what the message says of an evaluation cannot be read") from error
-    draw_common_head = {word: value for word, value in envelope.head.items() if word not in _OF_TRAINING}
+        raise UserError("the evaluation in the message's header cannot be read") from error
+    common_head = {word: value for word, value in envelope.head.items() if word not in _OF_TRAINING}
     training_head = {word: value for word, value in envelope.head.items() if word != EVALUATION_KEY}
     return SplitEnvelope(
         Envelope(training_head, Message(training_tensors, envelope.body.scalars)),
-        Envelope({**draw_common_head, **evaluation_fields}, body),
+        Envelope({**common_head, **evaluation_fields}, body),
         Message(extra_tensors).nbytes if extra_tensors else 0,
     )
 
@@ -106,7 +110,7 @@ def split_evaluation(envelope: Envelope) -> SplitEnvelope | None:
 def _attach_evaluation(
     training_envelope: Envelope, evaluation_envelope: Envelope, are_equal: "_TensorEquality"
 ) -> Envelope:
-    """One letter for both; the evaluation is from the same private state as the training."""
+    """Builds one envelope for training and evaluation, which use the same private state."""
     sources: dict[str, tuple[str, _Positions]] = {}
     extra_tensors: dict[str, StateDict] = {}
     for group, tree in evaluation_envelope.body.tensors.items():
@@ -130,7 +134,10 @@ def _attach_evaluation(
 def _best_source_group(
     group: str, tree: StateDict, groups: Mapping[str, StateDict], are_equal: "_TensorEquality"
 ) -> tuple[str, set[str]]:
-    """The group of training that has most of a tree's tensors, its namesake first, and their names; "" if none has any."""
+    """Finds the training group that shares the most tensors with `tree`, and their names; "" if none shares any.
+
+    Of groups that share equally many, the group of the same name wins.
+    """
     best_source, best_names = "", set[str]()
     for source in sorted(groups, key=lambda candidate: candidate != group):
         shared = {
@@ -142,14 +149,14 @@ def _best_source_group(
 
 
 def _pick_tensors(source: StateDict, positions: _Positions, extra_tensors: StateDict) -> dict[str, Tensor]:
-    """The tensors of a group, in their order."""
+    """Picks the tensors of an evaluation group, in their order."""
     if positions is None:
         return dict(source or extra_tensors)
     source_items, extra_items = list(source.items()), iter(extra_tensors.items())
     if positions.count(-1) != len(extra_tensors) or any(
         type(k) is not int or not -1 <= k < len(source_items) for k in positions
     ):
-        raise ValueError("the places are not those of tensors")
+        raise ValueError("the positions are not those of tensors")
     return dict(source_items[k] if k >= 0 else next(extra_items) for k in positions)
 
 
@@ -161,8 +168,10 @@ def _validate_number(value: Any) -> float:
 
 @final
 class _TensorEquality:
-    """Whether two tensors have the same type, shape and bits; those that several clients get are compared once. Both must
-    live as long as this does, since they are known by their ids."""
+    """Compares tensors by type, shape and bits, and remembers the result, since several clients get the same tensors.
+
+    The tensors must live as long as this object, since it knows them by their ids.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], bool] = {}

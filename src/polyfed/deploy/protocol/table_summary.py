@@ -1,9 +1,9 @@
-"""Tables at different sites: whether they have the same columns, found before round 1 and said with the columns' names.
+"""Summarises the tables at different sites by hashes, and compares them before round 1.
 
-A site whose method has all sites' networks read inputs of one meaning (`polyfed.simulation.checks.table_schemas`) tells a hash of its
-columns, categories and classes; a site whose method sends anything else, a hash of its classes. Names of columns, each with
-a hash of its categories, go up only where its owner lets weights go (`allow-disclosure`), or says `disclose="columns"`.
-Values never go up; but short lists of categories can be guessed from a hash, which is why it needs that word.
+If a method's networks must all read the same inputs (`polyfed.simulation.checks.table_schemas`), a site sends a hash of its
+columns, categories and classes; for any other method that discloses something, a hash of its classes. It sends the columns'
+names, each with a hash of its categories, only if its owner allows the disclosure of weights (`allow-disclosure`) or sets
+`disclose="columns"`. It never sends values; but short lists of categories can be guessed from a hash, hence this consent.
 """
 
 import hashlib
@@ -23,25 +23,25 @@ from polyfed.simulation.checks.table_schemas import (
     tables_by_part,
 )
 
-COLUMNS = "columns"  # of `disclose`
-_MAX_COLUMNS = 400  # columns that are told
+COLUMNS = "columns"  # an entry of `disclose`
+_MAX_COLUMNS = 400  # columns whose names are sent
 
 
 class TableSummary(TypedDict, total=False):
-    """What a site tells of its table: a hash of all, and hash of categories and whether cells may be empty by column."""
+    """Describes a site's table for the comparison of tables."""
 
-    whole: str
-    columns: dict[str, list[Any]]
-    classes: str
+    whole: str  # hash of columns, categories and classes
+    columns: dict[str, list[Any]]  # column -> hash of its categories, and whether cells may be empty
+    classes: str  # hash of the classes
 
 
 class SchemaSummary(TypedDict, total=False):
-    """What a site tells of its table: a hash of all; how many columns of numbers and targets it has; its schema."""
+    """Describes a site's table for the agreement on one preprocessing."""
 
-    whole: str
-    numbers: int
-    targets: int
-    schema: dict[str, Any]
+    whole: str  # hash of the schema
+    numbers: int  # numeric columns
+    targets: int  # numeric targets
+    schema: dict[str, Any]  # the schema, if its owner allows it
 
 
 def summarize_table(
@@ -53,15 +53,16 @@ def summarize_table(
     adds_noise: bool = False,
     discloses: frozenset[str] = frozenset(),
 ) -> dict[str, TableSummary]:
-    """What is told of a client's table, as `table`; nothing where there is none, or where the method sends nothing.
+    """Returns the header field `table` for a client's table; empty if it has none, or if the method discloses nothing.
 
     Args:
-        client: whose examples may be of a table.
-        needs, discloses: of the method.
-        run: its identifier, which enters the hashes, so that they say nothing of other runs.
-        with_names: whether the columns' names go up.
-        adds_noise: whether what goes up is protected by noise, which a hash that depends on rows would undo: nothing
-            is told.
+        client: the client, whose examples may come from a table.
+        needs: `Algorithm.requires` of the method.
+        run: identifier of the run, which enters the hashes, so that hashes of different runs cannot be compared.
+        with_names: whether the columns' names are sent.
+        adds_noise: whether the site adds noise, whose guarantee a hash that depends on rows would break: then the summary
+            is empty.
+        discloses: `Algorithm.discloses` of the method.
     """
     shared = needs_common_inputs(needs, discloses)
     if not tables_by_part(client.train) or not (shared or discloses):
@@ -82,7 +83,7 @@ def summarize_table(
 
 
 def short_hash(*content: Any) -> str:
-    """A short hash of plain content.
+    """Returns a hash of plain content with 16 hexadecimal digits.
 
     >>> len(short_hash("run", ["age"]))
     16
@@ -91,10 +92,10 @@ def short_hash(*content: Any) -> str:
 
 
 def describe_table_difference(heads: Mapping[str, Mapping[str, Any]]) -> str:
-    """A sentence about the first site whose table is not that of the others; empty if there is none.
+    """Describes the first site whose table differs from the others'; empty if none differs.
 
     Args:
-        heads: what each site has told, whether it takes part or not.
+        heads: header of each site's introduction, also of sites that refuse.
 
     >>> north = {"table": {"whole": "a", "classes": "c", "columns": {"age": ["1", False], "sex": ["2", False]}}}
     >>> south = {"table": {"whole": "b", "classes": "c", "columns": {"age": ["1", True], "lab": ["3", False]}}}
@@ -110,29 +111,23 @@ def describe_table_difference(heads: Mapping[str, Mapping[str, Any]]) -> str:
     }
     full_summaries = {i: summary for i, summary in valid_summaries.items() if "whole" in summary}
     if not full_summaries:
-        pair = (
-            find_deviating_pair({i: summary["classes"] for i, summary in valid_summaries.items()})
-            if valid_summaries
-            else None
-        )
-        return (
-            ""
-            if pair is None
-            else f"site {pair[1]!r} has another table than {pair[0]!r}: its classes are others; {SCHEMA_ADVICE}"
-        )
+        classes = {i: summary["classes"] for i, summary in valid_summaries.items()}
+        if not classes or (pair := find_deviating_pair(classes)) is None:
+            return ""
+        return f"site {pair[1]!r} has another table than {pair[0]!r}: its classes are others; {SCHEMA_ADVICE}"
     if without := [i for i in table_by_site if i not in full_summaries]:
         return f"site {without[0]!r} has no table, as {next(iter(full_summaries))!r} has; {SCHEMA_ADVICE}"
     if (pair := find_deviating_pair({i: summary["whole"] for i, summary in full_summaries.items()})) is None:
         return ""
     first_site, second_site = pair
     if any("columns" not in full_summaries[i] for i in pair):
-        sentences = ["which columns is told where both sites allow it (allow-disclosure, or disclose=columns)"]
+        sentences = ["the columns are named if both sites allow it (allow-disclosure, or disclose=columns)"]
     else:
         sentences = describe_table_differences(full_summaries[first_site], full_summaries[second_site])
     return f"site {second_site!r} has another table than {first_site!r}: {'; '.join(sentences)}; {SCHEMA_ADVICE}"
 
 
 def _is_complete_summary(table: Any) -> bool:
-    """Whether what a site has told is of this form; it may be anything."""
+    """Returns whether a site's summary, which may be anything, is complete."""
     columns = table.get("columns", {})
     return ("whole" in table or "classes" in table) and all(len(column) == 2 for column in columns.values())

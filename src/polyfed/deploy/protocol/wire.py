@@ -1,4 +1,4 @@
-"""What travels between server and sites: a head of plain values, and a message."""
+"""Encodes envelopes between server and sites: a header of plain values (JSON), and a payload of tensors and numbers."""
 
 import json
 import math
@@ -17,16 +17,14 @@ from polyfed.core.state_dict import StateDict, first_nonfinite
 from polyfed.deploy.protocol.framing import MAX_GROUPS, MAX_SCALARS
 from polyfed.simulation.settings import Settings
 
-PROTOCOL = 6  # changes when a site and a server of different versions could misunderstand one another
+PROTOCOL = 6  # changes when a site and a server of different versions could misunderstand each other
 DATA_SPEC_REQUIREMENTS = frozenset({"one_data_spec", "one_input_spec"})
-"""Words of `Algorithm.requires` for which sites tell the form of their data."""
+"""Entries of `Algorithm.requires` for which sites report their data spec."""
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
 MAX_TENSORS = 20_000
-SITE_HEAD_BYTES, SERVER_HEAD_BYTES = (
-    64 * 2**10,
-    2**20,
-)  # of the head from a site, and from the server, which has a method's fields
-TENSOR_HEADER_BYTES = 4 * 2**20  # of names, shapes and types in one group
+# Largest header from a site, and from the server, whose headers hold a method's fields.
+SITE_HEAD_BYTES, SERVER_HEAD_BYTES = 64 * 2**10, 2**20
+TENSOR_HEADER_BYTES = 4 * 2**20  # names, shapes and types in one group
 _FACTORY_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
@@ -39,31 +37,30 @@ _DTYPES = {
 @final
 @dataclass(frozen=True)
 class Envelope:
-    """One message in either direction: `head` (for JSON) says what it is about, `unpack_body` is what the method sends.
+    """Holds one message in either direction: a header `head` with plain values, and the method's message as payload `body`.
 
-    Heads from the server have `kind` "introduce" or "task", `protocol`, `run` (an identifier of the run, the same after
-    it was resumed) and `algorithm` (name and fields). To "introduce" they add `architecture`, that of the federation
-    where the method needs one, and in a new run `public`, the form of its public examples, where it has some. To "task"
-    they add `phase`, `round`, `client`, `seed`, `run_seed`, `state` (the round after which the client's private state
-    is as the server knows it, None before the first), `keep` (the round to which the server may still go back),
-    `metrics` (names of those to compute at evaluation; none are the task's own) and, where the run compresses,
-    `compress` and `compress_down`, how `unpack_body` does in either direction.
+    Headers from the server have `kind`, `protocol`, `run` (identifier of the run, which a resumed run keeps) and `algorithm`
+    (name and fields). The kinds are:
 
-    Where sites of tables have agreed on one preprocessing, "introduce" adds `prepared`, what it is. Before that a letter of
-    the kind "prepare" asks what a site's table is like (`polyfed.deploy.site.preprocessing`).
+    - "introduce" adds `architecture` (the federation's, if the method needs one), in a new run `public` (types and shapes of
+      the public examples, if there are any), and `prepared` (the preprocessing that sites with tables have agreed on);
+    - "prepare" comes before that agreement and asks for a summary of the site's table (`polyfed.deploy.site.preprocessing`);
+    - "task" adds `phase`, `round`, `client`, `seed`, `run_seed`, `state` (the round after which the client's private state
+      was written, None before the first), `keep` (the round to which the server may still go back), `metrics` (names of the
+      metrics of an evaluation; an empty list means the task's own) and, if the run compresses, `compress` and
+      `compress_down` (the compressors of the reply and of this payload). A training task may have `evaluation`, the
+      evaluation of the previous round, which the site does first (`polyfed.deploy.protocol.piggyback`);
+    - "sum" asks for single steps of a secure sum: `advertise`, `share` and `hand_out`
+      (`polyfed.deploy.secure_aggregation.client`).
 
-    A task of training may have `evaluation`: the evaluation of the round before, which the site makes first
-    (`polyfed.deploy.protocol.piggyback`). The answer then has `evaluation` too, the head that the answer to it alone would have.
+    With secure sums, all headers have `secure`, true. Training tasks then add `part`, whether the site's reply enters the
+    sum; training tasks and evaluations add `advertise`, the round for which the site sends keys. (Each site knows by itself
+    how many sites may add to a sum.)
 
-    With secure sums all have `secure`, true. (How many sites may add to a sum each knows itself.) Tasks of training then
-    add `part`, whether the site's numbers enter the sum; these and evaluations `advertise`, for which round the site sends
-    keys. A letter of the kind "sum" asks for steps of a sum by themselves, `advertise`, `share` and `hand_out`
-    (`polyfed.deploy.secure_aggregation.client`).
-
-    Heads from a site have `client`, and `refused`, a sentence, if it does nothing. To "introduce" they add `task` and
-    what the method needs the server to know (`num_examples`, `architecture`, `form`, types and shapes of its `inputs`,
-    `width` of the last layer). To "task" they add `run`, `round`, `phase`, `seconds`, `metrics`, and `failure`, a
-    sentence or None.
+    Headers from a site have `client` and, if the site refuses, the sentence `refused`. The answer to "introduce" adds `task`
+    and what the method needs the server to know (`num_examples`, `architecture`, `form`, types and shapes of the `inputs`,
+    `width` of the last layer). The answer to "task" adds `run`, `round`, `phase`, `seconds`, `metrics`, and `failure`, a
+    sentence or None; with a piggybacked evaluation also `evaluation`, the header of the answer to that.
     """
 
     head: Mapping[str, Any]
@@ -71,7 +68,7 @@ class Envelope:
 
 
 def pack_tensors(tree: StateDict) -> bytes:
-    """A group of tensors as one safetensors file, which carries every type of torch's, with the order of the names.
+    """Packs a group of tensors as one safetensors file, which has all of torch's types, with the order of the names.
 
     >>> list(unpack_tensors(pack_tensors({"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.zeros(())})))
     ['w', 'b']
@@ -85,22 +82,22 @@ def pack_tensors(tree: StateDict) -> bytes:
 
 
 def pack_envelope(envelope: Envelope) -> tuple[str, Mapping[str, Any], dict[str, bytes]]:
-    """A letter as it travels: its head as JSON, its numbers, and its groups of tensors, packed."""
+    """Packs an envelope for sending: the header as JSON, the scalars, and the packed groups of tensors."""
     groups = {group: pack_tensors(tree) for group, tree in envelope.body.tensors.items()}
     return json.dumps(dict(envelope.head)), envelope.body.scalars, groups
 
 
 def read_tensor_specs(data: bytes) -> dict[str, TensorSpec]:
-    """Names, shapes and types of the group that `pack_tensors` wrote; its tensors are not looked at.
+    """Reads names, shapes and types of a group packed by `pack_tensors`, without its tensors.
 
     Raises:
-        UserError: `data` is damaged, or something else, or has more or longer names than can be meant.
+        UserError: `data` is damaged, or is no such group, or exceeds the limits on number and length of names.
 
     >>> read_tensor_specs(pack_tensors({"w": torch.ones(2, 3)}))
     {'w': ((2, 3), torch.float32)}
     """
     length = int.from_bytes(data[:8], "little")
-    if length > TENSOR_HEADER_BYTES:  # before it is read: a thousand bytes of JSON take many times their size
+    if length > TENSOR_HEADER_BYTES:  # checked before parsing, since parsed JSON takes many times its size
         raise UserError(f"a group of tensors has a header of {length} bytes; at most {TENSOR_HEADER_BYTES} are read")
     try:
         header = json.loads(data[8 : 8 + length])
@@ -113,17 +110,17 @@ def read_tensor_specs(data: bytes) -> dict[str, TensorSpec]:
 
 
 def _read_tensor_spec(entry: Mapping[str, Any], data_length: int) -> TensorSpec:
-    """Shape and type of a tensor, if its bytes are there."""
+    """Reads a tensor's shape and type, and checks that its bytes are there."""
     shape, dtype, (start, end) = tuple(entry["shape"]), _DTYPES[entry["dtype"]], entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError("a shape or place is no number")
+        raise ValueError("a shape or an offset is no number")
     if end > data_length or end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"a tensor of shape {shape} is not there")
     return shape, dtype
 
 
 def unpack_small_tensors(data: bytes, max_bytes: int) -> dict[str, torch.Tensor]:
-    """Of a group that `pack_tensors` wrote the tensors of at most so many bytes; the others are not looked at.
+    """Unpacks the tensors of at most `max_bytes` bytes from a group packed by `pack_tensors`.
 
     Raises:
         UserError: as `read_tensor_specs`.
@@ -142,7 +139,7 @@ def unpack_small_tensors(data: bytes, max_bytes: int) -> dict[str, torch.Tensor]
 
 
 def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """The group that `pack_tensors` wrote.
+    """Unpacks a group of tensors packed by `pack_tensors`.
 
     Raises:
         UserError: as `read_tensor_specs`.
@@ -161,17 +158,16 @@ def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def compression_fields(settings: Settings) -> dict[str, str]:
-    """What of a run's settings the head of a task says of its body and of the reply's; nothing, where they travel as they
-    are."""
+    """Returns the header fields that name the compressors of a run; empty if nothing is compressed."""
     fields = {"compress": settings.compress, "compress_down": settings.compress_down}
     return {} if set(fields.values()) == {NO_COMPRESSION} else fields
 
 
 def parse_compression(head: Mapping[str, Any]) -> tuple[Compressor | None, Compressor | None]:
-    """How a site compresses its reply, and how the body that it got is compressed.
+    """Reads the compressors of the reply and of the received payload from a task's header; None means uncompressed.
 
     Raises:
-        UserError: the head names what this version does not know.
+        UserError: the header names an unknown compressor.
 
     >>> parse_compression({"compress": "int8"}), parse_compression({})
     ((Int8(), None), (None, None))
@@ -185,10 +181,16 @@ def parse_compression(head: Mapping[str, Any]) -> tuple[Compressor | None, Compr
 @final
 @dataclass(frozen=True)
 class PackedEnvelope:
-    """A letter as it came, before anything of it is read: the JSON of its head, numbers, and packed groups.
+    """Holds a received envelope before anything is unpacked.
+
+    Args:
+        head: header, as JSON.
+        scalars: numbers of the payload.
+        groups: packed groups of tensors.
+        max_head_length: largest length of the header, in characters.
 
     Raises:
-        UserError: the head, or the number of numbers or groups, is beyond what can be meant.
+        UserError: the header is too long, or there are too many numbers or groups.
     """
 
     head: str
@@ -199,7 +201,7 @@ class PackedEnvelope:
     def __post_init__(self) -> None:
         if len(self.head) > self.max_head_length:
             raise UserError(
-                f"the head of a message has {len(self.head)} characters; at most {self.max_head_length} are read"
+                f"the header of a message has {len(self.head)} characters; at most {self.max_head_length} are read"
             )
         if len(self.scalars) > MAX_SCALARS or len(self.groups) > MAX_GROUPS:
             raise UserError(
@@ -208,19 +210,19 @@ class PackedEnvelope:
             )
 
     def tensor_specs(self) -> dict[str, dict[str, TensorSpec]]:
-        """Names, shapes and types of all groups."""
+        """Reads names, shapes and types of the tensors in all groups."""
         return {group: read_tensor_specs(data) for group, data in self.groups.items()}
 
     def unpack_body(self) -> Message:
-        """The message, with its tensors."""
+        """Unpacks the payload."""
         return Message({group: unpack_tensors(data) for group, data in self.groups.items()}, self.scalars)
 
 
 def parse_head(text: str) -> dict[str, Any]:
-    """A head from its JSON.
+    """Parses a header from JSON.
 
     Raises:
-        UserError: it is no mapping.
+        UserError: the text is not JSON, or no mapping.
 
     >>> parse_head('{"kind": "task"}')
     {'kind': 'task'}
@@ -228,14 +230,14 @@ def parse_head(text: str) -> dict[str, Any]:
     try:
         head = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"the head of a message is not JSON: {error}") from error
+        raise UserError(f"the header of a message is not JSON: {error}") from error
     if not isinstance(head, dict):
-        raise UserError(f"the head of a message must be a mapping, got {type(head).__name__}")
+        raise UserError(f"the header of a message must be a mapping, got {type(head).__name__}")
     return head
 
 
 def first_non_finite_tensor(message: Message) -> str | None:
-    """The first tensor of a message that is not finite.
+    """Returns group and name of the first tensor in a message with NaN or infinite values; None if all are finite.
 
     >>> first_non_finite_tensor(Message({"model": {"w": torch.tensor([1.0]), "b": torch.tensor([torch.nan])}}))
     'model/b'
@@ -244,7 +246,7 @@ def first_non_finite_tensor(message: Message) -> str | None:
 
 
 def find_code_reference(value: Any) -> str | None:
-    """The first text in the fields of a method that names a factory of a module, as `fedavg_kd`'s teacher may.
+    """Finds the first `module:name` in a method's fields, such as the teacher of `fedavg_kd`; None if there is none.
 
     >>> (find_code_reference({"teacher": {"name": "os:system"}}),
     ...  find_code_reference({"lr": 0.1, "catalogue": "C:/catalogue.yaml"}))
@@ -258,7 +260,7 @@ def find_code_reference(value: Any) -> str | None:
 
 
 def count_record_bytes(record: Any) -> int:
-    """Bytes of all that Flower's record holds, names too, before any of it is unpacked."""
+    """Counts the bytes in Flower's record, including names, before anything is unpacked."""
     total = 0
     for records in record.array_records.values():
         total += sum(len(name) + len(array.data) + len(array.dtype) + 8 for name, array in records.items())

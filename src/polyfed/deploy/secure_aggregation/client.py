@@ -1,9 +1,9 @@
-"""A site's part in secure sums between messages: its registered key, those of the others, and its secrets on its own disk.
+"""Runs a site's steps of secure sums, and keeps its keys and secrets on its disk between messages.
 
-Each message may be a process of its own, so that the state of each step (`masking`) is a file, `secure/round-N.json` below
-the folder of the run. A step is taken once: numbers masked twice with the same masks would tell their difference, and shares
-dealt twice, or handed out for two lists, more than the sum. `secure/opened.json` keeps for good for which sites the site
-has opened which round.
+Each message may be a process of its own, so the state of each step (`protocol`) is a file, `secure/round-N.json` below the
+run's folder. Each step runs once: numbers masked twice with the same masks would reveal their difference, and shares dealt
+twice, or released for two lists, would reveal more than the sum. `secure/opened.json` keeps for good the survivors for which
+the site has opened each round.
 """
 
 import json
@@ -36,7 +36,7 @@ from polyfed.deploy.secure_aggregation.protocol import (
 )
 
 BOXES_GROUP = "boxes of the secure sum"
-"""The group in which sealed shares travel, as bytes: site -> box."""
+"""The group in which encrypted shares travel, as bytes: site -> box."""
 BUNDLE_GROUP = "bundle of the secure sum"
 _NO_KEYS = (
     "this site has no keys for secure sums; give its registered key and those of the others in its node-config: "
@@ -47,14 +47,14 @@ _NO_KEYS = (
 @final
 @dataclass(frozen=True)
 class SecureSumClient:
-    """A site in the secure sums of a run.
+    """Takes a site's steps in the secure sums of a run.
 
     Args:
-        name: the site.
-        folder: of the run, at the site.
-        key: the file of its registered private key.
-        peers: the folder of the registered public keys of all sites.
-        threshold: the smallest that its owner accepts; None is above two thirds of a round's sites.
+        name: the site's name.
+        folder: the run's folder at the site.
+        key: file of the site's registered private key.
+        peers: folder of the registered public keys of all sites.
+        threshold: the smallest threshold that the owner accepts; None requires more than two thirds of a round's sites.
     """
 
     name: str
@@ -64,11 +64,16 @@ class SecureSumClient:
     threshold: int | None = None
 
     def answer_sum_steps(self, run: str, head: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
-        """Does what a letter of the kind "sum" asks for, in parts that do not depend on each other: "hand_out", "share" and
-        "advertise". What the site refuses is told by part.
+        """Carries out the steps that an envelope of the kind "sum" asks for: "hand_out", "share" and "advertise".
+
+        The steps do not depend on each other; the answer lists the refused ones with their reasons.
+
+        Args:
+            run: identifier of the run.
+            head: header of the envelope.
 
         Returns:
-            what the head of the answer says, and its body.
+            Header fields and payload of the answer.
         """
         head_fields: dict[str, Any] = {"refusals": {}}
         body: dict[str, dict[str, Tensor]] = {}
@@ -83,7 +88,7 @@ class SecureSumClient:
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
                 if isinstance(error, UserError):
                     raise
-                head_fields["refusals"][part] = "this part of the letter is damaged"
+                head_fields["refusals"][part] = "this part of the message is damaged"
         return head_fields, Message(body)
 
     def _advertise(
@@ -123,7 +128,7 @@ class SecureSumClient:
         body[BUNDLE_GROUP] = {"bundle": bytes_to_tensor(shares.bundle)}
 
     def create_key_advertisement(self, sum_id: SumId) -> dict[str, str]:
-        """New keys for a sum, in place of any that it had; for the head of a letter."""
+        """Creates keys for a sum, in place of earlier ones, and returns their public halves as header fields."""
         if self.key is None:
             raise RefusalError(_NO_KEYS)
         state, advert = advertise_keys(sum_id, self.name, signing_function(read_registered_key(self.key)))
@@ -135,14 +140,14 @@ class SecureSumClient:
         return {"name": advert.name, **{n: getattr(advert, n).hex() for n in ("cipher", "mask", "signature")}}
 
     def join_sum(self, sum_id: SumId, boxes: Mapping[str, Tensor]) -> "SumParticipation":
-        """The site's place in a sum for which it has dealt shares; `Place.mark_used` uses it up.
+        """Decrypts the other sites' shares and returns the site's place in the sum; `SumParticipation.mark_used` uses it up.
 
         Args:
             sum_id: the sum.
-            boxes: sealed shares from the other sites.
+            boxes: encrypted shares from the other sites.
 
         Raises:
-            RefusalError: the site has taken its place before, or does not take part like this.
+            RefusalError: the site has used its place before, or does not accept these shares.
         """
         if self.peers is None:
             raise RefusalError(_NO_KEYS)
@@ -183,16 +188,16 @@ class SecureSumClient:
 @final
 @dataclass(frozen=True)
 class SumParticipation:
-    """A site's place in one sum: with which keys it masks. It is taken once, before the site looks at its data, and is used
-    up then, whether or not numbers go up.
+    """Masks a site's reply for one secure sum.
+
+    A site uses its place once, before it looks at its data; it is used up even if no numbers are sent.
 
     Args:
-        state: which shares it holds of the sites in the sum.
-        max_sites: sites that may add to a sum at most: those whose registered keys the site has. Each may take as
-            much of the
-            room. It is the same for every sum of a round, whichever sites a server lists for it, since whether numbers
-            fit, once for few and then for more sites, would be more than one answer.
-        mark_used: writes down that the place is taken.
+        state: the site's keys, and the shares that it holds of the sites in the sum.
+        max_sites: largest number of sites in a sum, namely those whose registered keys the site has; each gets an equal part
+            of the number range. It does not depend on the sites that a server lists: otherwise whether numbers fit, first
+            for few sites and then for more, would be more than one answer.
+        mark_used: records that the place is used up.
     """
 
     state: MaskingState
@@ -201,29 +206,29 @@ class SumParticipation:
 
     @property
     def threshold(self) -> int:
-        """t: the site hands out no shares for fewer survivors."""
+        """Returns t, below which the site releases no unmasking shares."""
         return self.state.shared.threshold
 
     def mask_part(self, part: Message) -> Message:
-        """A part, as `polyfed.simulation.rounds.secure_aggregation.encode_sum_part` makes it, with its words masked."""
+        """Masks a part of the sum, as `polyfed.simulation.rounds.secure_aggregation.encode_sum_part` encodes it."""
         words, layout = parse_sum_message(part)
         return build_sum_message(mask_words(self.state, words), layout)
 
 
 def bytes_to_tensor(data: bytes) -> Tensor:
-    """Bytes as a tensor."""
+    """Copies bytes into a tensor of type uint8, shape (len(data),)."""
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
 def parse_advert(fields: Mapping[str, Any]) -> KeyAdvertisement:
-    """An advert from the head of a letter.
+    """Parses a key advertisement from header fields.
 
     Raises:
-        ValueError, TypeError, KeyError: it is none.
+        ValueError, TypeError, KeyError: the fields are no key advertisement.
     """
     cipher, mask_key, signature = (bytes.fromhex(fields[name]) for name in ("cipher", "mask", "signature"))
     if not isinstance(fields["name"], str) or len(cipher) != 32 or len(mask_key) != 32 or len(signature) > 256:
-        raise ValueError("it is no advert")
+        raise ValueError("the fields are no key advertisement")
     return KeyAdvertisement(fields["name"], cipher, mask_key, signature)
 
 

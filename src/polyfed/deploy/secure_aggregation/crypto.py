@@ -1,8 +1,8 @@
-"""The primitives of secure sums, all from `cryptography`: X25519, HKDF with SHA-256, ChaCha20 as stream, ChaCha20-Poly1305,
-and signatures by the keys with which sites are registered.
+"""Wraps the cryptographic primitives of secure sums, all from the package `cryptography`.
 
-Every key is derived with a context that names what it is for, in parts with their lengths before them, so that no key of
-one purpose, round or run is ever one of another.
+These are X25519, HKDF with SHA-256, ChaCha20 as a stream, ChaCha20-Poly1305, and signatures by the sites' registered keys.
+Every key is derived with a context that names its purpose, in length-prefixed parts, so that keys of different purposes,
+rounds or runs always differ.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
 PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
 SignFunction = Callable[[bytes], bytes]
 _VERSION = "polyfed secure sum 1"
-TAG_BYTES = 16  # bytes by which what is sealed is longer
-_NONCE = bytes(12)  # the nonce: each key encrypts one message only
+TAG_BYTES = 16  # bytes that encryption adds
+_NONCE = bytes(12)  # constant, since each key encrypts one message only
 
 
 def encode_length_prefixed(*parts: str | bytes) -> bytes:
-    """Parts as bytes from which they can be told apart again.
+    """Joins parts to bytes, each with its length before it, so that different parts give different bytes.
 
     >>> encode_length_prefixed("ab", "c") == encode_length_prefixed("a", "bc")
     False
@@ -41,48 +41,48 @@ def encode_length_prefixed(*parts: str | bytes) -> bytes:
 
 
 def derive_key(key: bytes, *context: str | bytes) -> bytes:
-    """32 bytes for one purpose (HKDF-SHA256)."""
+    """Derives a key of 32 bytes for one purpose, which `context` names (HKDF-SHA256)."""
     return HKDF(hashes.SHA256(), length=32, salt=None, info=encode_length_prefixed(*context)).derive(key)
 
 
 def generate_private_key() -> bytes:
-    """A private key of X25519 from the operating system's randomness, 32 bytes."""
+    """Generates an X25519 private key from the operating system's randomness, 32 bytes."""
     return X25519PrivateKey.generate().private_bytes_raw()
 
 
 def public_key_of(private: bytes) -> bytes:
-    """Its public key, 32 bytes."""
+    """Returns the public key of an X25519 private key, 32 bytes."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def compute_shared_secret(private: bytes, public: bytes) -> bytes:
-    """The secret that two keys of X25519 have in common.
+    """Computes the shared secret of an X25519 key agreement.
 
     Raises:
-        RefusalError: a public key with which everybody would agree on the same.
+        RefusalError: the public key is invalid: it would give the same secret with every private key.
     """
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
-        raise RefusalError("a public key of this sum is none") from error
+        raise RefusalError("a public key of this sum is not valid") from error
 
 
 def generate_key_stream(key: bytes, count: int) -> Words:
-    """That many words of 64 bits of ChaCha20 under a key that is used for nothing else."""
+    """Generates `count` words of 64 bits with ChaCha20, under a key that is used for nothing else."""
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
 
 
 def encrypt(key: bytes, content: bytes, context: bytes) -> bytes:
-    """Encrypts the one message of a key."""
+    """Encrypts and authenticates a message with a key that is used once (ChaCha20-Poly1305)."""
     return ChaCha20Poly1305(key).encrypt(_NONCE, content, context)
 
 
 def decrypt(key: bytes, sealed: bytes, context: bytes) -> bytes:
-    """The inverse.
+    """Decrypts the output of `encrypt`.
 
     Raises:
-        ValueError: it was not sealed with this key in this context.
+        ValueError: it was not encrypted with this key and context.
     """
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, context)
@@ -91,14 +91,14 @@ def decrypt(key: bytes, sealed: bytes, context: bytes) -> bytes:
 
 
 def signing_function(private: PrivateKey) -> SignFunction:
-    """What signs with a site's registered key."""
+    """Returns the function that signs bytes with a site's registered key."""
     if isinstance(private, ed25519.Ed25519PrivateKey):
         return private.sign
     return lambda content: private.sign(content, ec.ECDSA(hashes.SHA384()))
 
 
 def is_signature_valid(public: PublicKey, signature: bytes, content: bytes) -> bool:
-    """Whether the holder of a registered key has signed this."""
+    """Returns whether the holder of a registered key has signed `content`."""
     try:
         if isinstance(public, ed25519.Ed25519PublicKey):
             public.verify(signature, content)
@@ -110,10 +110,10 @@ def is_signature_valid(public: PublicKey, signature: bytes, content: bytes) -> b
 
 
 def read_registered_key(file: Path) -> PrivateKey:
-    """A site's registered key, in OpenSSH's form.
+    """Reads a site's registered private key, in OpenSSH's format.
 
     Raises:
-        UserError: it cannot be read, has a passphrase, or is of another kind.
+        UserError: the key cannot be read, has a passphrase, or is of another kind than ecdsa and ed25519.
     """
     try:
         key = serialization.load_ssh_private_key(read_file(file), password=None)
@@ -125,10 +125,10 @@ def read_registered_key(file: Path) -> PrivateKey:
 
 
 def read_peer_keys(folder: Path) -> dict[str, PublicKey]:
-    """The registered public keys of all sites, this one's too: `NAME.pub` or `NAME.key.pub` in a folder.
+    """Reads the registered public keys of all sites, including this one: `NAME.pub` or `NAME.key.pub` in a folder.
 
     Raises:
-        UserError: there are none, one cannot be read, or two have one key.
+        UserError: there are none, one cannot be read, or two sites have the same key.
     """
     key_by_site: dict[str, PublicKey] = {}
     for file in sorted(folder.glob("*.pub")):

@@ -1,6 +1,9 @@
-"""What a site does in a secure sum, in four steps, each a function of the state that the last has left (Bonawitz et al.
-2017, figure 4): it advertises keys, deals shares of its secrets, masks its numbers, and hands out the shares of others that
-the sum over the survivors needs. It refuses whatever would tell more than that sum."""
+"""Implements a site's four steps in a secure sum (Bonawitz et al. 2017, figure 4).
+
+A site advertises keys, shares its secrets, masks its numbers, and releases those shares of the others that unmask the sum
+over the survivors. Each step is a function of the state that the previous one returned. A site refuses any request that would
+reveal more than that sum.
+"""
 
 import hashlib
 import secrets
@@ -19,22 +22,18 @@ from polyfed.deploy.secure_aggregation.shamir import (
     split_secrets,
 )
 
-_MASK, _SELF_MASK, _AGREEMENT, _FIRST_LIST_NUMBER = (
-    0,
-    1,
-    2,
-    3,
-)  # of what a site deals: s, b, a, and then d_v in the order of sites
+# Positions among the shares that a site deals: s, b, a, and then d_v in the order of sites.
+_MASK, _SELF_MASK, _AGREEMENT, _FIRST_LIST_NUMBER = 0, 1, 2, 3
 _MAX_ROUNDS = 10**9
 
 
 @final
 @dataclass(frozen=True)
 class SumId:
-    """Which sum: everything that is signed or derived for it is bound to its run and round.
+    """Identifies a secure sum by run and round; signatures and derived keys are bound to both.
 
     Raises:
-        RefusalError: a round that is none; a site names a file by it.
+        RefusalError: the round is no whole number within limits (it is part of a file name).
     """
 
     run: str
@@ -42,19 +41,25 @@ class SumId:
 
     def __post_init__(self) -> None:
         if type(self.round) is not int or not 0 <= self.round < _MAX_ROUNDS:
-            raise RefusalError("the letter names no round")
+            raise RefusalError("the message names no round")
 
     @property
     def context_bytes(self) -> bytes:
-        """What binds it."""
+        """Returns the bytes that bind signatures and keys to this sum."""
         return crypto.encode_length_prefixed("sum", self.run, str(self.round))
 
 
 @final
 @dataclass(frozen=True)
 class KeyAdvertisement:
-    """A site's public keys for one sum: c, with which shares are encrypted, and s, from which masks are made; signed with
-    the key under which the site is registered."""
+    """Holds a site's public keys for one sum, signed with the site's registered key.
+
+    Args:
+        name: the site's name.
+        cipher: public key c, with which shares are encrypted; 32 bytes.
+        mask: public key s, from which pairwise masks are derived; 32 bytes.
+        signature: signature of `signed_content`.
+    """
 
     name: str
     cipher: bytes
@@ -62,14 +67,14 @@ class KeyAdvertisement:
     signature: bytes
 
     def signed_content(self, sum_id: SumId) -> bytes:
-        """What is signed."""
+        """Returns the bytes that the site signs."""
         return crypto.encode_length_prefixed(sum_id.context_bytes, "keys", self.name, self.cipher, self.mask)
 
 
 @final
 @dataclass(frozen=True)
 class AdvertisedState:
-    """After step 1: the private keys."""
+    """Holds a site's private keys after step 1."""
 
     sum_id: SumId
     name: str
@@ -80,8 +85,16 @@ class AdvertisedState:
 @final
 @dataclass(frozen=True)
 class SharedState:
-    """After step 2: who has advertised (U1), the threshold t, the seed b of the self-mask, the numbers a and d_v for the
-    agreement, and the shares that the site holds of its own secrets."""
+    """Holds a site's state after step 2.
+
+    Args:
+        advertised: state after step 1.
+        adverts: key advertisements of all sites in the sum, U1.
+        threshold: t.
+        seed: seed b of the self-mask; 32 bytes.
+        agreement: the numbers a and d_v of this site.
+        own_shares: the shares that the site holds of its own secrets.
+    """
 
     advertised: AdvertisedState
     adverts: tuple[KeyAdvertisement, ...]
@@ -92,14 +105,19 @@ class SharedState:
 
     @property
     def context_digest(self) -> bytes:
-        """What binds everything to U1, its keys and the threshold: sites that were told otherwise cannot read each other."""
+        """Returns the hash of U1, its keys and t; sites that got different ones cannot decrypt each other's shares."""
         return compute_context_digest(self.advertised.sum_id, self.adverts, self.threshold)
 
 
 @final
 @dataclass(frozen=True)
 class MaskingState:
-    """In step 3 and after it: the shares that the site holds of each site's secrets, name -> shares; these sites are U2."""
+    """Holds a site's state in step 3 and after it.
+
+    Args:
+        shared: state after step 2.
+        held_shares: shares that the site holds of each site's secrets, by name; these sites are U2.
+    """
 
     shared: SharedState
     held_shares: Mapping[str, tuple[int, ...]]
@@ -108,23 +126,32 @@ class MaskingState:
 @final
 @dataclass(frozen=True)
 class UnmaskingShares:
-    """What a site hands out in step 4: its share of F_v(L) for each survivor v, and its shares of masks, which F(L) of its
-    own opens."""
+    """Holds the shares that a site releases in step 4.
+
+    Args:
+        tokens: the site's share of F_v(L) for each survivor v.
+        bundle: its shares of masks, encrypted with its own F(L).
+    """
 
     tokens: Mapping[str, int]
     bundle: bytes
 
 
 def compute_context_digest(sum_id: SumId, adverts: Collection[KeyAdvertisement], threshold: int) -> bytes:
-    """See `Shared.context_digest`."""
+    """Computes `SharedState.context_digest` from the sum, U1 and t."""
     parts = [part for advert in adverts for part in (advert.name, advert.cipher, advert.mask)]
     return hashlib.sha256(crypto.encode_length_prefixed(sum_id.context_bytes, str(threshold), *parts)).digest()
 
 
 def minimum_threshold(sites: int, owner_threshold: int | None = None) -> int:
-    """The smallest threshold at which a site takes part, for so many sites: `owner_threshold` by the wish of its owner,
-    but above the half, which an active server needs (theorem 6.5 with no colluding site); by default above two thirds,
-    which is safe while fewer than a third of the sites collude with the server.
+    """Returns the smallest threshold that a site accepts for a sum of so many sites.
+
+    It is above half of them, which security against an active server needs (theorem 6.5 with no colluding site). By default
+    it is above two thirds, which is secure while fewer than a third of the sites collude with the server.
+
+    Args:
+        sites: number of sites in the sum.
+        owner_threshold: the owner's own minimum, in place of the default.
 
     >>> [minimum_threshold(n) for n in (2, 3, 4, 10)], minimum_threshold(3, owner_threshold=1)
     ([2, 3, 3, 7], 2)
@@ -133,12 +160,12 @@ def minimum_threshold(sites: int, owner_threshold: int | None = None) -> int:
 
 
 def sealed_box_bytes(sites: int) -> int:
-    """Bytes of a sealed box of shares in a sum of so many sites."""
+    """Returns the number of bytes of encrypted shares for one site, in a sum of so many sites."""
     return ELEMENT_BYTES * (_FIRST_LIST_NUMBER + sites) + crypto.TAG_BYTES
 
 
 def advertise_keys(sum_id: SumId, name: str, sign_function: SignFunction) -> tuple[AdvertisedState, KeyAdvertisement]:
-    """Step 1 (round 0, AdvertiseKeys): two new pairs of keys, of which the public halves are signed."""
+    """Creates two key pairs and signs their public halves: step 1 (round 0, AdvertiseKeys)."""
     state = AdvertisedState(sum_id, name, crypto.generate_private_key(), crypto.generate_private_key())
     unsigned = KeyAdvertisement(name, crypto.public_key_of(state.cipher), crypto.public_key_of(state.mask), b"")
     return state, KeyAdvertisement(name, unsigned.cipher, unsigned.mask, sign_function(unsigned.signed_content(sum_id)))
@@ -151,20 +178,20 @@ def share_secrets(
     peers: Mapping[str, PublicKey],
     owner_threshold: int | None = None,
 ) -> tuple[SharedState, dict[str, bytes]]:
-    """Step 2 (round 1, ShareKeys): deals shares of the key s, of the self-mask b and of the agreement.
+    """Shares the key s, the self-mask b and the agreement's numbers among all sites: step 2 (round 1, ShareKeys).
 
     Args:
-        state: of step 1.
-        adverts: of all sites of the sum, U1, as the server tells.
+        state: state after step 1.
+        adverts: key advertisements of all sites in the sum, U1, as the server sends them.
         threshold: t.
-        peers: the keys under which sites are registered, as this site's owner knows them.
-        owner_threshold: the smallest threshold that its owner wants; see `minimum_threshold`.
+        peers: the sites' registered public keys, as this site's owner has them.
+        owner_threshold: the smallest threshold that the owner accepts; see `minimum_threshold`.
 
     Returns:
-        the state, and a sealed box of shares for each other site.
+        The next state, and encrypted shares for each other site.
 
     Raises:
-        RefusalError: the list is not that of a sum in which this site could hide.
+        RefusalError: the sum would not protect this site: keys are not signed, or the threshold is too low.
     """
     adverts = tuple(sorted(adverts, key=lambda advert: advert.name))
     names = [advert.name for advert in adverts]
@@ -207,15 +234,17 @@ def share_secrets(
 
 
 def decrypt_share_boxes(state: SharedState, boxes: Mapping[str, bytes]) -> MaskingState:
-    """The first half of step 3 (round 2, MaskedInputCollection): opens the sealed shares. It needs nothing of what is added
-    up, so that a site can refuse a sum, or use its keys up, before it looks at its data.
+    """Decrypts the shares from the other sites: first half of step 3 (round 2, MaskedInputCollection).
+
+    It does not need the numbers to be summed, so that a site can refuse a sum, or use up its keys, before it looks at its
+    data.
 
     Args:
-        state: of step 2.
-        boxes: sealed shares from each other site that has dealt some; with this one they are U2.
+        state: state after step 2.
+        boxes: encrypted shares from each other site that has sent some; with this site they are U2.
 
     Raises:
-        RefusalError: fewer than t sites, or a box that was not made for this site in this sum.
+        RefusalError: there are fewer than t sites, or shares were not encrypted for this site in this sum.
     """
     name, advert_by_site = state.advertised.name, {advert.name: advert for advert in state.adverts}
     if unlisted := sorted(set(boxes) - set(advert_by_site) | (set(boxes) & {name})):
@@ -237,11 +266,13 @@ def decrypt_share_boxes(state: SharedState, boxes: Mapping[str, bytes]) -> Maski
 
 
 def mask_words(state: MaskingState, words: Words) -> Words:
-    """The second half: y = x + PRG(b) + Σ_v ± PRG(s_uv) mod 2^64. The caller masks once with a state.
+    """Masks a site's numbers: y = x + PRG(b) + Σ_v ± PRG(s_uv) mod 2^64, the second half of step 3.
+
+    The caller may mask only once with a state.
 
     Args:
-        state: of `decrypt_share_boxes`.
-        words: x.
+        state: state from `decrypt_share_boxes`.
+        words: x, shape (numbers,).
     """
     shared, name = state.shared, state.shared.advertised.name
     advert_by_site = {advert.name: advert for advert in shared.adverts}
@@ -260,19 +291,21 @@ def mask_words(state: MaskingState, words: Words) -> Words:
 def release_unmasking_shares(
     state: MaskingState, survivors: Sequence[str], earlier_survivors: Sequence[str] | None = None
 ) -> UnmaskingShares:
-    """Step 4 (rounds 3 and 4, ConsistencyCheck and Unmasking): shares of the self-masks of survivors and of the keys of the
-    others, sealed with F(L), which t sites with the same list open together; see `polyfed.deploy.secure_aggregation`. This site hands
-    out once: the caller keeps nothing of `state` after, and the list for good.
+    """Releases the shares that unmask the sum over the survivors: step 4 (rounds 3 and 4, ConsistencyCheck and Unmasking).
+
+    These are shares of the survivors' self-masks and of the other sites' keys, encrypted with F(L), which t sites with the
+    same list recover together (see `polyfed.deploy.secure_aggregation`). A site releases them once: the caller then deletes
+    `state` and keeps the list for good.
 
     Args:
-        state: of step 3.
-        survivors: L (U3 of the paper), whose masked numbers the server has.
-        earlier_survivors: the list for which the site has handed out in this run and round, should the round be
-            played again.
+        state: state after step 3.
+        survivors: L (U3 of the paper), the sites whose masked numbers the server has.
+        earlier_survivors: the list for which the site has released shares in this run and round before, if it is a repeated
+            round.
 
     Raises:
-        RefusalError: a list that is not a part of U2 with this site in it, of fewer than t sites, or another than
-            `advertised`.
+        RefusalError: the list is not a subset of U2 with this site and at least t sites, or differs from
+            `earlier_survivors`.
     """
     shared, name = state.shared, state.shared.advertised.name
     survivor_names = sorted(set(survivors))
@@ -284,8 +317,8 @@ def release_unmasking_shares(
         raise RefusalError("this site is not among the survivors, though it has sent its numbers")
     if earlier_survivors is not None and sorted(earlier_survivors) != survivor_names:
         raise RefusalError(
-            "the sum of this round was opened for other sites before, from which the numbers of one could be told; let "
-            "the same sites take part, or start another run"
+            "the sum of this round was opened for other sites before, and both sums could reveal the numbers of one site; "
+            "let the same sites take part, or start another run"
         )
     names = [advert.name for advert in shared.adverts]
     positions = [_FIRST_LIST_NUMBER + names.index(survivor) for survivor in survivor_names]
@@ -300,17 +333,17 @@ def release_unmasking_shares(
 
 
 def derive_pairwise_mask_key(pair_secret: bytes, digest: bytes, first_site: str, second_site: str) -> bytes:
-    """The key of the mask that two sites have in common, from what their keys agree on."""
+    """Derives the key of the pairwise mask of two sites from their shared secret."""
     return crypto.derive_key(pair_secret, digest, "pair", *sorted((first_site, second_site)))
 
 
 def derive_self_mask_key(seed: bytes, digest: bytes, name: str) -> bytes:
-    """The key of a site's self-mask."""
+    """Derives the key of a site's self-mask."""
     return crypto.derive_key(seed, digest, "self", name)
 
 
 def derive_bundle_key(agreement: int, digest: bytes, name: str, survivors: Sequence[str]) -> bytes:
-    """The key of what a site hands out, from F(L)."""
+    """Derives the key that encrypts the shares that a site releases, from F(L)."""
     return crypto.derive_key(element_to_bytes(agreement), digest, "bundle", name, *survivors)
 
 

@@ -1,24 +1,24 @@
-"""Shamir's secret sharing over a prime field (How to Share a Secret, 1979; Bonawitz et al. 2017, section 3.1).
+"""Implements Shamir's secret sharing over a prime field (How to Share a Secret, 1979; Bonawitz et al. 2017, section 3.1).
 
-Numbers of Python take a time that depends on their value. A site computes on its own secrets only, and what it sends does
-not wait for them alone, but on a machine that strangers share this is not constant time.
+It does not run in constant time, since the time of Python's integer arithmetic depends on the values. A site computes only
+with its own secrets, and its replies do not wait for them alone; but on a machine shared with strangers this could leak.
 """
 
 import secrets
 from collections.abc import Mapping, Sequence
 
-PRIME = 2**257 - 93  # the largest below 2^257: secrets are 32 bytes
-ELEMENT_BYTES = 33  # bytes of an element
+PRIME = 2**257 - 93  # the largest prime below 2^257, since secrets are 32 bytes
+ELEMENT_BYTES = 33
 
 
 def split_secrets(values: Sequence[int], holders: int, threshold: int) -> list[list[int]]:
-    """Shares each value among `holders`, so that any `threshold` of them can put it together, and fewer know nothing of it.
+    """Splits each value into shares for `holders` holders: any `threshold` of them can recover it, fewer learn nothing.
 
     Returns:
-        for each holder its shares, one a value; holder k has the point k + 1.
+        For each holder its shares, one per value; holder k has the point k + 1.
 
     Raises:
-        ValueError: a threshold that cannot be, or a value outside the field.
+        ValueError: the threshold is not from 1 to `holders`, or a value is outside the field.
 
     >>> shares = split_secrets([7, 8], holders=3, threshold=2)
     >>> [recover_secret({1: shares[0][k], 3: shares[2][k]}) for k in (0, 1)]
@@ -40,16 +40,19 @@ def _evaluate(polynomial: Sequence[int], x: int) -> int:
 
 
 def recover_secret(shares: Mapping[int, int]) -> int:
-    """The value from shares at as many points as the threshold was (or more): the polynomial through them at 0.
+    """Recovers a value from at least `threshold` shares: the value at 0 of the polynomial through them.
 
     Args:
-        shares: point, from 1 -> share.
+        shares: point (from 1) -> share.
     """
     return sum(weight * shares[x] for x, weight in lagrange_weights(tuple(shares)).items()) % PRIME
 
 
 def lagrange_weights(points: Sequence[int]) -> dict[int, int]:
-    """The weights of shares at these points.
+    """Returns the Lagrange weights at 0 of shares at these points.
+
+    Raises:
+        ValueError: points are not positive, or one occurs twice.
 
     >>> lagrange_weights((1, 2)) == {1: 2, 2: PRIME - 1}
     True
@@ -67,15 +70,15 @@ def lagrange_weights(points: Sequence[int]) -> dict[int, int]:
 
 
 def element_to_bytes(number: int) -> bytes:
-    """An element of the field as bytes."""
+    """Encodes an element of the field as 33 bytes."""
     return number.to_bytes(ELEMENT_BYTES, "big")
 
 
 def elements_from_bytes(data: bytes) -> list[int]:
-    """Elements from their bytes.
+    """Decodes elements of the field from their bytes.
 
     Raises:
-        ValueError: bytes that are none.
+        ValueError: the bytes are no elements of the field.
 
     >>> elements_from_bytes(element_to_bytes(3) + element_to_bytes(4))
     [3, 4]

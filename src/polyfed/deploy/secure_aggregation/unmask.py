@@ -1,5 +1,7 @@
-"""What the server does in a secure sum: it passes on what sites say, adds masked numbers, and takes the masks off the sum
-with the shares that t sites have handed out (Bonawitz et al. 2017, figure 4, the server's part)."""
+"""Removes the masks from a secure sum at the server, with the shares that t sites have released.
+
+This is the server's part of Bonawitz et al. 2017, figure 4.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -28,17 +30,19 @@ def unmask_sum(
     total: Words,
     unmasking_shares: Mapping[str, UnmaskingShares],
 ) -> Words:
-    """The sum over the survivors of what they masked.
+    """Returns the sum of the survivors' numbers without masks.
 
     Args:
-        sum_id, adverts, threshold: the sum, U1 and t.
-        sharing_sites: U2, the sites whose boxes were passed on.
+        sum_id: the sum.
+        adverts: the key advertisements of all sites in the sum, U1.
+        threshold: t.
+        sharing_sites: U2, the sites whose encrypted shares were passed on.
         survivors: L, the sites whose masked numbers are in `total`.
-        total: their sum mod 2^64.
-        unmasking_shares: what sites have handed out for L.
+        total: sum of the masked numbers mod 2^64, shape (numbers,).
+        unmasking_shares: shares that sites have released for L.
 
     Raises:
-        RoundError: fewer than t have, or what they handed out does not fit together.
+        RoundError: fewer than t sites have released shares, or the shares are inconsistent.
     """
     adverts = sorted(adverts, key=lambda advert: advert.name)
     points = {advert.name: k for k, advert in enumerate(adverts, start=1)}
@@ -49,7 +53,7 @@ def unmask_sum(
     )
     if len(unmasking_shares) < threshold:
         raise RoundError(
-            f"{len(unmasking_shares)} sites have handed out shares for the secure sum, which needs {threshold}"
+            f"{len(unmasking_shares)} sites have released shares for the secure sum, which needs {threshold}"
         )
     shares: dict[str, dict[int, int]] = {v: {} for v in sharing_names}
     for w in sorted(unmasking_shares):
@@ -64,16 +68,16 @@ def unmask_sum(
         try:
             bundle = elements_from_bytes(crypto.decrypt(key, unmasking_shares[w].bundle, digest))
         except ValueError:
-            continue  # of a site that lies, or was told something else
+            continue  # from a site that lies, or that got another list
         for v, value in zip(sharing_names, bundle, strict=True):
             shares[v][points[w]] = value
     if lacking := sorted(v for v in sharing_names if len(shares[v]) < threshold):
         raise RoundError(
-            f"the masks of {lacking[0]!r} cannot be taken off the secure sum: the sites' shares do not fit together"
+            f"the masks of {lacking[0]!r} cannot be removed from the secure sum: the sites' shares are inconsistent"
         )
     secrets = {v: recover_secret(dict(list(site_shares.items())[:threshold])) for v, site_shares in shares.items()}
     if any(secret >= 2**256 for secret in secrets.values()):
-        raise RoundError("the masks cannot be taken off the secure sum: a site has handed out wrong shares")
+        raise RoundError("the masks cannot be removed from the secure sum: a site has released wrong shares")
     by_name = {advert.name: advert for advert in adverts}
     total = total.copy()
     for v in survivor_names:
@@ -81,7 +85,9 @@ def unmask_sum(
     for dropout in sorted(set(sharing_names) - set(survivor_names)):
         private = secrets[dropout].to_bytes(32, "big")
         if crypto.public_key_of(private) != by_name[dropout].mask:
-            raise RoundError(f"the key of {dropout!r} that sites have handed out is not the one it has advertised")
+            raise RoundError(
+                f"the key of {dropout!r} that the sites' shares give is not the one that it has advertised"
+            )
         for v in survivor_names:
             try:
                 pad = crypto.generate_key_stream(

@@ -1,1 +1,1 @@
-"""Runs a deployment at the server: agrees with the sites, checks their replies, and aggregates them."""
+"""Runs a deployment at the server: agrees with the sites on the run, checks their replies and aggregates them."""

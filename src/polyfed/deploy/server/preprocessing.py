@@ -1,4 +1,4 @@
-"""The server merges the tables of the sites into one preprocessing before round 1 (`preprocess="federated"`)."""
+"""Merges the tables of the sites into one preprocessing before round 1 (`preprocess="federated"`): the server's part."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -29,15 +29,15 @@ _MAX_NAME_LENGTH = 200  # characters of a column's name or of a category
 
 
 class EnvelopeEngine(Protocol):
-    """An engine that carries letters besides tasks."""
+    """An engine that carries envelopes besides tasks."""
 
     def bind_federation(self, federation: Federation) -> None:
-        """Learns which federation its tasks are of."""
+        """Binds the engine to the federation whose tasks it will carry."""
 
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | str]]:
-        """Sends a letter to each site, for a round, and yields what comes of it."""
+        """Sends an envelope to each site and yields each site's answer, or a text that says why there is none."""
 
 
 def agree_on_preprocessing(
@@ -45,16 +45,19 @@ def agree_on_preprocessing(
     introductions: Mapping[str, Mapping[str, Any]],
     build_engine: Callable[[DeploymentServer], Any],
 ) -> DeploymentServer:
-    """The server that knows the preprocessing that its sites have agreed on; itself where they ask for none.
+    """Lets the sites agree on one preprocessing and returns a server that has it.
 
     Args:
-        server: of a run that has not begun.
-        introductions: what the sites have said of themselves.
-        build_engine: makes the engine (`EnvelopeEngine`) of a server.
+        server: the server of a run that has not begun.
+        introductions: header of each site's introduction.
+        build_engine: builds the engine (`EnvelopeEngine`) of a server.
+
+    Returns:
+        The server with the preprocessing; `server` itself if no site asks for one.
 
     Raises:
         UserError: only some sites ask for it, their tables differ, one refuses, or consent is missing.
-        ClientError: what a site sent cannot be used.
+        ClientError: a site's reply cannot be used.
     """
     asking_sites = sorted(i for i in introductions if introductions[i].get("prepares") is True)
     if not asking_sites:
@@ -70,9 +73,8 @@ def agree_on_preprocessing(
             "preprocess='federated' discloses counts, means and variances of the sites' columns to the server; if they "
             "agree, allow it: polyfed flower run DIR --allow-disclosure, and allow-disclosure=true at each site"
         )
-    if (deployment.secure_threshold or 0) <= len(
-        introductions
-    ) // 2:  # it was for the sites of a round, and here are all
+    # The threshold was set for the sites of a round; here all sites take part.
+    if (deployment.secure_threshold or 0) <= len(introductions) // 2:
         deployment = replace(deployment, secure_threshold=None)
     settings = build_moments_settings(server.settings.seed, secure)
     moments_server = replace(
@@ -104,7 +106,7 @@ def agree_on_preprocessing(
 def _collect_schema_summaries(
     server: DeploymentServer, sites: list[str], engine: EnvelopeEngine
 ) -> dict[str, tuple[SchemaSummary, str]]:
-    """What each site tells of its table, and its task."""
+    """Asks each site for a summary of its table; returns it with the site's task, by site."""
     summaries: dict[str, tuple[SchemaSummary, str]] = {}
     envelopes = {site: Envelope({**server.introduction_head(), "kind": "prepare", "client": site}) for site in sites}
     for site, answer in engine.exchange(envelopes, 0):
@@ -120,11 +122,11 @@ def _collect_schema_summaries(
 
 
 def _schema_summary_error(table: Any) -> str:
-    """Why what a site tells is no table; empty if it is one."""
+    """Returns why a site's summary of its table is not valid; empty if it is."""
     if wrong := validation_error(table, SchemaSummary):
-        return f"what it tells of its table cannot be read: {wrong}"
+        return f"its summary of its table cannot be read: {wrong}"
     if {"whole", "numbers", "targets"} - table.keys():
-        return "it does not tell what its table is like"
+        return "it sends no summary of its table"
     if not (0 <= table["numbers"] <= _MAX_COLUMNS and 0 <= table["targets"] <= _MAX_COLUMNS):
         return f"its table has {table['numbers']} columns of numbers; at most {_MAX_COLUMNS} are read"
     if "schema" not in table:
@@ -138,20 +140,20 @@ def _schema_summary_error(table: Any) -> str:
     if any(not name.isprintable() or len(name) > _MAX_NAME_LENGTH for names in lists for name in names):
         return f"a name in its table has characters that cannot be printed, or more than {_MAX_NAME_LENGTH}"
     if (len(schema.mean), build_moments_method(schema).size) != (table["numbers"], table["numbers"] + table["targets"]):
-        return "its table has other columns of numbers than it tells"
+        return "its table has another number of numeric columns than it reports"
     return ""
 
 
 def _merge_tables(tables: Mapping[str, tuple[SchemaSummary, str]]) -> tuple[TablePreprocessor, bool]:
-    """The table of all sites, and whether they must be told its names: not where all have the same."""
+    """Merges the tables of all sites; the second value says whether the names must be sent, since the tables differ."""
     summaries = {site: table for site, (table, _) in tables.items()}
     first = next(iter(summaries.values()))
     are_equal = all({**summary, "schema": 0} == {**first, "schema": 0} for summary in summaries.values())
     if not are_equal:
         if without := [site for site, summary in summaries.items() if "schema" not in summary]:
             raise UserError(
-                f"the tables of the sites have other columns, categories or classes, and {without[0]!r} does not "
-                "tell its own: allow-disclosure, or disclose=columns, lets it (if they take less than "
+                f"the tables of the sites differ in columns, categories or classes, and {without[0]!r} does not "
+                "send its names: allow-disclosure, or disclose=columns, lets it (if they take less than "
                 f"{SITE_HEAD_BYTES // 2**10} kB); or agree on one schema, pf.data.split_table(..., schema=FILE), see "
                 "docs/tabular.md"
             )
@@ -169,5 +171,7 @@ def _merge_tables(tables: Mapping[str, tuple[SchemaSummary, str]]) -> tuple[Tabl
 
 def _validate_task(task: str) -> Any:
     if task not in ("classification", "multilabel", "regression"):
-        raise UserError(f"sites have one task, and one tells {task[:40]!r}")
+        raise UserError(
+            f"a site's task must be classification, multilabel or regression, and one reports {task[:40]!r}"
+        )
     return task

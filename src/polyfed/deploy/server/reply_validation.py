@@ -1,7 +1,7 @@
-"""What the reply of a site is worth: each part is checked before the next, larger one is read.
+"""Validates a site's reply: each part is checked before the next, larger one is read.
 
-Limits of size come first (`polyfed.deploy.protocol.wire`), then the head, the numbers, names and shapes and types of tensors, and at
-last the tensors. Whether these are finite is checked for every engine (`Federation.flaw`).
+The order is: limits of size (`polyfed.deploy.protocol.wire`), the header, the numbers, the names, shapes and types of the
+tensors, and last the tensors. `Federation.flaw` checks for every engine that their values are finite.
 """
 
 import re
@@ -24,13 +24,13 @@ from polyfed.deploy.server.server import DeploymentServer
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 _MAX_SENTENCE_LENGTH = 300  # characters of a site's sentence
-_MAX_ABSOLUTE_VALUE = 1e12  # of its numbers
-_SMALL_TENSOR_BYTES = 2**13  # bytes of a tensor that is read to tell whether the form of all is right
+_MAX_ABSOLUTE_VALUE = 1e12  # of a site's numbers
+_SMALL_TENSOR_BYTES = 2**13  # largest tensor that is read to check the shapes of all
 _METRIC_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 
 
 def sanitize_line(text: object) -> str:
-    """What a site has written, short enough for a log, and without line breaks that would forge one.
+    """Shortens a site's text for a log and replaces line breaks, which could forge a log line.
 
     >>> sanitize_line("a\\nb"), len(sanitize_line("x" * 10_000))
     ('a b', 300)
@@ -48,18 +48,18 @@ def parse_result(
     *,
     with_evaluation: bool = False,
 ) -> TaskResult:
-    """The result of a task.
+    """Reads and checks the result of a task.
 
     Args:
-        task: what was asked.
-        packed: what came.
-        server: whose settings say what may come.
-        introduction: what the site said of itself when the run began.
-        server_state: the server's, from which the task was sent.
-        with_evaluation: whether an evaluation rode on it.
+        task: the task.
+        packed: the site's answer.
+        server: the deployment, whose settings limit the reply.
+        introduction: header of the site's introduction when the run began.
+        server_state: the server state from which the task was sent.
+        with_evaluation: whether the task's envelope brought an evaluation too.
 
     Raises:
-        UserError: why the reply is not taken.
+        UserError: the reply is not valid.
     """
     head = validate_head(task, parse_head(packed.head), server, with_evaluation=with_evaluation)
     metrics, seconds = _parse_metrics(head, server), head.get("seconds", 0.0)
@@ -68,7 +68,7 @@ def parse_result(
     scalars = _parse_scalars(packed, server, introduction)
     if spec_error := reply_spec_error(packed, task.message, server, server_state, scalars):
         raise UserError(spec_error)
-    state_stub = {"round": task.round}  # in place of the private state, which stays there
+    state_stub = {"round": task.round}  # in place of the private state, which stays at the site
     reply = Message(packed.unpack_body().tensors, scalars)
     return TaskResult(task, reply, state_stub, seconds=float(seconds) if _is_finite_number(seconds) else 0.0)
 
@@ -76,13 +76,13 @@ def parse_result(
 def parse_evaluation_result(
     task: ClientTask, answer: PackedEnvelope | str, server: DeploymentServer, *, piggybacked: bool
 ) -> TaskResult:
-    """The result of an evaluation, which costs the site no more than itself.
+    """Reads the result of an evaluation; an invalid one is a failure of the evaluation alone, not of the site's training.
 
     Args:
-        task: what was asked.
-        answer: what came, or why nothing did.
-        server: whose settings say what may come.
-        piggybacked: whether the evaluation rode on the training of the next round, so that it is in the head of that answer.
+        task: the evaluation.
+        answer: the site's answer, or a text that says why there is none.
+        server: the deployment, whose settings limit the reply.
+        piggybacked: whether the evaluation travelled with the training of the next round, and its result in that header.
     """
     try:
         if isinstance(answer, str):
@@ -90,7 +90,7 @@ def parse_evaluation_result(
         head = parse_head(answer.head)
         if piggybacked and not isinstance(head.get(EVALUATION_KEY), dict):
             _raise_if_refused(head)
-            raise UserError(f"tells nothing of the evaluation of round {task.round}, which was asked for too")
+            raise UserError(f"sends no result of the evaluation of round {task.round}, which was asked for too")
         evaluation_head = validate_head(task, head[EVALUATION_KEY] if piggybacked else head, server)
         return TaskResult(task, metrics=_parse_metrics(evaluation_head, server), weights=None)
     except UserError as error:
@@ -100,20 +100,25 @@ def parse_evaluation_result(
 def validate_head(
     task: ClientTask, head: Mapping[str, Any], server: DeploymentServer, *, with_evaluation: bool = False
 ) -> Mapping[str, Any]:
-    """The head of the answer to a task.
+    """Checks that a header answers a task, and returns it.
+
+    Args:
+        task: the task.
+        head: header of the answer.
+        server: the deployment.
+        with_evaluation: whether the task's envelope brought an evaluation too.
 
     Raises:
-        UserError: it is the answer to something else, a refusal, or tells of a failure, or of an evaluation although none
-            was `with_evaluation`.
+        UserError: it answers something else, is a refusal, reports a failure, or has an evaluation that was not asked for.
     """
     _raise_if_refused(head)
     expected_fields = {"client": task.client, "run": server.run, "round": task.round, "phase": task.phase}
     if wrong := [name for name, value in expected_fields.items() if head.get(name) != value]:
         raise UserError(
-            f"answers for {wrong[0]} {sanitize_line(repr(head.get(wrong[0])))}, asked was {expected_fields[wrong[0]]!r}"
+            f"answers for {wrong[0]} {sanitize_line(repr(head.get(wrong[0])))}, expected {expected_fields[wrong[0]]!r}"
         )
     if EVALUATION_KEY in head and not with_evaluation:
-        raise UserError("tells of an evaluation that it was not asked for")
+        raise UserError("sends an evaluation that it was not asked for")
     if head.get("failure") is not None:
         raise UserError(sanitize_line(head["failure"]))
     return head
@@ -134,7 +139,7 @@ def _parse_metrics(head: Mapping[str, Any], server: DeploymentServer) -> dict[st
 
 
 def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introduction: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers that are used. How many examples a site has is what it said at the beginning, or not known."""
+    """Returns the reply's scalars that the method uses; a site's number of examples must be that of its introduction."""
     allowed = server.algorithm.scalars_needed | {"train_loss", "num_examples"}
     scalars = {n: v for n, v in packed.scalars.items() if n in allowed}
     if wrong := [
@@ -144,20 +149,32 @@ def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introductio
     ]:
         value = scalars[wrong[0]]
         shown = f"a list of {len(value)}" if isinstance(value, list) else sanitize_line(repr(value))
-        raise UserError(f"scalar {wrong[0]!r} is {shown}, which is no number in reach")
+        raise UserError(f"scalar {wrong[0]!r} is {shown}, which is no number up to {_MAX_ABSOLUTE_VALUE:g}")
     num_examples = introduction.get("num_examples")
     if num_examples is None:
         scalars.pop("num_examples", None)
     elif scalars.get("num_examples", num_examples) != num_examples:
-        raise UserError(f"tells num_examples {scalars['num_examples']}, and told {num_examples} when the run began")
+        raise UserError(
+            f"reports num_examples {scalars['num_examples']}, but reported {num_examples} when the run began"
+        )
     return scalars
 
 
 def reply_spec_error(
     packed: PackedEnvelope, message: Message, server: DeploymentServer, server_state: Any, scalars: Mapping[str, Any]
 ) -> str | None:
-    """How names, shapes and types of a reply differ from what the method takes; None if they do not, or if the method must
-    see the tensors to tell."""
+    """Returns how a reply's names, shapes and types differ from those that the method expects.
+
+    Args:
+        packed: the site's answer.
+        message: the server's message that it answers.
+        server: the deployment.
+        server_state: the server state from which the message was sent.
+        scalars: the reply's checked scalars.
+
+    Returns:
+        A sentence; None if they do not differ, or if the method can compare only the tensors' values.
+    """
     specs: Mapping[str, Mapping[str, TensorSpec]] = packed.tensor_specs()
     if (reply_compression := parse_compressor(server.settings.compress)) is not None:
         try:
@@ -172,7 +189,7 @@ def reply_spec_error(
         meta = dict(unpack_adapters(server.algorithm, Message(meta, scalars), message).tensors)
         try:
             reply_spec = server.algorithm.reply_spec(server_state, message, Message(meta, scalars))
-        except RuntimeError:  # it asks for values: small tensors are read, such as which clients FedFomo asks for
+        except RuntimeError:  # the method needs values, such as FedFomo's list of clients: small tensors are read
             small = {group: unpack_small_tensors(packed.groups[group], _SMALL_TENSOR_BYTES) for group in meta}
             small = (
                 small
@@ -185,10 +202,12 @@ def reply_spec_error(
         raise
     except ValueError as flaw:
         return sanitize_line(flaw)
-    except RuntimeError:  # a tensor without values was asked for one; `Federation.flaw` checks it again with them
+    except (
+        RuntimeError
+    ):  # the method needs values of large tensors, with which `Federation.flaw` checks the reply again
         return None
-    except Exception as error:  # nothing that a site sends may end the run of the others
-        return f"the method cannot check its form ({type(error).__name__})"
+    except Exception as error:  # no site's reply may end the run of the others
+        return f"the method cannot check the shapes of its reply ({type(error).__name__})"
     reply_spec = unpacked_reply_spec(server.algorithm, reply_spec)
     if specs.keys() != reply_spec.keys():
         return sanitize_line(f"the reply holds the groups {sorted(specs)[:9]}, expected {sorted(reply_spec)}")
@@ -199,12 +218,11 @@ def reply_spec_error(
 
 
 def _is_metric_name(name: str, server: DeploymentServer) -> bool:
-    """Whether a site may send a number of this name."""
+    """Returns whether a site may send a metric of this name."""
     name_parts = split_metric_column(name, [*METRICS.values(), *map(metric_by_name, server.settings.metrics)])
     return name_parts is not None and _METRIC_PREFIX.fullmatch(name_parts[0]) is not None
 
 
 def _is_finite_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_ABSOLUTE_VALUE
-    )  # nor NaN
+    # The comparison is false for NaN.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_ABSOLUTE_VALUE

@@ -1,12 +1,13 @@
-"""The server's half of a round whose replies are summed securely, on the exchanges that a round has anyway and one more.
+"""Runs the server's part of rounds with secure sums, which need one exchange more than other rounds.
 
-Keys for a round are exchanged while the one before is under way:
+The sites exchange the keys for a round during the round before:
 
-    the messages of round r    down: the model, the others' sealed shares       up: masked numbers, keys for round r + 1,
-                                                                                    metrics of round r - 1
-    one more exchange          down: who has answered, keys for round r + 1     up: shares for the sum, sealed shares
+    messages of round r    server sends: the model, the others' encrypted shares    sites send: masked numbers, keys for
+                                                                                    round r + 1, metrics of round r - 1
+    one more exchange      server sends: the survivors, keys for round r + 1        sites send: unmasking shares, encrypted
+                                                                                    shares for round r + 1
 
-Before the first round, and after a run was resumed, keys and sealed shares take two exchanges of their own.
+Before the first round, and after a run is resumed, keys and encrypted shares take two exchanges of their own.
 """
 
 import logging
@@ -36,30 +37,32 @@ from polyfed.simulation.rounds.secure_aggregation import sum_part_error
 _NO_WORDS: FixedPointWords = np.zeros(1, dtype=np.uint64)
 _LOG = logging.getLogger("polyfed.server")
 Exchange = Callable[[Mapping[str, Envelope], int], Iterator[tuple[str, PackedEnvelope | str]]]
-"""Sends letters to sites, for a round, and yields what came of each, as it comes: an answer, or why there is none."""
+"""Sends envelopes to sites for a round, and yields each answer as it arrives, or a text that says why there is none."""
 
 
 @final
 class SecureRoundServer:
-    """Secure sums over the rounds of a run.
+    """Coordinates the secure sums of a run at the server.
 
     Args:
-        server: the run.
-        federation: who takes part in which round.
-        exchange: carries letters.
+        server: the deployment.
+        federation: samples the cohort of each round.
+        exchange: sends envelopes and yields the answers.
     """
 
     def __init__(self, server: DeploymentServer, federation: Federation, exchange: Exchange) -> None:
         self._server, self._federation, self._exchange = server, federation, exchange
         self._adverts: dict[int, dict[str, KeyAdvertisement]] = {}  # round -> site -> its keys
-        self._boxes: dict[int, dict[str, dict[str, Tensor]]] = {}  # round -> site -> other site -> sealed shares
+        self._boxes: dict[int, dict[str, dict[str, Tensor]]] = {}  # round -> site -> other site -> encrypted shares
 
     def run_round_tasks(self, tasks: Sequence[ClientTask], server_state: Any) -> Iterator[TaskResult]:
-        """The results of the tasks of a round: the parts of those who are in the sum add up to it, and mean nothing else.
+        """Runs the training tasks of a round as one secure sum, and yields a result for each task.
+
+        The replies of the sites in the sum add up to it; a single one has no meaning.
 
         Args:
-            tasks: of training, all of one round, and the evaluations that go with it.
-            server_state: the server's, from which they were sent.
+            tasks: training tasks of one round, and the evaluations that travel with them.
+            server_state: the server state from which they are sent.
         """
         by_client = {task.client: task for task in tasks if task.phase == "local"}
         evaluations = {task.client: task for task in tasks if task.phase != "local"}
@@ -68,7 +71,7 @@ class SecureRoundServer:
         if len(self._boxes.get(round_number, {})) < self._server.secure_sum_threshold:
             self._exchange_keys(round_number, cohort)
         results: dict[str, TaskResult] = {}
-        sum_by_layout: dict[SumLayout, tuple[FixedPointWords, list[str]]] = {}  # a sum by its form, and whose it is
+        sum_by_layout: dict[SumLayout, tuple[FixedPointWords, list[str]]] = {}  # sum so far, and the sites in it
         envelopes = self._task_envelopes(by_client, evaluations, round_number, cohort)
         for client, answer in self._exchange(envelopes, round_number):
             sent_head, task = envelopes[client].head, by_client.get(client)
@@ -81,7 +84,7 @@ class SecureRoundServer:
                 continue
             try:
                 head = _validated_head(task, answer, self._server, with_evaluation=client in evaluations)
-                if "advertise" in sent_head:  # one that is not asked has no part in the next sum
+                if "advertise" in sent_head:  # a site that was not asked has no part in the next sum
                     self._store_advert(client, head, round_number + 1)
                 seconds = head.get("seconds", 0.0)
                 results[client] = TaskResult(
@@ -100,14 +103,14 @@ class SecureRoundServer:
         for client in (
             client for _, members in sum_by_layout.values() for client in members if members is not survivors
         ):
-            reason = f"its tensors have another form than those of {len(survivors)} sites"
+            reason = f"its tensors have other names or shapes than those of {len(survivors)} sites"
             results[client] = _failed_result(by_client[client], reason)
         yield from self._unmask_round(by_client, results, sorted(survivors), (total, layout), round_number)
 
     # -- before a round -----------------------------------------------------------------------------------------------
 
     def _exchange_keys(self, round_number: int, cohort: Sequence[str]) -> None:
-        """Keys and sealed shares for a round that none were exchanged for."""
+        """Exchanges keys and encrypted shares for a round in two exchanges of their own."""
         self._adverts[round_number], self._boxes[round_number] = {}, {}
         envelopes = {client: self._sum_envelope(client, advertise=round_number) for client in cohort}
         for client, answer in self._exchange(envelopes, round_number):
@@ -116,7 +119,7 @@ class SecureRoundServer:
             self._store_boxes(client, answer, round_number)
 
     def _share_requests(self, round_number: int) -> dict[str, Envelope]:
-        """Letters that ask for shares for a round, if as many sites have sent keys as are needed."""
+        """Returns envelopes that ask for encrypted shares for a round; none if fewer sites than t have sent keys."""
         adverts = self._adverts.get(round_number, {})
         threshold = self._server.secure_sum_threshold
         if len(adverts) < threshold:
@@ -132,7 +135,7 @@ class SecureRoundServer:
         return Envelope({**self._server.secure_sum_head(), "client": client, **parts})
 
     def _store_advert(self, client: str, head: Mapping[str, Any], round_number: int) -> None:
-        """Keeps the keys of a site, which the others check."""
+        """Stores the keys that a site advertises; the other sites check their signature."""
         self._log_refusals(client, head)
         try:
             advert = parse_advert(head["advert"])
@@ -142,7 +145,7 @@ class SecureRoundServer:
             self._adverts.setdefault(round_number, {})[client] = advert
 
     def _store_boxes(self, client: str, answer: PackedEnvelope | str, round_number: int) -> None:
-        """Keeps the sealed shares of a site whose keys are known, one for each other, of the length that they all have."""
+        """Stores a site's encrypted shares, if there is one of the right length for each other site in the sum."""
         head, adverts = _head_or_empty(answer), self._adverts[round_number]
         self._log_refusals(client, head)
         if client not in adverts:
@@ -171,7 +174,7 @@ class SecureRoundServer:
         round_number: int,
         cohort: Sequence[str],
     ) -> dict[str, Envelope]:
-        """Letters with tasks, and letters that ask those of the next round alone for their keys."""
+        """Returns envelopes with the tasks of a round, and envelopes that ask the other sites of the next round for keys."""
         boxes_by_sender = self._boxes.get(round_number, {})
         is_last_round = round_number >= self._server.settings.rounds
         next_cohort = set() if is_last_round else set(self._federation.sample_cohort(round_number + 1))
@@ -202,10 +205,10 @@ class SecureRoundServer:
     def _read_masked_words(
         self, task: ClientTask, answer: PackedEnvelope, server_state: Any
     ) -> tuple[FixedPointWords, SumLayout]:
-        """The masked numbers in an answer.
+        """Reads the masked numbers in an answer.
 
         Raises:
-            UserError: they are no part of this sum.
+            UserError: they are not a valid part of this sum.
         """
         names_by_group = {group: sorted(tensors) for group, tensors in answer.tensor_specs().items()}
         if names_by_group != {"sum": ["layout", "words"]}:  # before tensors are read
@@ -225,7 +228,7 @@ class SecureRoundServer:
         total: tuple[FixedPointWords, SumLayout],
         round_number: int,
     ) -> Iterator[TaskResult]:
-        """Takes the masks off, and prepares the next round in the same exchange."""
+        """Removes the masks from the sum, and exchanges the encrypted shares of the next round in the same exchange."""
         envelopes = self._share_requests(round_number + 1)
         has_enough = len(survivors) >= self._server.secure_sum_threshold
         for client in survivors if has_enough else ():
@@ -240,8 +243,8 @@ class SecureRoundServer:
                 shares_by_site[client] = shares
         sum_words: FixedPointWords | None = None
         reason = (
-            f"its numbers are in no sum: {len(survivors)} sites have sent some, of {self._server.secure_sum_threshold} "
-            "needed"
+            f"its reply is in no sum: {len(survivors)} sites have replied, and {self._server.secure_sum_threshold} "
+            "are needed"
         )
         if has_enough:
             try:
@@ -270,18 +273,20 @@ class SecureRoundServer:
                 )  # fmt: skip
 
     def _check_weight(self, weight: int, sites: int) -> None:
-        """Raises a `RoundError` if so many sites cannot have this weight: then masks are left in the sum, which a site can
-        cause that hands out wrong shares, and their numbers would be taken for the model."""
+        """Raises a `RoundError` if the sum's weight is impossible for its number of sites.
+
+        Then masks are left in the sum, which a site that releases wrong shares can cause, and they would enter the model.
+        """
         weighted = isinstance(self._server.algorithm, Averaging) and self._server.algorithm.weighted
         if not sites <= weight <= sites * (MAX_EXAMPLES if weighted else 1):
             raise RoundError(
-                f"the sum of {sites} sites has the weight {weight}, which cannot be: one of them has masked its numbers "
-                "otherwise than agreed, or has handed out wrong shares"
+                f"the sum of {sites} sites has the weight {weight}, which is impossible: one of them has not masked its "
+                "numbers as agreed, or has released wrong shares"
             )
 
 
 def _sum_or_zeros(words: FixedPointWords, layout: SumLayout, whole_sum: bool) -> Message:
-    """The sum, or zeros of its length, which take no memory."""
+    """Returns the sum as a message, or zeros of the same length, which take no memory."""
     if whole_sum:
         return build_sum_message(words, layout)
     zeros = torch.zeros(1, dtype=torch.int64).expand(layout.num_words)
@@ -297,7 +302,7 @@ def _validated_head(
 
 
 def _head_or_empty(answer: PackedEnvelope | str) -> dict[str, Any]:
-    """The head of an answer; empty where there is none."""
+    """Returns the header of an answer; empty if there is none that can be read."""
     try:
         return {} if isinstance(answer, str) else parse_head(answer.head)
     except UserError:
@@ -305,7 +310,7 @@ def _head_or_empty(answer: PackedEnvelope | str) -> dict[str, Any]:
 
 
 def _read_unmasking_shares(answer: PackedEnvelope | str) -> UnmaskingShares | None:
-    """What a site has handed out, if it has."""
+    """Reads the unmasking shares in an answer; None if it has none."""
     try:
         tokens = _head_or_empty(answer)["tokens"]
         assert isinstance(answer, PackedEnvelope)

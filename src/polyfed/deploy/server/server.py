@@ -1,8 +1,8 @@
-"""The server's half of a deployment: its configuration, the roster it makes of what sites tell, and the run.
+"""Holds a deployment's server: builds the federation from the sites' introductions, and runs its rounds.
 
-The rounds are those of the simulator (`federation.run_federation`), on an engine that sends tasks to sites. The private
-state of a site stays there; in its place the server keeps the round after which it was, so that a run that is resumed
-from a checkpoint asks for the state that belongs to it.
+The rounds are those of the simulator (`simulation.federate.run_rounds`), on an engine that sends tasks to sites. A site's
+private state stays there. In its place the server stores the number of the round that the state belongs to, so that a run
+that is resumed from a checkpoint asks for the right state.
 """
 
 import dataclasses
@@ -40,32 +40,32 @@ from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
 
-MAX_EXAMPLES = 10**12  # that a site can have
+MAX_EXAMPLES = 10**12  # the largest number of examples that a site may report
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """How a deployment is run.
+    """Holds the settings of a deployment beside those of the method and of the rounds.
 
     Args:
-        sites: ids of the sites that take part; nobody else does.
-        out: run directory, on the server's machine.
-        resume: go on with the run in `out`; method and settings are then the run's.
-        allow_disclosure: whether a method may run by which the server learns weights or architectures. (Each site has its
-            own say as well.)
-        join_seconds: how long the server waits at the start until all sites are there.
-        round_seconds: how long it waits for the replies of an exchange; later ones are discarded. A site trains and makes
-            the evaluation of the round before in that time.
-        max_megabytes: replies above that are refused.
-        file: a Python file of the server's, with `model()` (the common network, for methods that need one architecture),
+        sites: ids of the sites that take part; no others may.
+        out: run directory on the server's machine.
+        resume: whether to continue the run in `out`, with its method and settings.
+        allow_disclosure: whether a method may run that discloses weights or architectures to the server. (Each site must
+            allow it as well.)
+        join_seconds: seconds that the server waits at the start until all sites are connected.
+        round_seconds: seconds that it waits for the replies of an exchange; later ones are discarded. In this time a site
+            evaluates the previous round and trains.
+        max_megabytes: the largest reply that the server accepts.
+        file: a Python file on the server, with `model()` (the common network, for methods that need one architecture),
             `architectures()` (a list of factories, for methods that need them all) and `public()` (unlabelled examples);
-            None where the method needs none of these.
-        secure_threshold: with `secure`, t: how many sites of a round open their sum, and are in it at least; None is above
-            two thirds of them.
+            None if the method needs none of these.
+        secure_threshold: t of the secure sums: the smallest number of a round's sites that a sum needs, and that can unmask
+            it; None requires more than two thirds of them.
 
     Raises:
-        UserError: a value outside its range.
+        UserError: a value is outside its range.
     """
 
     sites: tuple[str, ...]
@@ -92,9 +92,19 @@ class Deployment:
 @final
 @dataclass(frozen=True)
 class DeploymentServer:
-    """A deployment that can begin: what sites are told, what the server brings itself, and, for a run that goes on, what
-    sites said of themselves when it began; `preprocessing`, the preprocessing that sites of tables have agreed on, and
-    `preprocessing_facts`, what that has cost (`polyfed.deploy.site.preprocessing`). See `configure_server`."""
+    """Holds a deployment that is ready to run; `configure_server` builds one.
+
+    Args:
+        deployment: its settings.
+        algorithm: the method.
+        settings: the settings of the rounds.
+        run: identifier of the run.
+        models: the server's networks, by architecture.
+        public: the server's public examples.
+        first_introductions: in a resumed run, header of each site's introduction when the run began.
+        preprocessing: the preprocessing that sites with tables have agreed on (`polyfed.deploy.site.preprocessing`).
+        preprocessing_facts: costs of that agreement.
+    """
 
     deployment: Deployment
     algorithm: Algorithm[Any, Any]
@@ -107,11 +117,11 @@ class DeploymentServer:
     preprocessing_facts: Mapping[str, int] = field(default_factory=dict)
 
     def introduction_head(self) -> dict[str, Any]:
-        """The head of the first letter to a site."""
+        """Returns the header of the first envelope to a site."""
         needs = self.algorithm.requires
         common_architecture = next(iter(self.models)) if "one_architecture" in needs else None
         preprocessing_field = {} if self.preprocessing is None else {"prepared": self.preprocessing}
-        is_resumed = self.deployment.resume  # and has its public examples in the checkpoint
+        is_resumed = self.deployment.resume  # then the public examples are in the checkpoint
         public = {} if self.public is None or is_resumed else {"public": input_spec_by_part(self.public.x)}
         return {
             "kind": "introduce", **self._common_head(), "architecture": common_architecture, **preprocessing_field,
@@ -119,8 +129,8 @@ class DeploymentServer:
         }  # fmt: skip
 
     def task_head(self, task: ClientTask) -> dict[str, Any]:
-        """The head of the letter with a task."""
-        span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may not have one
+        """Returns the header of the envelope with a task."""
+        span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may have none
         return {
             "kind": "task", **self._common_head(), "phase": task.phase, "round": task.round, "client": task.client,
             "seed": task.seed, "run_seed": task.run_seed,
@@ -135,24 +145,27 @@ class DeploymentServer:
         return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm, **secure}
 
     def secure_sum_head(self) -> dict[str, Any]:
-        """The head of a letter that is about secure sums alone."""
+        """Returns the header of an envelope that carries steps of secure sums and no task."""
         return {"kind": "sum", **self._common_head()}
 
     @property
     def sites_per_round(self) -> int:
-        """Sites of a round."""
+        """Returns the number of sites in a round."""
         return self.settings.cohort_size(len(self.deployment.sites))
 
     @property
     def secure_sum_threshold(self) -> int:
-        """t of the secure sums: how many of a round's sites open their sum; by default above two thirds of them."""
+        """Returns t, the number of sites that can unmask a secure sum; by default above two thirds of a round's."""
         return self.deployment.secure_threshold or 2 * self.sites_per_round // 3 + 1
 
     def build_federation(self, introductions: Mapping[str, Mapping[str, Any]]) -> Federation:
-        """The federation of what the sites have told.
+        """Builds the federation from the headers of the sites' introductions.
+
+        Args:
+            introductions: header of each site's answer to its introduction.
 
         Raises:
-            UserError: it does not suit the method.
+            UserError: the sites do not suit the method or each other.
         """
         ids = tuple(sorted(self.deployment.sites))
         needs, name = self.algorithm.requires, registry_name(self.algorithm)
@@ -161,7 +174,7 @@ class DeploymentServer:
             raise UserError(f"sites of one federation must have one task, got {tasks}")
         if table_difference := describe_table_difference(introductions):
             raise UserError(table_difference)
-        is_new_run = not self.deployment.resume  # a run that began before these were compared goes on
+        is_new_run = not self.deployment.resume  # a resumed run may be older than these checks
         if is_new_run and "one_representation" in needs:
             check_same_representation_width(introductions, name)
         if is_new_run and "one_input_spec" in needs:
@@ -169,14 +182,12 @@ class DeploymentServer:
         if is_new_run and "one_data_spec" in needs:
             check_same_target_count(introductions, name)
         for i in ids:
-            needed_scalars = (
-                self.algorithm.scalars_needed if not self.settings.secure else ()
-            )  # there they are in the sum
+            needed_scalars = () if self.settings.secure else self.algorithm.scalars_needed  # a secure sum holds them
             if "num_examples" in needed_scalars and "num_examples" not in introductions[i]:
                 raise UserError(f"site {i!r} does not tell its number of examples, which {name} needs")
             number = introductions[i].get("num_examples", 1)
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_EXAMPLES:
-                raise UserError(f"site {i!r} tells that it has {str(number)[:40]} examples, which is no count")
+                raise UserError(f"site {i!r} reports {str(number)[:40]} examples, which is no count")
         architecture_by_site = dict.fromkeys(ids, next(iter(self.models))) if "one_architecture" in needs else {}
         if "architectures" in needs:
             architecture_by_site = {i: str(introductions[i].get("architecture")) for i in ids}
@@ -203,7 +214,14 @@ class DeploymentServer:
     def run_federation(
         self, federation: Federation, engine: Engine, progress: Progress, introductions: Mapping[str, Mapping[str, Any]]
     ) -> Run:
-        """Plays the run of sites that have `introductions` what they are, from the start or from its newest checkpoint."""
+        """Runs the rounds from the start, or from the newest checkpoint of a resumed run.
+
+        Args:
+            federation: the federation, from `build_federation`.
+            engine: sends the tasks.
+            progress: displays the rounds.
+            introductions: headers of the sites' introductions, which a new run's manifest keeps.
+        """
         out = self.deployment.out
         if not self.deployment.resume:
             start = federation.initial_checkpoint()

@@ -1,4 +1,4 @@
-"""Builds the server of a deployment from its configuration, checked, or from a run that goes on."""
+"""Builds a deployment's server from its configuration, or from the run directory that a resumed run continues."""
 
 import dataclasses
 import secrets
@@ -26,11 +26,14 @@ from polyfed.simulation.storage.directory import RunDirectory, read_config
 
 
 def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
-    """The server of a flat configuration, as Flower gives it: fields of `Deployment` and `Settings` with hyphens (`sites`
-    separated by commas; `file` for the server's Python file), `algorithm.name` and the method's fields.
+    """Builds the server that a flat configuration describes, as Flower passes it.
+
+    Args:
+        config: fields of `Deployment` and `Settings` with hyphens (`sites` separated by commas; `file` is the server's
+            Python file), `algorithm.name`, and the method's fields as `algorithm.FIELD`.
 
     Raises:
-        UserError: a word is missing or unknown, a value does not fit, or consent is missing.
+        UserError: a key is missing or unknown, a value does not fit, or consent is missing.
 
     >>> server = configure_server(
     ...     {"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "local", "algorithm.lr": 0.1})
@@ -59,7 +62,7 @@ def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
     values["out"] = expand_user_path(str(values["out"]), "out")
     values["file"] = None if "file" not in values else expand_user_path(str(values["file"]), "file")
     deployment = Deployment(**values)
-    if deployment.file is not None:  # the operator's own word; what the directory of a run names is not
+    if deployment.file is not None:  # the operator has named it, unlike a file named in a run directory
         trust_code(str(deployment.file))
     if deployment.resume:
         return _configure_resumed_server(deployment)
@@ -81,7 +84,7 @@ def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
 
 
 def _parse_field_value(value: Any) -> Any:
-    """A field of a method: Flower's configuration has no lists and no null, so that text may hold them as YAML does."""
+    """Parses a method's field: Flower's configuration has no lists and no null, so text may hold them as YAML."""
     if isinstance(value, str) and (value[:1] in "[{" or value in ("null", "none")):
         try:
             return None if value == "none" else parse_yaml(value)
@@ -91,7 +94,7 @@ def _parse_field_value(value: Any) -> Any:
 
 
 def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
-    """The server of a run that goes on, as it was configured; sites and consent must be given again, and a file may be."""
+    """Builds the server of a resumed run from its run directory; the operator must name sites and consent again."""
     config = read_config(deployment.out)
     if "deployment" not in config:
         raise UserError(f"{deployment.out} is the directory of a simulation: polyfed resume {deployment.out}")
@@ -124,7 +127,7 @@ def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
 def _check_and_build_server(
     deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str
 ) -> DeploymentServer:
-    """Consent, and what the server brings itself."""
+    """Checks consent and thresholds, loads the server's networks and public examples, and builds the server."""
     needs, name = algorithm.requires, registry_name(algorithm)
     parties = settings.cohort_size(len(deployment.sites))
     if settings.secure:
@@ -167,7 +170,7 @@ def _check_and_build_server(
 def _load_server_function(
     deployment: Deployment, name: Literal["model", "architectures", "public"], reason: str
 ) -> Any:
-    """A function of the server's Python file."""
+    """Loads a function from the server's Python file."""
     file = deployment.file
     if file is None:
         raise UserError(
