@@ -178,7 +178,7 @@ def test_a_supernode_that_starts_anew_is_not_waited_for(run, nodes, monkeypatch,
     assert time.monotonic() - began < 30
     assert [failure["client"] for failure in found.history[0]["failures"]] == ([] if reply else ["client-0"])
     if not reply:
-        assert "started anew, before it replied" in found.history[0]["failures"][0]["reason"]
+        assert "restarted, before it replied" in found.history[0]["failures"][0]["reason"]
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_a_round_tells_one_bit_of_a_site_however_often_it_is_asked(tmp_path, key
         else:
             others = sum("came with other inputs" in answer[0] for answer in seen)
             assert entry["others"] == others >= min(20, FEWER - 1)  # a bisection comes back to where it began
-            assert f"with other inputs than before, {others} times by now" in caplog.text
+            assert f"with other inputs than before, {others} times so far" in caplog.text
             assert server.calls == len(seen) - others, "it has looked at its data for other inputs"
     assert len(transcripts) <= 2
 
@@ -196,7 +196,7 @@ def test_evaluations_tell_no_more(tmp_path, keys, phase, caplog):
     server = Server(tmp_path, keys)
     seen = [kind(server.ask(float(k), phase=phase)) for k in range(5)]
     assert len(set(seen[1:])) == 1
-    assert "with other inputs than before, 4 times by now" in caplog.text
+    assert "with other inputs than before, 4 times so far" in caplog.text
     assert server.calls == 1
     assert kind(server.ask(0.0, phase=phase)) == seen[0], "a run that goes on asks for the same"
 

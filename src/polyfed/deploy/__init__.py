@@ -1,7 +1,6 @@
-"""A federation between real sites: what the server does (`server`), what a site does (`site`), what a site adds to what it
-sends (`privacy`), what travels between them (`wire`), a project that runs it (`project`, `trial`), and what is wrong in its
-folders (`doctor`).
+"""Runs a federation between real sites, each of which keeps its data, network and private state on its own machine.
 
-Nothing here knows what carries the messages; that is `polyfed.deploy.flower.engine`, and at a site `supernode`, which hands them to
-the site's process, `worker`. `link` starts Flower's server with a password.
+`server` and `site` have the two sides, `protocol` the messages between them, `privacy` clipping, noise and their budget,
+`secure_aggregation` the secure sums, `trial` a deployment on one machine, and `doctor` the checks of its folders. Only
+`flower` knows how messages are carried. Units and containers start the modules `link`, `supernode` and `worker`.
 """

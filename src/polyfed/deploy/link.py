@@ -1,4 +1,4 @@
-"""Runs `flower-superlink` with the checks of `polyfed.deploy.flower.superlink`; units and containers of sites name this module."""
+"""Starts Flower's SuperLink with a token (`polyfed.deploy.flower.superlink`); units and containers name this module."""
 
 from polyfed.deploy.flower.superlink import run_command
 

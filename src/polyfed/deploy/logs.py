@@ -1,14 +1,14 @@
-"""What a site's processes log."""
+"""Sets up the logging of a deployment's processes."""
 
 import logging
 
 
 def log_to_stderr() -> None:
-    """Shows what polyfed logs in the log of the process, which is Flower's."""
+    """Writes polyfed's log lines to stderr, beside Flower's."""
     logger = logging.getLogger("polyfed")
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("polyfed: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # Flower's own handler would show it again
+        logger.propagate = False  # Flower's own handler would print each line again

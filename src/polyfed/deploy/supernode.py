@@ -1,4 +1,4 @@
-"""Runs `flower-supernode` with the checks of `polyfed.deploy.flower.supernode`; units and containers of sites name this module."""
+"""Starts a site's SuperNode (`polyfed.deploy.flower.supernode`); units and containers name this module."""
 
 from polyfed.deploy.flower.supernode import run_command
 

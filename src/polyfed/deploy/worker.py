@@ -1,4 +1,4 @@
-"""Runs a site's process with the checks of `polyfed.deploy.site.worker`; units and containers of sites name this module."""
+"""Starts a site's long-lived process (`polyfed.deploy.site.worker`); the SuperNode names this module."""
 
 from polyfed.deploy.site.worker import run_command
 

@@ -389,4 +389,4 @@ def test_a_refusal_is_told_when_it_ends(capfd, number, status, told):
     with pytest.raises(SystemExit) as ended:
         supernode._exit_on_signal(number, None)
     assert ended.value.code == status
-    assert ("refused by the SuperLink, whose log tells why" in capfd.readouterr().err) is told
+    assert ("refused by the SuperLink, whose log says why" in capfd.readouterr().err) is told

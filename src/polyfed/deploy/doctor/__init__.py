@@ -1,8 +1,8 @@
-"""What is wrong with the folder of a server, of a site or of a trial: `polyfed flower doctor`.
+"""Checks the folder of a server, a site or a trial for mistakes: `polyfed flower doctor`.
 
-`places` reads from a folder what it is and what its unit says, `examining` decides what is checked there, and the other
-modules check it: `certificates`, `machine` (files, disk, versions), `network` (ports, TLS, clocks), `nodes` (words of a
-site). Nothing here imports torch or executes what it reads, so that it answers at once.
+`folders` detects the kind of a folder and reads its unit, `examine` selects the checks, and the others carry them out:
+`certificates`, `machine` (files, disk, versions), `network` (ports, TLS, clocks), `site_config` (a site's configuration).
+Nothing here imports torch or executes the files that it reads, so that the answer comes at once.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,12 @@ from typing import Literal, final
 @final
 @dataclass(frozen=True)
 class Finding:
-    """One line of what was found.
+    """Holds the result of one check.
 
-    Attributes: `level` is "ok", "note" for what cannot be told from here or is worth knowing, or "wrong" for what must be
-    mended; `part` is what was looked at; `text` is a sentence, which says what to do where something is wrong.
+    Args:
+        level: "ok", "note" (worth knowing, or not possible to check from here) or "wrong" (must be mended).
+        part: the part that was checked, such as "certificates".
+        text: a sentence, which says what to do if something is wrong.
     """
 
     level: Literal["ok", "note", "wrong"]
@@ -28,19 +30,19 @@ class Finding:
 
 
 Findings = Iterator[Finding]
-"""What a check yields."""
+"""The findings that a check yields."""
 
 
 def ok_finding(part: str, text: str) -> Finding:
-    """All is well."""
+    """Builds the finding of a check that found no mistake."""
     return Finding("ok", part, text)
 
 
 def note_finding(part: str, text: str) -> Finding:
-    """Worth knowing."""
+    """Builds a finding that is worth knowing and no mistake."""
     return Finding("note", part, text)
 
 
 def problem_finding(part: str, text: str) -> Finding:
-    """To be mended."""
+    """Builds the finding of a mistake that must be mended."""
     return Finding("wrong", part, text)

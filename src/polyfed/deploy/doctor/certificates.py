@@ -1,4 +1,4 @@
-"""Certificates and keys: whether they exist, belong together, fit the name and the time, and are closed to others."""
+"""Checks certificates and keys: that they exist, belong together, are valid for the name and time, and are private."""
 
 import datetime
 import ipaddress
@@ -15,7 +15,7 @@ from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, p
 from polyfed.deploy.doctor.machine import check_secret_file_mode, find_read_obstacle
 
 EXPIRY_WARNING = datetime.timedelta(days=30)
-"""How long before its end a certificate is worth a note."""
+"""Time before its expiry from which a certificate is worth a note."""
 _PARSE_ERRORS = (
     ValueError,
     TypeError,
@@ -28,19 +28,19 @@ _RAW = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyIn
 
 
 def utc_now() -> datetime.datetime:
-    """The time, in UTC."""
+    """Returns the time in UTC."""
     return datetime.datetime.now(datetime.UTC)
 
 
 def read_certificates(file: Path) -> list[x509.Certificate]:
-    """The certificates in a PEM file.
+    """Reads the certificates in a PEM file.
 
     Raises:
         ValueError: there are none, or they are damaged.
     """
     try:
         certificates = x509.load_pem_x509_certificates(read_file(file))
-        for certificate in certificates:  # what is damaged inside shows only when it is asked for
+        for certificate in certificates:  # damaged fields show only when they are read
             _ = (
                 certificate.public_key(),
                 certificate.extensions,
@@ -53,7 +53,7 @@ def read_certificates(file: Path) -> list[x509.Certificate]:
 
 
 def check_authority_file(part: str, file: Path) -> Findings:
-    """Whether a file holds certificates of an authority, and nothing that must stay secret."""
+    """Checks that a file holds certificates of an authority, and no secret."""
     if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return
@@ -79,13 +79,13 @@ def check_authority_file(part: str, file: Path) -> Findings:
 
 
 def check_server_certificate(part: str, file: Path, key: Path, authority: Path, host: str | None) -> Findings:
-    """Whether a server's certificate can be used.
+    """Checks that sites can accept a server's certificate.
 
     Args:
-        part: for the findings.
-        file: the certificate, with those between it and the authority after it.
-        key: its private key.
-        authority: the certificates that sites trust.
+        part: `Finding.part`.
+        file: the certificate, followed by those between it and the authority.
+        key: file of its private key.
+        authority: file of the certificates that sites trust.
         host: the name or address by which sites reach the server; None if it is not known.
     """
     if unreadable := find_read_obstacle(part, file):
@@ -168,7 +168,7 @@ def _check_names(part: str, file: Path, leaf: x509.Certificate, host: str | None
 
 
 def is_host_covered(host: str, names: list[str], addresses: list[str]) -> bool:
-    """Whether a host is one of the names of a certificate, of which one may begin with "*.".
+    """Returns whether a certificate's names or addresses cover a host; a name may begin with "*.".
 
     >>> (is_host_covered("a.example.org", ["*.example.org"], []), is_host_covered("127.0.0.1", ["127.0.0.1"], []),
     ...  is_host_covered("::1", [], ["::1"]))
@@ -191,7 +191,7 @@ def _check_chain(
     try:
         authorities = read_certificates(authority)
     except (OSError, *_PARSE_ERRORS):
-        return []  # told by `check_authority_file`
+        return []  # `check_authority_file` reports it
     current, visited = leaf, [leaf]
     while True:
         if any(_is_issued_by(current, candidate) for candidate in authorities):
@@ -250,7 +250,7 @@ def _check_key(part: str, file: Path, leaf: x509.Certificate, key: Path) -> Find
 
 
 def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: str | None) -> Findings:
-    """A handshake in memory, by which OpenSSL says what nothing above has found."""
+    """Tries a TLS handshake in memory, by which OpenSSL finds what the checks above have not."""
     try:
         server_context, client_context = (
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
@@ -276,7 +276,7 @@ def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: st
 
 
 def openssl_error_text(error: Exception) -> str:
-    """What OpenSSL says, without its numbers.
+    """Returns OpenSSL's text for an error, without its numbers.
 
     >>> openssl_error_text(ValueError("no"))
     'no'
@@ -285,7 +285,7 @@ def openssl_error_text(error: Exception) -> str:
 
 
 def check_site_key(part: str, file: Path) -> Findings:
-    """Whether the key of a site can be read, by nobody else, and its public half beside it is its own."""
+    """Checks that a site's private key can be read, but not by others, and matches the public key beside it."""
     if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return
@@ -314,7 +314,7 @@ def check_site_key(part: str, file: Path) -> Findings:
 
 
 def read_public_key(file: Path) -> bytes | None:
-    """The public key in a file of OpenSSH's form; None if there is none."""
+    """Reads a public key in OpenSSH's format, as DER; returns None if the file holds none."""
     try:
         return serialization.load_ssh_public_key(read_file(file)).public_bytes(*_RAW)
     except (OSError, *_PARSE_ERRORS):
@@ -322,7 +322,7 @@ def read_public_key(file: Path) -> bytes | None:
 
 
 def check_peer_keys(part: str, folder: Path, name: str, key: Path) -> Findings:
-    """Whether the folder of all sites' public keys, for secure sums, has different keys, and this site's own among them."""
+    """Checks the folder of all sites' public keys, for secure sums: the keys differ, and this site's own is among them."""
     files = sorted(folder.glob("*.pub")) if folder.is_dir() else []
     if not files:
         yield problem_finding(
@@ -340,7 +340,7 @@ def check_peer_keys(part: str, folder: Path, name: str, key: Path) -> Findings:
     try:
         own_key = serialization.load_ssh_private_key(read_file(key), password=None).public_key().public_bytes(*_RAW)
     except (OSError, *_PARSE_ERRORS):
-        return  # told by `check_site_key`
+        return  # `check_site_key` reports it
     if name not in key_by_site:
         yield problem_finding(part, f"{folder} has no {name}.pub, the key of this site itself; copy it there")
     elif key_by_site[name] != own_key:
@@ -350,7 +350,7 @@ def check_peer_keys(part: str, folder: Path, name: str, key: Path) -> Findings:
 
 
 def first_certificate_name(file: Path) -> str | None:
-    """A name for which a certificate is, that a connection to this machine can be checked by."""
+    """Returns a name or address that a certificate covers; None if it cannot be read or covers none."""
     try:
         leaf = read_certificates(file)[0]
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

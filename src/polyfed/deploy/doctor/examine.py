@@ -1,4 +1,4 @@
-"""Which checks a folder gets, before anything is started and while it runs."""
+"""Runs the checks of a deployment's folder, before anything is started and while it runs."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -29,20 +29,20 @@ from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
 from polyfed.deploy.trial.project import Project
 
 ConfigurationCheck = Callable[[Mapping[str, Any], Path], Findings]
-"""Checks the words of a server's configuration, without torch; given by the command, which knows the outlines of methods."""
+"""Checks a server's configuration without torch; the command passes it, since it knows the methods' fields."""
 
 
 def diagnose_folder(
     folder: Path, protocol: int, check_configuration: ConfigurationCheck, port: int = 8000, address: str | None = None
 ) -> Findings:
-    """What is found in a folder.
+    """Checks a folder and yields the findings.
 
     Args:
-        folder: of a project, a server or a site.
-        protocol: of the messages.
-        check_configuration: checks that of a project.
-        port: of a trial that is to be started.
-        address: HOST:PORT by which sites reach the server, where the folder does not tell.
+        folder: folder of a project, a trial, a server or a site.
+        protocol: version of the protocol between server and sites.
+        check_configuration: checks the configuration of a project.
+        port: port of a trial that is to be started.
+        address: HOST:PORT by which sites reach the server, if the folder does not say.
 
     Raises:
         UserError: the folder is none of these, or cannot be read.
@@ -114,7 +114,7 @@ def _check_site_keys(folder: Path, names: list[str]) -> Findings:
 
 
 def _check_running_trial(folder: Path, authority: Path, running: Mapping[str, Any], names: list[str]) -> Findings:
-    """A trial that runs, or was killed."""
+    """Checks a trial that runs, or was killed."""
     ended_names = sorted(name for name, number in running["processes"].items() if not _is_alive(number))
     if ended_names == sorted(running["processes"]):
         yield problem_finding("trial", f"it was killed: none of its processes runs; delete {folder / 'trial.json'}")
@@ -219,7 +219,7 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
 
 
 def _check_taken_port(address: tuple[str, int], authority: Path, name: str | None, certificate: Path) -> Findings:
-    """A port that is taken, which is well if it is by this server."""
+    """Checks that a port in use is used by this server."""
     host = "127.0.0.1" if address[0] in ("0.0.0.0", "::") else address[0]
     findings = list(check_tls_server("port", host, address[1], authority, name or first_certificate_name(certificate)))
     if findings and findings[0].level == "ok":
@@ -234,7 +234,7 @@ def _check_taken_port(address: tuple[str, int], authority: Path, name: str | Non
 
 
 def _check_key_files(folder: Path) -> Findings:
-    """Public keys that lie beside the unit, to be registered."""
+    """Checks the key files beside a server's unit: public keys of sites can be read, and no private key is among them."""
     for file in sorted(folder.glob("*.pub")):
         if read_public_key(file) is None:
             yield problem_finding("keys", f"{file} is no public key in OpenSSH's form; ask the site for it again")

@@ -1,4 +1,4 @@
-"""What a folder is: that of a project, with or without a trial, of a server, or of a site; and what its unit says."""
+"""Detects whether a folder is that of a project, trial, server or site, and reads its systemd unit."""
 
 import os
 import re
@@ -18,7 +18,14 @@ _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)
 @final
 @dataclass(frozen=True)
 class SystemdUnit:
-    """What a systemd unit starts: a program and its options; of `Environment`, what is set there."""
+    """Holds what a systemd unit starts.
+
+    Args:
+        file: the unit's file.
+        program: the program that it starts; None without a unit.
+        options: the program's options; those without a value have an empty one.
+        environment: the variables that `Environment=` sets.
+    """
 
     file: Path
     program: Path | None
@@ -26,19 +33,20 @@ class SystemdUnit:
     environment: dict[str, str]
 
     def option_path(self, option: str, default_name: str) -> Path:
-        """The file that an option names. A file of that name beside the unit stands for one that is not there yet, so that a
-        folder can be looked at before it is put into its place."""
+        """Returns the file that an option names, or else the file of that name beside the unit.
+
+        So a folder can be checked before it is installed in its place.
+        """
         target = Path(self.options.get(option) or self.file.parent / default_name)
         local_copy = self.file.parent / target.name
         return local_copy if not target.exists() and local_copy.exists() else target
 
 
 def read_systemd_unit(file: Path) -> SystemdUnit:
-    """The unit in a file; without one, as in a container, a unit without options, whose files are beside it under their
-    usual names.
+    """Reads a systemd unit; without a file, as in a container, returns a unit without program and options.
 
     Raises:
-        UserError: the file cannot be read, or starts nothing.
+        UserError: the file cannot be read, or has no `ExecStart`.
     """
     if not file.exists():
         return SystemdUnit(file, None, {}, {name: os.environ[name] for name in ("FLWR_HOME",) if name in os.environ})
@@ -60,7 +68,7 @@ def read_systemd_unit(file: Path) -> SystemdUnit:
 
 
 def _parse_options(words: Sequence[str]) -> dict[str, str]:
-    """The options of a command line; those without a value have an empty one.
+    """Parses the options of a command line; those without a value have an empty one.
 
     >>> _parse_options(["-m", "x", "--port", "8000", "--enable-supernode-auth", "--host=a"])
     {'--port': '8000', '--enable-supernode-auth': '', '--host': 'a'}
@@ -74,10 +82,10 @@ def _parse_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def detect_folder_kinds(folder: Path) -> tuple[str, ...]:
-    """Which kind of folder: "project", "trial" (of the project around it), "server", "site", or both of the last.
+    """Returns the kinds of a folder: "project", "trial" (of the project around it), "server", "site", or the last two.
 
     Raises:
-        UserError: none of these.
+        UserError: the folder is none of these.
     """
     if not folder.is_dir():
         raise UserError(

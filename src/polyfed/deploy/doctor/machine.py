@@ -1,4 +1,4 @@
-"""The machine: files that can be read and by whom, room on the disk, and versions of what is installed."""
+"""Checks the machine: access to files, space on the disk, and versions of installed packages."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, check_file, read_file
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
 
 MIN_FREE_BYTES = 2**30
-"""Bytes that a folder with checkpoints or private states should have left at least."""
+"""Least free space for a folder with checkpoints or private states."""
 _STATE_PATTERNS = (
     "*/private/*.state",
     "*/checkpoint/*/*.safetensors",
@@ -19,11 +19,11 @@ _STATE_PATTERNS = (
     "sites/*/*/private/*.state",
 )
 CHECKED_PACKAGES = ("torch", "numpy", "safetensors", "flwr", "cryptography", "tomli-w")
-"""What is compared with the versions that polyfed asks for."""
+"""Packages whose versions are compared with polyfed's requirements."""
 
 
 def find_read_obstacle(part: str, file: Path) -> Finding | None:
-    """What keeps a file from being read; None if nothing does."""
+    """Returns a finding that says why a file cannot be read; None if it can."""
     if not file.exists():
         return problem_finding(part, f"{file} does not exist; put it there, or name another file")
     if not file.is_file():
@@ -36,19 +36,19 @@ def find_read_obstacle(part: str, file: Path) -> Finding | None:
         )
     try:
         check_file(file, MAX_TEXT_BYTES)
-    except UserError as error:  # of no such size, say
+    except UserError as error:  # the file is too large, for example
         return problem_finding(part, str(error))
     return None
 
 
 def check_secret_file_mode(part: str, file: Path) -> Findings:
-    """Whether others can read or write a file that is secret."""
+    """Reports a secret file that others can read or write."""
     if (mode := file.stat().st_mode) & 0o077:
         yield problem_finding(part, f"others can read or write {file} (mode {mode & 0o777:o}); chmod 600 {file}")
 
 
 def check_token_file(part: str, file: Path) -> Findings:
-    """Whether the token of the control interface is there, long enough, and closed."""
+    """Checks that the token of the control interface exists, is long enough, and is private."""
     if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return
@@ -63,7 +63,7 @@ def check_token_file(part: str, file: Path) -> Findings:
 
 
 def check_state_folder(part: str, folder: Path) -> Findings:
-    """Whether a folder for states can be written to, by nobody else, and has room."""
+    """Checks that a folder for states can be written, is private, and has enough free space."""
     existing_folder = folder
     while not existing_folder.exists() and existing_folder != existing_folder.parent:
         existing_folder = existing_folder.parent
@@ -95,7 +95,7 @@ def check_state_folder(part: str, folder: Path) -> Findings:
 
 
 def _largest_state_bytes(folder: Path) -> int:
-    """Bytes of the largest state or checkpoint that is there."""
+    """Returns the size of the largest state or checkpoint in a folder, in bytes."""
     sizes = [file.stat().st_size for pattern in _STATE_PATTERNS for file in folder.glob(pattern) if file.is_file()]
     return max(sizes, default=0)
 
@@ -114,7 +114,7 @@ def _describe_user() -> str:
 
 
 def check_unit_program(part: str, program: Path) -> Findings:
-    """Whether the program that a unit starts is there; it may belong to another installation than this one."""
+    """Checks that the program that a unit starts exists, and notes if it belongs to another installation than this one."""
     if not program.exists():
         yield problem_finding(
             part,
@@ -133,7 +133,12 @@ def check_unit_program(part: str, program: Path) -> Findings:
 
 
 def check_package_versions(part: str, protocol: int) -> Findings:
-    """Whether what is installed is what polyfed asks for."""
+    """Checks that the installed packages meet polyfed's requirements, and reports the versions.
+
+    Args:
+        part: `Finding.part`.
+        protocol: version of the protocol between server and sites.
+    """
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.specifiers import SpecifierSet
 

@@ -1,4 +1,4 @@
-"""Ports, TLS and clocks."""
+"""Checks ports, TLS connections and clocks."""
 
 import contextlib
 import datetime
@@ -12,17 +12,16 @@ from polyfed.deploy.doctor import Findings, note_finding, ok_finding, problem_fi
 from polyfed.deploy.doctor.certificates import openssl_error_text, utc_now
 
 TIMEOUT_SECONDS = 5.0
-"""How long the other side has to answer."""
+"""Time limit of the other side's answer."""
 MAX_AHEAD_SECONDS, MAX_BEHIND_SECONDS = 4.0, 300.0
-"""Seconds by which a site's clock may differ from the server's: Flower refuses what was signed 5 seconds in its future, or
-more than 305 seconds ago."""
+"""Limits of a site's clock against the server's: Flower refuses requests signed more than 5 s ahead or 305 s behind."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port.
+    """Parses HOST:PORT.
 
     Raises:
-        ValueError: they are none.
+        ValueError: the text is no such address.
 
     >>> parse_address("federation.example.org:443"), parse_address("[::1]:8000")
     (('federation.example.org', 443), ('::1', 8000))
@@ -35,20 +34,20 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def is_port_listening(host: str, port: int) -> bool:
-    """Whether something takes connections there."""
+    """Returns whether a program accepts connections on a port."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
         return True
     return False
 
 
 def check_port_free(part: str, host: str, port: int, cure: str) -> Findings:
-    """Whether a server could listen there."""
+    """Checks that a server could listen on a port; `cure` is the advice if it could not."""
     if is_port_listening("127.0.0.1" if host in ("0.0.0.0", "") else host, port):
         yield problem_finding(part, f"port {port} of {host} is taken by another program; {cure}")
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, which come back at once
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, which may restart at once
         try:
             probe.bind((host, port))
         except PermissionError:
@@ -60,18 +59,19 @@ def check_port_free(part: str, host: str, port: int, cure: str) -> Findings:
 
 
 def check_tls_server(part: str, host: str, port: int, authority: Path, name: str | None = None) -> Findings:
-    """Whether a server answers there, with a certificate of the authority, and by a clock that agrees with this machine's.
+    """Checks that a server answers with a trusted certificate, and that its clock agrees with this machine's.
 
     Args:
-        part: for the findings.
-        host, port: where to connect to.
-        authority: the certificates that are trusted.
-        name: by which the certificate is checked, if it is not the host's.
+        part: `Finding.part`.
+        host: name or address of the server.
+        port: its port.
+        authority: file of the trusted certificates.
+        name: the name that the certificate must cover, if it is not `host`.
     """
     try:
         context = ssl.create_default_context(cafile=str(authority))
     except (OSError, ValueError):
-        return  # told by `check_authority_file`
+        return  # `check_authority_file` reports it
     try:
         tcp_socket = socket.create_connection((host, port), TIMEOUT_SECONDS)
     except socket.gaierror as error:
@@ -114,7 +114,7 @@ def check_tls_server(part: str, host: str, port: int, authority: Path, name: str
 
 
 def _check_clock(tls_socket: ssl.SSLSocket, host: str) -> Findings:
-    """The difference between this clock and the one in the `Date` of an answer."""
+    """Compares this machine's clock with the `Date` header of a server's answer."""
     asked_at = utc_now()
     try:
         tls_socket.settimeout(TIMEOUT_SECONDS)
@@ -130,7 +130,7 @@ def _check_clock(tls_socket: ssl.SSLSocket, host: str) -> Findings:
         return
     if date.tzinfo is None:
         date = date.replace(tzinfo=datetime.UTC)
-    # The server's time is of somewhere between the question and the answer, and is told in whole seconds.
+    # The server reads its clock between our request and its answer, and sends whole seconds.
     answered_at = utc_now()
     early, late = (asked_at - date).total_seconds() - 1.0, (answered_at - date).total_seconds()
     if early > MAX_AHEAD_SECONDS or late < -MAX_BEHIND_SECONDS:

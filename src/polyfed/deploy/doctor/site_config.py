@@ -1,4 +1,4 @@
-"""The words of a site (`flower-supernode --node-config`) and its `site.py`, without executing that."""
+"""Checks a site's configuration (`flower-supernode --node-config`) and its `site.py`, without executing that."""
 
 import ast
 import re
@@ -20,15 +20,15 @@ NODE_CONFIG_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "noise-multiplier": (int, float), "delta": (int, float), "max-epsilon": (int, float), "partition-id": int,
     "num-partitions": int,
 }  # fmt: skip
-"""The words that `polyfed.deploy.site.node_config` knows, and Flower's own."""
-_PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # as Flower reads them
+"""The keys that `polyfed.deploy.site.node_config` knows, and Flower's own, with their types."""
+_PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # the pattern that Flower uses
 
 
 def parse_node_config(text: str) -> dict[str, Any]:
-    """The words of `--node-config`, as Flower reads them.
+    """Parses the key=value pairs of `--node-config`, as Flower does.
 
     Raises:
-        ValueError: they are none.
+        ValueError: a value is not valid.
 
     >>> parse_node_config('client-id="north" secure=true')
     {'client-id': 'north', 'secure': True}
@@ -37,7 +37,7 @@ def parse_node_config(text: str) -> dict[str, Any]:
 
 
 def check_node_config(part: str, node_config: Mapping[str, Any]) -> Findings:
-    """Whether a site's words are known, of their types, and fit one another."""
+    """Checks that the keys of a node configuration are known, have the right types, and fit each other."""
     has_problem = False
     for word in (word for word in ("client-id", "site", "state-dir") if not node_config.get(word)):
         has_problem = True
@@ -81,12 +81,18 @@ def check_node_config(part: str, node_config: Mapping[str, Any]) -> Findings:
 
 
 def check_site_file(part: str, file: Path) -> Findings:
-    """Whether `site.py` can be parsed and defines `client()`; it is not executed."""
+    """Checks that `site.py` can be parsed and defines `client()`, without executing it."""
     yield from check_functions_defined(part, file, {"client": "a site's network and data"})
 
 
 def check_functions_defined(part: str, file: Path, purpose_by_name: Mapping[str, str]) -> Findings:
-    """Whether a Python file defines functions, without executing it; `purpose_by_name` says what each is for."""
+    """Checks that a Python file defines functions, without executing it.
+
+    Args:
+        part: `Finding.part`.
+        file: the Python file.
+        purpose_by_name: the purpose of each required function, for the finding.
+    """
     if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return

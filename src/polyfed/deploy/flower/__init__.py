@@ -1,6 +1,6 @@
-"""Carries a deployment over Flower: clients at real sites, each behind a SuperNode; the server runs as a ServerApp.
+"""Carries a deployment's messages over Flower: the server runs as a ServerApp, and each site behind a SuperNode.
 
-`polyfed.deploy.flower:server_app` and `polyfed.deploy.flower:client_app` stand in the projects of sites.
+The projects that `polyfed flower init` writes import `server_app` and `client_app` from here.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ __all__ = ["client_app", "server_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the apps when they are asked for, since `polyfed.deploy.flower.superlink` must not load torch."""
+    """Imports the apps on first use, since `polyfed.deploy.flower.superlink` and `supernode` must not load torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from polyfed.deploy.flower import apps

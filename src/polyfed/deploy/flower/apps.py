@@ -1,5 +1,6 @@
-"""Starts the ServerApp and the ClientApp of a Flower project."""
+"""Builds the ServerApp and the ClientApp of a Flower project."""
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,35 +11,37 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.deploy.flower.engine import _LOG, FlowerEngine, SiteRegistry, envelope_to_record, packed_from_record
+from polyfed.deploy.flower.engine import FlowerEngine, SiteRegistry, envelope_to_record, packed_from_record
 from polyfed.deploy.flower.private_api import shorten_reply_polling
 from polyfed.deploy.logs import log_to_stderr
-from polyfed.deploy.protocol.wire import (
-    SERVER_HEAD_BYTES,
-    Envelope,
-)
+from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope
 from polyfed.deploy.server.preprocessing import agree_on_preprocessing
 from polyfed.deploy.server.server_config import configure_server
 from polyfed.deploy.site.node_config import answer_message, build_site
 from polyfed.simulation.monitoring.progress import LineProgress, Progress
 from polyfed.simulation.results.run import Run
 
+_LOG = logging.getLogger("polyfed.server")
+
 
 def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:
-    """Plays the run that a configuration describes (`polyfed.deploy.server.server_config.configure_server`) with the sites behind a grid.
+    """Runs a deployment with the sites that are connected to a grid.
+
+    Args:
+        grid: Flower's connection to the SuperNodes.
+        config: the configuration (`polyfed.deploy.server.server_config.configure_server`).
+        progress: displays the rounds; None prints a line for each.
 
     Raises:
-        UserError: the configuration does not fit, sites are missing, or one refuses.
+        UserError: the configuration is not valid, sites are missing, or one refuses.
         ClientError, RoundError: as `federate`.
     """
     server = configure_server(config)
     sites = SiteRegistry(grid, server.deployment.sites, server.introduction_head(), server.first_introductions)
     introductions = sites.wait_for_all_sites(server.deployment.join_seconds)
-    unprepared_server, server = (
-        server,
-        agree_on_preprocessing(server, introductions, partial(FlowerEngine, grid, sites)),
-    )
-    if server is not unprepared_server:  # sites are introduced anew, with what they have agreed on
+    prepared_server = agree_on_preprocessing(server, introductions, partial(FlowerEngine, grid, sites))
+    if prepared_server is not server:  # sites are introduced again, with the preprocessing
+        server = prepared_server
         sites = SiteRegistry(grid, server.deployment.sites, server.introduction_head(), server.first_introductions)
         introductions = sites.wait_for_all_sites(server.deployment.join_seconds)
     federation, engine = server.build_federation(introductions), FlowerEngine(grid, sites, server)
@@ -47,7 +50,7 @@ def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | N
 
 
 def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: context.run_config) -> ServerApp:
-    """The ServerApp of a project: `app = server_app()`."""
+    """Builds the ServerApp of a project: `app = server_app()`."""
     app = ServerApp()
 
     @app.main()
@@ -64,7 +67,7 @@ def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: 
 
 
 def client_app() -> ClientApp:
-    """The ClientApp of a project: `app = client_app()`. What it does is said by the site's own node configuration."""
+    """Builds the ClientApp of a project: `app = client_app()`; the site's node configuration decides what it does."""
     app = ClientApp()
 
     def answer(message: FlowerMessage, context: Context) -> FlowerMessage:

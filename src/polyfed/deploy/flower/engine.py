@@ -1,11 +1,10 @@
-"""Flower: clients at real sites, each behind a SuperNode; the server runs as a ServerApp on a SuperLink.
+"""Sends the server's envelopes to the sites over Flower's grid, and collects their answers.
 
-This file and `link.py` are the only ones that import flwr. It carries letters (`polyfed.deploy.protocol.wire`) as Flower's records:
-the head as one JSON text, a group of tensors as one array of bytes, since Flower makes two HTTP objects of each array and
-cannot carry bfloat16.
-What is asked and answered is decided in `polyfed.deploy`.
+An envelope (`polyfed.deploy.protocol.wire`) travels as Flower's records: the header as one JSON text, a group of tensors as
+bytes (`records`). The other folders of `polyfed.deploy` decide on requests and answers.
 
-Not a Flower `Strategy`: those send all clients the same record, end a run on replies with different keys, and average a NaN.
+This is not a Flower `Strategy`: those send all clients the same record, end a run on replies with different keys, and
+average a NaN.
 """
 
 import logging
@@ -40,24 +39,22 @@ from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
 
 _LOG = logging.getLogger("polyfed.server")
-_REASON_SECONDS = 10.0  # that a refusal waits for the answers of other sites, which may say why
-_POLL_SECONDS = 0.2  # at least; Flower's own `send_and_receive` asks every 3 s
-_NODE_CHECK_SECONDS = (
-    5.0  # between two looks at whether nodes that have not replied are still those that got the message
-)
-_QUERY_SECONDS = 120.0  # for a site to say who it is: it starts Python, imports torch and loads its data
-_TTL_MARGIN_SECONDS = 60.0  # Flower forgets a message well after our own limit, so that ours is what is told
-_MAX_INTRODUCTION_BYTES = 4096  # bytes in which it says who it is
+_REASON_SECONDS = 10.0  # a refusal waits so long for the answers of other sites, which may explain it
+_POLL_SECONDS = 0.2  # the shortest wait; Flower's own `send_and_receive` polls every 3 s
+_NODE_CHECK_SECONDS = 5.0  # between two checks for nodes that have restarted since they got a message
+_QUERY_SECONDS = 120.0  # for a site's introduction: it starts Python, imports torch and loads its data
+_TTL_MARGIN_SECONDS = 60.0  # Flower forgets a message well after our own limit, so that ours is reported
+_MAX_INTRODUCTION_BYTES = 4096
 _MESSAGE_TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"}
 
 
 def envelope_to_record(envelope: Envelope) -> RecordDict:
-    """A letter as Flower's records: "head", "scalars" and "arrays".
+    """Converts an envelope to Flower's records.
 
     >>> import torch
     >>> from polyfed.core.algorithm import Message
-    >>> letter = Envelope({"kind": "task"}, Message({"model": {"w": torch.ones(2)}}, {"lr": 0.1}))
-    >>> back = envelope_from_record(envelope_to_record(letter))
+    >>> envelope = Envelope({"kind": "task"}, Message({"model": {"w": torch.ones(2)}}, {"lr": 0.1}))
+    >>> back = envelope_from_record(envelope_to_record(envelope))
     >>> back.head, dict(back.body.scalars), back.body.tensors["model"]["w"]
     ({'kind': 'task'}, {'lr': 0.1}, tensor([1., 1.]))
     """
@@ -65,24 +62,32 @@ def envelope_to_record(envelope: Envelope) -> RecordDict:
 
 
 def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_BYTES) -> Envelope:
-    """The letter in Flower's records, of whose head at most so many characters are read.
+    """Reads the envelope in Flower's records.
+
+    Args:
+        record: the records.
+        max_head_length: largest length of the header, in characters.
 
     Raises:
-        UserError: they hold none, or a damaged one.
+        UserError: the records hold no envelope, or a damaged one.
     """
     packed = packed_from_record(record, max_head_length)
     return Envelope(parse_head(packed.head), packed.unpack_body())
 
 
 def packed_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTES) -> PackedEnvelope:
-    """The letter in Flower's records, of which nothing has been read yet.
+    """Takes the packed envelope from Flower's records, without unpacking its header or tensors.
+
+    Args:
+        record: the records.
+        max_head_length: largest length of the header, in characters.
 
     Raises:
-        UserError: they hold none, or too much.
+        UserError: the records hold no envelope, or exceed the limits.
     """
     try:
         return PackedEnvelope(*parse_record(record), max_head_length)
-    except Exception as error:  # of hostile bytes numpy and Flower raise what they like
+    except Exception as error:  # on hostile bytes numpy and Flower may raise anything
         raise UserError(f"not a message of polyfed: {type(error).__name__}: {sanitize_line(error)}") from error
 
 
@@ -91,10 +96,17 @@ def packed_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTE
 
 @final
 class SiteRegistry:
-    """Which node is which site. Flower's nodes have random ids, so that each is asked once who it is.
+    """Maps sites to Flower's nodes by their introductions.
 
-    A node can only be the site under whose name the operator has registered its key (`flwr supernode register KEY --name
-    north`). A site that is there keeps its place against another node of the same name.
+    Flower's nodes have random ids, so the server asks each new node once for its introduction. A node can only be the site
+    under whose name the operator has registered its key (`flwr supernode register KEY --name north`). No other node
+    can replace a connected site.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        site_names: names of the sites that take part.
+        head: header of the introduction.
+        first_introductions: in a resumed run, the introductions when it began.
     """
 
     def __init__(
@@ -107,16 +119,16 @@ class SiteRegistry:
         self._grid, self._site_names, self._head, self._first_introductions = (
             grid, frozenset(site_names), head, first_introductions,
         )  # fmt: skip
-        self._pending_nodes: dict[str, int] = {}  # message id -> node, of those who have not answered
+        self._pending_nodes: dict[str, int] = {}  # message id -> node that has not answered yet
         self._queried_nodes: set[int] = set()
         self._unreadable: set[str] = set()
         self.nodes: dict[str, int] = {}
         self.introductions: dict[str, Mapping[str, Any]] = {}
         self.refusals: dict[str, str] = {}
-        self._refusal_heads: dict[str, Mapping[str, Any]] = {}  # what those who refuse have told of their tables
+        self._refusal_heads: dict[str, Mapping[str, Any]] = {}  # headers of refusals, with summaries of tables
 
     def query_new_nodes(self) -> None:
-        """Asks nodes that are new, and takes the answers that have come; `refusals` is then who does not take part."""
+        """Asks new nodes for their introductions, and updates `nodes`, `introductions` and `refusals` by the answers."""
         names = {node.node_id: node.name for node in self._grid.get_nodes()}
         for node in sorted(set(names) - self._queried_nodes):
             record = envelope_to_record(Envelope(self._head))
@@ -142,7 +154,7 @@ class SiteRegistry:
             self._admit_node(node, names, head)
 
     def _admit_node(self, node: int, names: Mapping[int, str], head: Mapping[str, Any]) -> None:
-        """Takes a node for the site that it says it is, if it can be."""
+        """Registers a node as the site that its introduction names, unless something speaks against it."""
         client, name = sanitize_line(head.get("client")), names.get(node, "")
         if client not in self._site_names:
             _LOG.warning(
@@ -167,10 +179,10 @@ class SiteRegistry:
             self.refusals.pop(client, None)
 
     def wait_for_all_sites(self, seconds: float) -> Mapping[str, Mapping[str, Any]]:
-        """Waits until all sites are there; what each has told.
+        """Waits until all sites are connected, and returns the header of each site's introduction.
 
         Raises:
-            UserError: one is missing after that time, or refuses.
+            UserError: a site is missing after so many seconds, or refuses.
         """
         deadline = time.monotonic() + seconds
         while missing := sorted(self._site_names - set(self.nodes)):
@@ -193,18 +205,25 @@ class SiteRegistry:
         return self.introductions
 
     def _others_may_explain(self, missing: Sequence[str]) -> bool:
-        """Whether the answers of other sites may tell why one refuses: because its table is not like theirs."""
+        """Returns whether the other sites' tables, which have not all come, may explain a refusal."""
         tables = any("table" in head for head in self._refusal_heads.values())
         return tables and any(client not in self.refusals for client in missing)
 
 
 def pull_replies(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
-    """The replies that have come, each fetched by itself, so that one that cannot be read takes no other with it: its number
-    is added to `unreadable`, and it is not asked for again."""
+    """Yields the replies that have arrived, each fetched by itself, so that an unreadable one does not affect the others.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        waiting: ids of the messages whose replies are expected.
+        unreadable: gets the ids of replies that cannot be read, which are not fetched again.
+    """
     for message_id in [message_id for message_id in waiting if message_id not in unreadable]:
         try:
             yield from grid.pull_messages([message_id])
-        except Exception as error:  # of hostile bytes protobuf and Flower raise anything; Flower itself retries the net
+        except (
+            Exception
+        ) as error:  # on hostile bytes protobuf and Flower may raise anything; Flower retries the network
             unreadable.add(message_id)
             reason = f"{type(error).__name__}: {sanitize_line(error)}"
             _LOG.warning("the reply to message %s cannot be read: %s", message_id, reason)
@@ -212,14 +231,15 @@ def pull_replies(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -
 
 @final
 class FlowerEngine(Engine):
-    """Sends each task to its site and takes the replies that come in time. All messages of a phase go at once, so that sites
-    work side by side and one limit of time holds for all. The evaluation of a round goes with the training of the next, to a
-    site that takes part in that as one message.
+    """Sends each task to its site and collects the replies that arrive in time.
+
+    All messages of a phase are sent at once, so that sites work in parallel and share one time limit. The evaluation of a
+    round travels with the training of the next, in one message to a site that does both.
 
     Args:
         grid: Flower's connection to the nodes.
-        sites: which of them is which.
-        server: makes the heads of tasks.
+        sites: maps sites to nodes.
+        server: builds the headers of tasks.
     """
 
     max_block_bytes = 2**62
@@ -232,8 +252,7 @@ class FlowerEngine(Engine):
         self._schedules: dict[str, PollingSchedule] = {}  # client -> when to ask for its reply
 
     def bind_federation(self, federation: Federation) -> None:
-        """Learns from which of the server's states tasks are sent, so that the form of a reply is checked before its tensors
-        are read."""
+        """Follows the server state from which a federation's tasks are sent, which the check of a reply's shapes needs."""
         tasks = federation.build_task_blocks
 
         def tasks_with_state(
@@ -242,13 +261,12 @@ class FlowerEngine(Engine):
             self._server_state = at.state
             return tasks(phase, clients, number, at, limit)
 
-        object.__setattr__(federation, "build_task_blocks", tasks_with_state)  # frozen, but of this run alone
+        object.__setattr__(federation, "build_task_blocks", tasks_with_state)  # frozen, but only this run uses it
         if federation.settings.secure:
             self._secure_rounds = SecureRoundServer(self._server, federation, self.exchange)
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Yields results as they come. A site that is not connected, does not answer in time or sends something else is a
-        failure; its late reply is never asked for."""
+        """Yields results as they arrive; a site that is not connected, is late, or sends an invalid reply is a failure."""
         if self._secure_rounds is not None and any(task.phase == "local" for task in tasks):
             yield from self._secure_rounds.run_round_tasks(tasks, self._server_state)
             return
@@ -263,7 +281,7 @@ class FlowerEngine(Engine):
     def _parse_answer(
         self, task: ClientTask, answer: PackedEnvelope | str, with_evaluation: bool = False
     ) -> TaskResult:
-        """What a site's answer to a task, or to `with_evaluation` training and evaluation, is worth."""
+        """Checks a site's answer and returns the task's result, or a failure."""
         if task.phase == "evaluate":
             return parse_evaluation_result(task, answer, self._server, piggybacked=with_evaluation)
         try:
@@ -279,7 +297,7 @@ class FlowerEngine(Engine):
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | str]]:
-        """Sends a letter to each site, and yields what comes of it, as it comes: an answer, or why there is none."""
+        """Sends an envelope to each site, and yields each answer as it arrives, or a text that says why there is none."""
         deployment = self._server.deployment
         self._sites.query_new_nodes()
         connected = self._activation_by_node()
@@ -298,7 +316,7 @@ class FlowerEngine(Engine):
                 _MESSAGE_TYPES.get(envelope.head.get("phase", ""), "train"),
             )
             message = FlowerMessage(record, node, kind, ttl=ttl, group_id=str(round_number))
-            # None is for a message that was not taken.
+            # Flower returns None for a message that it does not accept.
             if sent := [sent for sent in self._grid.push_messages([message]) if sent]:
                 waiting[sent[0]] = client
             else:
@@ -317,12 +335,12 @@ class FlowerEngine(Engine):
                     self._messages_to_restarted_nodes(waiting, connected),
                     time.monotonic() + _NODE_CHECK_SECONDS,
                 )
-                for answer in pull_replies(self._grid, lost, unreadable):  # what came before that
+                for answer in pull_replies(self._grid, lost, unreadable):  # replies from before the restart
                     lost.pop(answer.metadata.reply_to_message_id)
                     yield waiting.pop(answer.metadata.reply_to_message_id), self._unpack_answer(answer)
                 for message_id, client in lost.items():
                     waiting.pop(message_id)
-                    yield client, "its SuperNode was cut off, or started anew, before it replied; its part is lost"
+                    yield client, "its SuperNode was cut off, or restarted, before it replied; its part is lost"
             due = {
                 message_id: client
                 for message_id, client in waiting.items()
@@ -335,7 +353,7 @@ class FlowerEngine(Engine):
             for client in set(due.values()) & set(waiting.values()):
                 schedules[client].record_miss()
             for message_id in unreadable & set(waiting):
-                yield waiting.pop(message_id), "its reply cannot be read; the log of the server tells why"
+                yield waiting.pop(message_id), "its reply cannot be read; the server's log says why"
             if waiting and time.monotonic() > deadline:
                 for client in waiting.values():
                     yield (
@@ -347,14 +365,16 @@ class FlowerEngine(Engine):
                 time.sleep(min(schedules[client].seconds_until_poll() for client in waiting.values()))
 
     def _activation_by_node(self) -> Mapping[int, str]:
-        """The nodes that are connected, and since when."""
+        """Returns since when each connected node has been connected."""
         return {info.node_id: info.last_activated_at for info in self._grid.get_nodes()}
 
     def _messages_to_restarted_nodes(
         self, waiting: Mapping[str, str], activated_before: Mapping[int, str]
     ) -> dict[str, str]:
-        """Messages to nodes that are connected, but no longer as they were: nobody there knows of the message. Flower itself
-        finds a node that is away only while it is away, and one that starts at once may never be seen so."""
+        """Returns the waiting messages whose nodes have restarted since, and so have lost them.
+
+        Flower itself notices a missing node only while it is missing, and so not a quick restart.
+        """
         activated_now, nodes = self._activation_by_node(), self._sites.nodes
         return {
             message_id: client
@@ -365,10 +385,10 @@ class FlowerEngine(Engine):
         }
 
     def close(self) -> None:
-        """Nothing: the connection is Flower's."""
+        """Does nothing, since the connection is Flower's."""
 
     def _unpack_answer(self, answer: FlowerMessage) -> PackedEnvelope | str:
-        """What a site's answer holds, of which nothing has been read, or why it holds nothing."""
+        """Returns the packed envelope in a site's answer, or a text that says why there is none."""
         max_megabytes = self._server.deployment.max_megabytes
         if answer.has_error():
             return f"Flower reports error {answer.error.code}: {sanitize_line(answer.error.reason)}"
@@ -378,6 +398,3 @@ class FlowerEngine(Engine):
             return packed_from_record(answer.content)
         except UserError as error:
             return sanitize_line(error)
-
-
-# -- site -------------------------------------------------------------------------------------------------------------

@@ -1,23 +1,26 @@
-"""How often to ask for what comes when it comes: Flower tells nobody that a message is there."""
+"""Decides when to poll for a message, since Flower does not notify of messages."""
 
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import final
 
-_EARLY_SHARE, _HISTORY_LENGTH = 0.75, 3  # of the time that it took before, so many times
+_EARLY_SHARE, _HISTORY_LENGTH = 0.75, 3  # first poll after this share of the shortest of so many durations
 
 
 @final
 class PollingSchedule:
-    """When to ask next. The first question waits for three quarters of the shortest of the last three times; then a wait is
-    a twentieth of the time that has passed, so that waiting costs little of a long round, and an idle site asks every few
-    seconds. Of what was there at the first question nobody knows for how long: it counts half.
+    """Computes the time of the next poll from earlier waiting times.
+
+    The first poll waits for three quarters of the shortest of the last three waiting times. Each further wait is a twentieth
+    of the time passed, so that polling adds little to a long round, and an idle site polls every few seconds. If the first
+    poll finds the message, it may have arrived at any time before, so that half of the waiting time counts.
 
     Args:
-        shortest, longest: seconds between two questions.
-        share: of the time that has passed.
-        clock: seconds that pass.
+        shortest: the shortest wait between two polls, in seconds.
+        longest: the longest wait between two polls, in seconds.
+        share: the share of the time passed that a wait takes.
+        clock: returns the time in seconds.
 
     >>> now = iter([0.0, 0.0, 0.0, 0.0, 10.0, 10.0, 10.0, 10.0]).__next__
     >>> pace = PollingSchedule(clock=now)
@@ -39,13 +42,13 @@ class PollingSchedule:
         self.restart()
 
     def restart(self) -> None:
-        """What is asked for will come some time from now."""
+        """Starts to wait for a new message."""
         self._since = self._clock()
         self._misses = 0
         self._next_poll = self._since + self._expected_idle_seconds(0.0)
 
     def record_miss(self) -> None:
-        """It had not come."""
+        """Records a poll that found no message."""
         now = self._clock()
         passed = now - self._since
         self._misses += 1
@@ -54,15 +57,15 @@ class PollingSchedule:
         )
 
     def record_arrival(self) -> None:
-        """It has come."""
+        """Records a poll that found the message."""
         self._durations.append((self._clock() - self._since) / (1 if self._misses else 2))
 
     def seconds_until_poll(self) -> float:
-        """Seconds until the next question."""
+        """Returns the seconds until the next poll."""
         return max(0.0, self._next_poll - self._clock())
 
     def _expected_idle_seconds(self, passed: float) -> float:
-        """Seconds in which it will not come, as things went before; never more than the longest wait."""
+        """Returns the seconds in which no message is expected, judged by earlier waiting times; at most the longest wait."""
         if len(self._durations) < _HISTORY_LENGTH:
             return 0.0
         return max(0.0, min(self._longest, _EARLY_SHARE * min(self._durations) - passed))

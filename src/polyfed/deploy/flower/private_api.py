@@ -1,7 +1,7 @@
-"""Parts of Flower that are not public, which a deployment uses or replaces, and what is known of them.
+"""Loads and replaces the parts of Flower that a deployment needs and that are not public.
 
-`tests/deploy/flower/test_supernode.py` and `test_link.py` hold the installed version to it; where it differs at run time, a
-deployment does without, at Flower's own pace.
+`tests/deploy/flower/test_supernode.py` and `test_superlink.py` check them in the installed version. If they differ at run time, a
+deployment works without them, at Flower's own speed.
 """
 
 import functools
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any, final
 
 SUPPORTED_VERSIONS = re.compile(r"1\.4[12]\.")
-"""Of Flower, with which this was tried or read."""
+"""Versions of Flower that this was tested with, or compared with by reading."""
 _INTERNALS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "connect": ("flwr.supernode.fleet_http_connection", "http_request_response",
                 ("server_address", "insecure", "root_certificates", "authentication_keys", "max_retries", "max_wait_time")),
@@ -31,21 +31,20 @@ _INTERNALS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "ended": ("flwr.supercore.run", "RunNotRunningException", ()),  # a BaseException that is no Exception
     "words": ("flwr.common.config", "parse_config_args", ("config", "flatten")),
 }  # fmt: skip
-CONNECTION_PARTS = (
-    8  # that `connect` gives: node id, receive, send, get run, get app, pull object, push object, confirm
-)
+# Parts of a connection: node id, receive, send, get run, get app, pull object, push object, confirm.
+CONNECTION_PARTS = 8
 
 
 @final
 class UnsupportedFlowerError(Exception):
-    """Flower's inner parts are not those that are known here."""
+    """Reports that Flower's private parts are not those that this version of polyfed knows."""
 
 
 def load_flower_internals() -> Mapping[str, Any]:
-    """Flower's inner parts by our names for them.
+    """Loads Flower's private parts, by the names in `_INTERNALS`.
 
     Raises:
-        UnsupportedFlowerError: this version of Flower has not been tried, or a part is missing or takes other arguments.
+        UnsupportedFlowerError: this version of Flower was not tested, or a part is missing or takes other arguments.
     """
     if not SUPPORTED_VERSIONS.match(installed_version := version("flwr")):
         raise UnsupportedFlowerError(f"Flower {installed_version} has not been tried with it")
@@ -53,7 +52,7 @@ def load_flower_internals() -> Mapping[str, Any]:
     for name, (module, attribute, expected_parameters) in _INTERNALS.items():
         try:
             part = getattr(importlib.import_module(module), attribute)
-            is_exception = isinstance(part, type) and issubclass(part, BaseException)  # such have no signature
+            is_exception = isinstance(part, type) and issubclass(part, BaseException)  # exceptions have no signature
             actual_parameters = () if is_exception else tuple(inspect.signature(part).parameters)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise UnsupportedFlowerError(f"Flower {installed_version} has no {module}.{attribute}") from error
@@ -66,11 +65,12 @@ def load_flower_internals() -> Mapping[str, Any]:
 
 
 def shorten_reply_polling() -> bool:
-    """Lets the grid of this process ask again after a twentieth of a second for a part of a reply that is not there yet. It
-    sees a reply as soon as that is announced, mostly a moment before all of it has been sent, and then waits for a second.
+    """Lets the grid of this process retry after 0.05 s if a part of a reply has not arrived.
+
+    Flower's grid sees a reply when it is announced, mostly a moment before all of it has been sent, and then waits for 1 s.
 
     Returns:
-        Whether that could be done.
+        Whether this version of Flower allows it.
     """
     try:
         grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")
@@ -84,11 +84,12 @@ def shorten_reply_polling() -> bool:
 
 
 def keep_messages_in_memory() -> bool:
-    """Lets the SuperLink of this process hold messages in memory instead of in its database, where each megabyte is written,
-    read and deleted. When it ends, its runs have failed, and their messages are of no use any more.
+    """Lets the SuperLink of this process hold messages in memory instead of its database, which saves disk traffic.
+
+    No message is of use after the SuperLink has ended, since its runs have failed then.
 
     Returns:
-        Whether that could be done.
+        Whether this version of Flower allows it.
     """
     try:
         loader: Any = importlib.import_module("flwr.superlink.config_loader")

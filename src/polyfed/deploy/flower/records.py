@@ -1,9 +1,9 @@
-"""A letter in Flower's records, of which each array would be three objects, and each object four HTTP requests on its way.
+"""Converts packed envelopes to Flower's records and back, in few objects, since each object costs four HTTP requests.
 
-"head" has the head as one JSON text. "body" has the numbers and the packed groups of tensors, each under its name after a
-letter that says which it is; all sites that are sent the same body share one object at the SuperLink. Groups of more than
-`MAX_INLINE_BYTES` bytes travel as arrays of bytes instead, in the record "arrays", which Flower cuts into pieces. (Not
-as arrays of tensors: Flower cannot carry bfloat16.) torch is not needed here.
+The record "head" has the header as one JSON text. The record "body" has the numbers and the packed groups of tensors, each
+under its name after a character for its type; sites that get the same body share one object at the SuperLink. Groups above
+`MAX_INLINE_BYTES` bytes travel in the record "arrays" as arrays of bytes, which Flower cuts into pieces. (Arrays of tensors
+would be three objects each, and Flower cannot carry bfloat16.) This module does not need torch.
 """
 
 import io
@@ -20,7 +20,7 @@ _NUMBER, _GROUP = "#", "@"
 
 
 def build_record(head: str, scalars: Mapping[str, Any], groups: Mapping[str, bytes]) -> RecordDict:
-    """The records.
+    """Builds Flower's records from a header, numbers and packed groups of tensors.
 
     >>> parse_record(build_record("{}", {"lr": 0.1}, {"model": b"bytes"}))
     ('{}', {'lr': 0.1}, {'model': b'bytes'})
@@ -36,16 +36,16 @@ def build_record(head: str, scalars: Mapping[str, Any], groups: Mapping[str, byt
 
 
 def parse_record(record: RecordDict) -> tuple[str, dict[str, Any], dict[str, bytes]]:
-    """Head, numbers and packed groups in Flower's records, of which nothing has been read yet.
+    """Takes header, numbers and packed groups from Flower's records, without unpacking them.
 
     Raises:
-        Exception: they hold something else, or too much; of hostile bytes numpy and Flower raise what they like.
+        Exception: the records hold something else, or exceed the limits. (Flower and numpy may raise anything.)
     """
     if (names := sorted(record)) not in (["body", "head"], ["arrays", "body", "head"]):
         raise ValueError(f"it holds the records {names[:9]}")
     body, large = record.config_records["body"], record.array_records.get("arrays", ArrayRecord())
     head = record.config_records["head"]["json"]
-    # Counted first: of a million, none is touched.
+    # Counted first, so that none of a million entries is touched.
     scalar_count = sum(name[:1] == _NUMBER for name in body)
     group_count = sum(name[:1] == _GROUP for name in body) + len(large)
     if scalar_count > MAX_SCALARS or group_count > MAX_GROUPS:
@@ -62,8 +62,10 @@ def parse_record(record: RecordDict) -> tuple[str, dict[str, Any], dict[str, byt
 
 
 def _array_payload(array: Array) -> bytes:
-    """What `build_record` put into an array: bytes in the form of `numpy.save`, whose length must be what its header says,
-    since numpy makes room for that."""
+    """Extracts the bytes that `build_record` put into an array, which Flower stores in the format of `numpy.save`.
+
+    Their number must be the one in the format's header, since numpy would allocate that much.
+    """
     file = io.BytesIO(array.data)
     version = np.lib.format.read_magic(file)
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)

@@ -1,18 +1,18 @@
-"""Flower's SuperLink with a password on its control interface.
+"""Runs Flower's SuperLink with a token on its control interface.
 
     python -m polyfed.deploy.link --control-token-file FILE ...          as flower-superlink, with its options
         --messages-on-disk                                               in its database, where memory is short
     python -m polyfed.deploy.link --control-token-file FILE --login HOST:PORT    lets this user's `flwr` in
         --register NAME=KEY.pub ...                                              and registers keys of sites
 
-Whoever reaches the control interface can start runs, and a run is code that the SuperLink and all SuperNodes carry out as
-their owners. Flower's open build asks for nothing there (`NoOpControlAuthnPlugin`), and its signatures
+Everybody who reaches the control interface can start runs, and a run is code that the SuperLink and all SuperNodes execute
+with their owners' rights. Flower's open build has no authentication there (`NoOpControlAuthnPlugin`), and its signatures
 (`--trusted-entities`) are for apps of its hub: an app that `flwr run` sends has none, so that SuperNodes with trusted
-entities refuse every such run. But the interface has a place for a plugin that checks a token, and the command `flwr` sends
-the token of its credential store.
+entities refuse every such run. But the interface accepts a plugin that checks a token, and the command `flwr` sends the
+token in its credential store.
 
-This uses parts of Flower that are not public. `tests/deploy/flower/test_superlink.py` holds them to what is needed here, and
-pyproject.toml names the versions with which that was tried.
+This uses parts of Flower that are not public. `tests/deploy/flower/test_superlink.py` checks them, and pyproject.toml names the tested
+versions.
 """
 
 import contextlib
@@ -45,19 +45,17 @@ from polyfed.core.io.atomic_files import read_text_file
 from polyfed.deploy.flower.private_api import keep_messages_in_memory
 
 _LOG = logging.getLogger("polyfed.link")
-_MIN_TOKEN_LENGTH = 32  # characters of a token
-_MAX_AHEAD_SECONDS, _MAX_BEHIND_SECONDS = (
-    SYSTEM_TIME_TOLERANCE,
-    SYSTEM_TIME_TOLERANCE + TIMESTAMP_TOLERANCE,
-)  # seconds, of a SuperNode's clock
+_MIN_TOKEN_LENGTH = 32
+# Limits of the difference between a SuperNode's clock and this one.
+_MAX_AHEAD_SECONDS, _MAX_BEHIND_SECONDS = SYSTEM_TIME_TOLERANCE, SYSTEM_TIME_TOLERANCE + TIMESTAMP_TOLERANCE
 
 
 @final
 class TokenPlugin(NoOpControlAuthnPlugin):
-    """Lets in who sends the token.
+    """Authenticates callers of the control interface by one token.
 
     Args:
-        token: the only one that is accepted.
+        token: the only accepted token.
     """
 
     def __init__(self, token: str) -> None:
@@ -67,7 +65,7 @@ class TokenPlugin(NoOpControlAuthnPlugin):
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
-        """Whether the token is right; the account is then Flower's only one."""
+        """Returns whether the token is right and, if so, Flower's only account."""
         sent_tokens = [
             value if isinstance(value, bytes) else value.encode() for key, value in metadata if key == ACCESS_TOKEN_KEY
         ]
@@ -78,15 +76,15 @@ class TokenPlugin(NoOpControlAuthnPlugin):
     def refresh_tokens(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
-        """Nothing: there is one token, which its owner changes."""
+        """Raises an error, since there is one token, which only its owner changes."""
         raise FlowerError(ApiErrorCode.NO_ACCOUNT_AUTH, "The token of the control interface is wrong.")
 
 
 def read_control_token(file: Path) -> str:
-    """The token in a file that nobody else can read.
+    """Reads the token from a file that only its owner can read.
 
     Raises:
-        UserError: there is no such file, others can read it, or it is short.
+        UserError: the file is missing, others can read it, or the token is too short.
     """
     try:
         token, mode = read_text_file(file).strip(), file.stat().st_mode
@@ -102,7 +100,11 @@ def read_control_token(file: Path) -> str:
 
 
 def explain_refusal(stamp: str, now: datetime.datetime) -> str:
-    """Why the SuperLink refuses a request of a SuperNode that was signed with this time: its clock, or its key.
+    """Explains why the SuperLink refuses a SuperNode's request: its clock is wrong, or its key.
+
+    Args:
+        stamp: time at which the request was signed.
+        now: time of this machine.
 
     >>> now = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
     >>> explain_refusal("2026-01-01T13:00:00+00:00", now)
@@ -124,8 +126,10 @@ def explain_refusal(stamp: str, now: datetime.datetime) -> str:
 
 
 def log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Flower's check of a SuperNode's request, with the reason of a refusal in the log: Flower answers 401 whatever it was,
-    and its SuperNode ends at that without a word."""
+    """Wraps Flower's check of a SuperNode's request, so that the log has the reason of a refusal.
+
+    Flower answers 401 for every reason, and its SuperNode then ends without a message.
+    """
 
     def authenticate_and_log(request: Any) -> None:
         try:
@@ -141,7 +145,7 @@ def log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def store_control_token(address: str, token: str) -> None:
-    """Puts the token for a SuperLink into the credential store of Flower's commands, below FLWR_HOME."""
+    """Stores the token for a SuperLink in the credential store of Flower's commands, below FLWR_HOME."""
     store = get_credential_store()
     pairs = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
     for key, value in pairs.items():
@@ -149,11 +153,14 @@ def store_control_token(address: str, token: str) -> None:
 
 
 def register_site_keys(keys: Mapping[str, str], connection: str = "fed") -> None:
-    """Registers public keys, name -> file, as `flwr supernode register` does for each in a process of its own. One that is
-    registered already stays as it is.
+    """Registers the public keys of sites, all in one process, unlike `flwr supernode register`.
+
+    Args:
+        keys: site -> file of its public key; keys that are registered already are left.
+        connection: name of the SuperLink in Flower's configuration.
 
     Raises:
-        UserError: one could not be registered.
+        UserError: a key could not be registered.
     """
     app: Any = importlib.import_module("flwr.cli.app").app
     for name, key in keys.items():
@@ -172,12 +179,12 @@ def register_site_keys(keys: Mapping[str, str], connection: str = "fed") -> None
 
 
 def main(words: list[str]) -> None:
-    """Runs the SuperLink with these words, or stores the token.
+    """Runs the SuperLink with these arguments, or stores the token (`--login`).
 
     Raises:
         UserError: the token is missing, or others can read it, or a key cannot be registered.
     """
-    os.umask(0o077)  # also for the ServerApp, whose runs nobody else may read
+    os.umask(0o077)  # also for the ServerApp, since only its user may read its runs
     options = {}
     for name in ("--control-token-file", "--login"):
         if name in words:
@@ -198,7 +205,7 @@ def main(words: list[str]) -> None:
             "polyfed: warning: this version of Flower holds messages in its database, which costs seconds",
             file=sys.stderr,
         )
-    # By its name: the package has a function that is called as the module.
+    # Imported by name, since the package has a function of the same name as the module.
     superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     superlink.load_control_authn_plugin = lambda: TokenPlugin(token)
     node_auth: Any = importlib.import_module("flwr.superlink.routers.fleet.node_auth")
@@ -208,7 +215,7 @@ def main(words: list[str]) -> None:
 
 
 def run_command() -> None:
-    """Runs `main` with the words of the command line, and exits with a sentence where it cannot."""
+    """Runs `main` with the command line's arguments, and exits with a message on a `UserError`."""
     try:
         main(sys.argv[1:])
     except UserError as error:

@@ -1,15 +1,15 @@
-"""A site's SuperNode that hands messages to one long-lived process.
+"""Runs a site's SuperNode, which hands messages to one long-lived process.
 
     python -m polyfed.deploy.supernode ...      as flower-supernode, with its options
 
 Flower's own SuperNode starts a process for each message, which imports Flower, torch and polyfed and loads the site's data,
-and installs the app that the server sent. This one speaks to the SuperLink by Flower's own client of its fleet interface,
-and hands what comes to the site's process (`polyfed.deploy.site.worker`) over a pair of sockets. It neither asks for the app nor
-executes it, and listens on no port. Should the process of the site die, the server is told at once, and another is started.
+and installs the app that the server sent. This one connects to the SuperLink with Flower's client of the fleet interface,
+and passes messages to the site's process (`polyfed.deploy.site.worker`) over a pair of sockets. It neither requests nor
+executes the app, and listens on no port. If the site's process dies, the server is notified at once, and another is started.
 
-This uses parts of Flower that are not public. They are compared with what is known before the start (`parts`); where they
-differ, or on Windows, or with options that only Flower's SuperNode has, or with POLYFED_SITE_PROCESS=off in the environment,
-that is started instead, with a warning; with POLYFED_SITE_PROCESS=only nothing is.
+This uses parts of Flower that are not public. They are checked at the start (`load_flower_internals`). If they differ, or on
+Windows, or with options that only Flower's SuperNode has, or with POLYFED_SITE_PROCESS=off in the environment, Flower's own
+SuperNode is started instead, with a warning; POLYFED_SITE_PROCESS=only forbids that.
 """
 
 import argparse
@@ -41,15 +41,15 @@ _STOP_SECONDS = 5.0
 
 
 class SiteProcessDiedError(Exception):
-    """The site's process has ended while it had a message."""
+    """Reports that the site's process ended before it answered a message."""
 
 
 @final
 class SiteProcess:
-    """The site's process, seen from the SuperNode.
+    """Starts, feeds and stops the site's process for the SuperNode.
 
     Args:
-        command: starts it; the number of its socket is added.
+        command: the command that starts it; the number of its socket is added.
     """
 
     def __init__(self, command: Sequence[str] = (sys.executable, "-P", "-m", "polyfed.deploy.worker")) -> None:
@@ -59,11 +59,11 @@ class SiteProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its number, while it is there."""
+        """Returns the process id; None if the process does not run."""
         return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     def start(self) -> None:
-        """Starts it, if it is not there. It begins to load before it is told what."""
+        """Starts the process if it does not run; it imports torch before it gets the node configuration."""
         if self.pid is not None:
             return
         self.close()
@@ -79,21 +79,21 @@ class SiteProcess:
             self._send_config()
 
     def configure(self, config: str) -> None:
-        """Tells it the node configuration, as JSON; those that are started later as well."""
+        """Sends the node configuration, as JSON, to this process and to those started later."""
         self._config = config
         self._send_config()
 
     def _send_config(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which the next message will find
+        with contextlib.suppress(OSError):  # the process has ended, which the next message will notice
             assert self._socket is not None
             send_frame(self._socket, Frame("start", self._config))
 
     def request_answer(self, frame: Frame) -> Frame:
-        """Its answer to a letter.
+        """Sends a frame to the process and returns its answer.
 
         Raises:
-            SiteProcessDiedError: it ended before it answered; another one has been started.
-            FrameError: the letter is larger than it reads, or the answer is damaged.
+            SiteProcessDiedError: the process ended before it answered; another one has been started.
+            FrameError: the frame is larger than the process reads, or the answer is damaged.
         """
         for _ in range(2):
             self.start()
@@ -103,17 +103,17 @@ class SiteProcess:
                 answer = receive_frame(self._socket)
             except (EOFError, FrameError, OSError) as error:
                 if isinstance(error, FrameError) and type(error) is FrameError:
-                    raise  # read to its end
+                    raise  # the frame was read to its end, so that the connection can still be used
                 status = self.close()
                 self.start()
                 raise SiteProcessDiedError(f"the site's process has ended ({_describe_exit(status)})") from error
             if answer.kind != "again":
                 return answer
             self.close()
-        raise SiteProcessDiedError("the site's process asks for another again and again")
+        raise SiteProcessDiedError("the site's process asks for a new process again and again")
 
     def close(self) -> int | None:
-        """Ends it; the status with which it ended."""
+        """Ends the process and returns its exit status; None if there was none."""
         connection, process, self._socket, self._process = self._socket, self._process, None, None
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ class SiteProcess:
 
 
 def _close_after_exit(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
-    """Ends our waiting for a process that is dead, should a child of its still hold the other end."""
+    """Closes our end after the process has died, since a child of it may still hold the other end open."""
     process.wait()
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -146,8 +146,8 @@ class MessageLoop:
     """Carries messages between the SuperLink and the site's process.
 
     Args:
-        flower: its inner parts.
-        connection: what `connect` gives.
+        flower: Flower's private parts (`load_flower_internals`).
+        connection: the parts of a connection to the SuperLink.
         site: the site's process.
     """
 
@@ -158,7 +158,7 @@ class MessageLoop:
         _, self._receive, self._send, _, _, self._pull, self._push, self._confirm = connection
 
     def run(self, schedule: PollingSchedule) -> NoReturn:
-        """Serves until the process is ended, or the connection fails for good."""
+        """Answers messages until this process is ended, or the connection fails for good."""
         while True:
             time.sleep(schedule.seconds_until_poll())
             if (received := self._receive()) is None:
@@ -169,7 +169,12 @@ class MessageLoop:
                 schedule.restart()
 
     def handle_message(self, message: Any, tree: Any) -> None:
-        """Answers a message, whose content is still at the SuperLink."""
+        """Answers one message.
+
+        Args:
+            message: the message, without its content, which is still at the SuperLink.
+            tree: ids of the content's objects.
+        """
         start = time.monotonic()
         label = sanitise_for_terminal(f"{message.metadata.message_type} {message.metadata.group_id}").strip()
         try:
@@ -177,20 +182,20 @@ class MessageLoop:
             self._send_reply(reply, time.monotonic() - start)
         except self._flower["ended"]:
             _LOG.warning("%s: not answered: the run has ended", label)
-        except Exception as error:  # of hostile bytes Flower raises what it likes
+        except Exception as error:  # on hostile bytes Flower may raise anything
             _LOG.warning("%s: not answered: %s: %s", label, type(error).__name__, sanitise_for_terminal(error)[:300])
         else:
             _LOG.info("%s: answered after %.2f s", label, time.monotonic() - start)
 
     def _build_reply(self, message: Any, tree: Any) -> Any:
-        """The reply to a message."""
+        """Pulls a message's content, lets the site's process answer it, and returns the reply."""
         from flwr.app import Error, Message
 
         from polyfed.deploy.flower.records import build_record, parse_record
 
         run_id, message_id = message.metadata.run_id, tree.object_id
         object_ids = list(dict.fromkeys(node.object_id for node in self._flower["walk"](tree)))
-        # The server announces a message before it has sent all of it, mostly a moment before.
+        # The server announces a message a moment before it has sent all of it, so early pulls may fail.
         contents = self._flower["pull"](
             object_ids, lambda node: self._pull(run_id, node), initial_backoff=0.05, backoff_cap=2.0
         )
@@ -202,7 +207,7 @@ class MessageLoop:
         except SiteProcessDiedError as error:
             _LOG.error("%s", error)
             return Message(Error(_ERROR_CRASHED, str(error)), reply_to=full_message)
-        except Exception as error:  # of hostile bytes numpy and Flower raise what they like
+        except Exception as error:  # on hostile bytes numpy and Flower may raise anything
             _LOG.error(
                 "a message cannot be handed over: %s: %s", type(error).__name__, sanitise_for_terminal(error)[:300]
             )
@@ -212,7 +217,7 @@ class MessageLoop:
         return Message(build_record(answer.head, answer.scalars, answer.groups), reply_to=full_message)
 
     def _send_reply(self, reply: Any, seconds: float) -> None:
-        """Sends a reply."""
+        """Sends a reply and those of its objects that the SuperLink does not have yet."""
         with self._flower["fixed"]():
             reply.metadata.__dict__["_message_id"] = reply.object_id
             run_id, objects = reply.metadata.run_id, self._flower["nested"](reply)
@@ -224,11 +229,11 @@ class MessageLoop:
             )
 
 
-_ERROR_RAISED, _ERROR_CRASHED = 2, 8  # of Flower's codes of errors
+_ERROR_RAISED, _ERROR_CRASHED = 2, 8  # Flower's error codes
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    """Flower's options for a SuperNode that mean something here, and those of its runtime interface, which is not there."""
+    """Builds the parser of the options that this SuperNode shares with Flower's own; --host and --port have no effect."""
     parser = argparse.ArgumentParser(prog="python -m polyfed.deploy.supernode", allow_abbrev=False)
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT")
     parser.add_argument("--root-certificates", type=Path, metavar="FILE")
@@ -238,27 +243,31 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-retries", type=int)
     parser.add_argument("--max-wait-time", type=float)
     for unused in ("--host", "--port"):
-        parser.add_argument(unused, help="for Flower's own SuperNode alone: this one listens on no port")
+        parser.add_argument(unused, help="only for Flower's own SuperNode: this one listens on no port")
     return parser
 
 
 def _node_config_json(text: str, parse_words: Callable[[list[str] | None], Mapping[str, Any]]) -> str:
-    """The node configuration as JSON, from what Flower takes: words, or the name of a TOML file.
+    """Returns the node configuration as JSON.
+
+    Args:
+        text: key=value pairs, or the name of a TOML file, as Flower takes them.
+        parse_words: Flower's parser.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the configuration cannot be read.
     """
     try:
         return json.dumps(dict(parse_words([text] if text else None)))
-    except Exception as error:  # click's, and those of TOML and of files
+    except Exception as error:  # errors of click, of TOML and of files
         raise UserError(f"--node-config cannot be read: {getattr(error, 'message', error)}") from error
 
 
 def _read_key_pair(file: Path | None) -> Any:
-    """The registered key and its public half.
+    """Reads the registered private key and its public half; None without a file.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the key cannot be read.
     """
     if file is None:
         return None
@@ -278,10 +287,10 @@ def _read_key_pair(file: Path | None) -> Any:
 
 
 def _read_root_certificates(file: Path | None, insecure: bool) -> bytes | None:
-    """The certificates that the SuperLink must be known by; None are the system's.
+    """Reads the certificates that the SuperLink's must be signed by; None means the system's.
 
     Raises:
-        UserError: they cannot be read.
+        UserError: the certificates cannot be read.
     """
     if file is not None and insecure:
         raise UserError("--root-certificates and --insecure exclude each other")
@@ -292,7 +301,7 @@ def _read_root_certificates(file: Path | None, insecure: bool) -> bytes | None:
 
 
 def _exec_flower_supernode(arguments: Sequence[str], reason: str) -> NoReturn:
-    """Becomes Flower's own SuperNode."""
+    """Replaces this process by Flower's own SuperNode, with a warning that gives the reason."""
     _wait_for_trial()
     search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     if (program := shutil.which("flower-supernode", path=search_path)) is None:
@@ -310,30 +319,30 @@ def _exec_flower_supernode(arguments: Sequence[str], reason: str) -> NoReturn:
 
 
 def _wait_for_trial() -> None:
-    """In a trial: until the SuperLink is there and knows the key, which a file tells. What takes time to import has been."""
+    """Waits, in a trial, for the file that says that the SuperLink runs and has registered this site's key."""
     file = os.environ.get("POLYFED_AFTER")
     while file and not os.path.exists(file):
         time.sleep(0.05)
 
 
 _REFUSAL_TEXT = (
-    b"polyfed: ended by Ctrl-C, or refused by the SuperLink, whose log tells why: this machine's clock is wrong, or its key "
+    b"polyfed: ended by Ctrl-C, or refused by the SuperLink, whose log says why: this machine's clock is wrong, or its key "
     b"is not the registered one\n"
 )
 
 
 def _exit_on_signal(number: int, _frame: object) -> NoReturn:
-    """SIGTERM, Ctrl-C, or Flower's client, which raises SIGINT when the SuperLink refuses this node, and says nothing."""
+    """Exits on SIGTERM or Ctrl-C, and on the SIGINT that Flower's client raises when the SuperLink refuses this node."""
     if number == signal.SIGINT:
-        os.write(2, _REFUSAL_TEXT)  # not by `logging`, in which the signal may have come
+        os.write(2, _REFUSAL_TEXT)  # not by `logging`, which the signal may have interrupted
     raise SystemExit(0 if number == signal.SIGTERM else 130)
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the SuperNode with these words.
+    """Runs the SuperNode with these arguments.
 
     Raises:
-        UserError: a file cannot be read, or the node configuration is none.
+        UserError: a file or the node configuration cannot be read.
     """
     options, unknown = _build_parser().parse_known_args(arguments)
     if os.name == "nt":
@@ -364,13 +373,13 @@ def main(arguments: list[str]) -> None:
         ) as connection:
             _LOG.info("connected with %s as node %s", options.superlink, connection[0])
             MessageLoop(flower, connection, site).run(PollingSchedule())
-        raise SystemExit(1)  # Flower's client has told why it gave up
+        raise SystemExit(1)  # Flower's client has logged why it gave up
     finally:
         site.close()
 
 
 def run_command() -> None:
-    """Runs `main` with the words of the command line, and exits with a sentence where it cannot."""
+    """Runs `main` with the command line's arguments, and exits with a message on a `UserError`."""
     try:
         main(sys.argv[1:])
     except UserError as error:

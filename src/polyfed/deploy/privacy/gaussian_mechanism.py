@@ -17,7 +17,7 @@ to a grid of about 2⁻²⁴ standard deviations, a power of two. Each point of 
 The guarantee then holds up to a small, unproven difference; an exact one needs a discrete noise distribution
 (Canonne, Kamath and Steinke 2020).
 
-In a secure sum each site adds a part of the noise, with variance (zC)²/(t−1). At least t sites are in the sum, so even a site
+In a secure sum each site adds a part of the noise, with variance (zC)²/(t−1). At least t sites are in the sum, so a site
 that subtracts its own part sees the noise of t − 1 others, which is what one site alone would add. If k sites reveal their
 noise to the server, that of t − k others is left, and z counts as z·√((t−k)/(t−1)).
 """

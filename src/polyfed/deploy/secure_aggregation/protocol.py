@@ -1,8 +1,8 @@
 """Implements a site's four steps in a secure sum (Bonawitz et al. 2017, figure 4).
 
 A site advertises keys, shares its secrets, masks its numbers, and releases those shares of the others that unmask the sum
-over the survivors. Each step is a function of the state that the previous one returned. A site refuses any request that would
-reveal more than that sum.
+over the survivors. Each step is a function of the state that the previous one returned. A site refuses any request that
+would reveal more than that sum.
 """
 
 import hashlib

@@ -183,7 +183,7 @@ def check_client_identity(folder: Path, client: str, data_fingerprint: str) -> N
     file, identity = folder / "run.json", {"client": client, "data_fingerprint": data_fingerprint}
     if not file.exists():
         if any(folder.glob("private/round-*")):
-            raise InvalidSiteStateError(f"{folder.name}/run.json, which identifies its data, is missing; {_ADVICE}")
+            raise InvalidSiteStateError(f"{folder.name}/run.json is missing, which identified its data; {_ADVICE}")
         create_private_folder(folder, parents=True)
         write_file_atomically(file, json.dumps(identity).encode())
         return

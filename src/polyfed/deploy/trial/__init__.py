@@ -1,1 +1,1 @@
-"""Writes a deployment's project, and tries it on one machine."""
+"""Writes a deployment's project, and runs it on one machine for a trial."""

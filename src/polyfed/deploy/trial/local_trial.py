@@ -1,4 +1,4 @@
-"""A deployment on one machine for a trial: SuperLink and SuperNodes as processes on loopback, with TLS and keys."""
+"""Runs a deployment on one machine for a trial: SuperLink and SuperNodes as processes on loopback, with TLS and keys."""
 
 import json
 import os
@@ -25,13 +25,22 @@ from polyfed.simulation.storage.directory import write_file_atomically
 _SUPERLINK_MODULE, _SUPERNODE_MODULE = "polyfed.deploy.link", "polyfed.deploy.supernode"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
-_RESTART_SECONDS = 10.0  # before a SuperNode that ended is started again; the SuperLink refuses it for about a minute
+_RESTART_SECONDS = 10.0  # wait before a restart of a SuperNode, which the SuperLink refuses for about a minute
 
 
 @final
 @dataclass
 class TrialProcess:
-    """A process of the trial; `log` is where its output goes."""
+    """Holds a process of the trial.
+
+    Args:
+        name: "superlink" or the name of a site.
+        command: its command line.
+        log: the file that gets its output.
+        environment: its environment variables.
+        popen: the running process.
+        ended_at: time (`time.monotonic`) at which it was seen to have ended; None while it runs.
+    """
 
     name: str
     command: Sequence[str]
@@ -44,7 +53,14 @@ class TrialProcess:
 @final
 @dataclass
 class LocalTrial:
-    """Running processes: the SuperLink first, then the SuperNodes in the order of their sites."""
+    """Manages the processes of a trial.
+
+    Args:
+        project: the project.
+        port: port of the SuperLink.
+        sites: names of the sites.
+        processes: the SuperLink first, then the SuperNodes in the order of their sites.
+    """
 
     project: Project
     port: int
@@ -53,11 +69,11 @@ class LocalTrial:
 
     @property
     def folder(self) -> Path:
-        """Logs, databases and the sites' own folders."""
+        """Returns the folder with the trial's logs, database and the sites' own folders."""
         return trial_folder_of(self.project)
 
     def restart_ended_supernodes(self) -> None:
-        """Starts SuperNodes again that have ended.
+        """Restarts SuperNodes that have ended.
 
         Raises:
             RoundError: the SuperLink has ended.
@@ -74,14 +90,13 @@ class LocalTrial:
                 self.write_trial_file()
 
     def write_trial_file(self) -> None:
-        """Writes which processes there are, for people and tests."""
+        """Writes `trial.json` with the port, the sites and the process ids, for people and tests."""
         process_ids = {process.name: process.popen.pid for process in self.processes}
         content = {"port": self.port, "sites": list(self.sites), "processes": process_ids}
         write_file_atomically(self.folder / "trial.json", json.dumps(content, indent=1).encode())
 
     def stop(self) -> None:
-        """Ends all processes, SuperNodes first; those that do not obey are killed. A further Ctrl-C does not keep it from
-        that."""
+        """Ends all processes, SuperNodes first, and kills those that do not end in time; ignores Ctrl-C meanwhile."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         old_handlers = (
             {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)} if is_main_thread else {}
@@ -103,12 +118,12 @@ class LocalTrial:
 
 
 def trial_folder_of(project: Project) -> Path:
-    """Where the trial of a project keeps its own."""
+    """Returns the folder of a project's trial."""
     return project.path / "trial"
 
 
 class _TrialFile(TypedDict):
-    """What `Trial.write_trial_file` writes."""
+    """Describes `trial.json`."""
 
     port: int
     sites: list[str]
@@ -116,7 +131,7 @@ class _TrialFile(TypedDict):
 
 
 def read_trial_file(project: Project) -> dict[str, Any] | None:
-    """What `Trial.write_trial_file` wrote: port, sites and process ids; None if no trial runs, or the file is damaged."""
+    """Reads port, sites and process ids from `trial.json`; returns None if no trial runs, or the file is damaged."""
     try:
         content = parse_json(read_file(trial_folder_of(project) / "trial.json"))
     except (OSError, ValueError):
@@ -128,19 +143,18 @@ def read_trial_file(project: Project) -> dict[str, Any] | None:
 def start_trial(
     project: Project, sites: Sequence[str], port: int = 8000, node_config: str = "", proxy_port: int | None = None
 ) -> Iterator[LocalTrial]:
-    """Inside the block SuperLink and SuperNodes run; after it they have ended.
+    """Starts SuperLink and SuperNodes for the duration of a `with` block, and ends them after it.
 
     Args:
-        project: whose certificates, keys and `site/site.py` are used.
-        sites: ids of the sites; each process of one is told its id as POLYFED_SITE, and all of them
-            as POLYFED_SITES.
-        port: of the SuperLink; the SuperNodes take the next free ones.
-        node_config: added to the node configuration of all, as 'disclose="accuracy"'.
-        proxy_port: the port of a proxy before the SuperLink to which SuperNodes connect; None is the SuperLink itself.
+        project: the project, with certificates, keys and `site/site.py`.
+        sites: names of the sites; each site's process gets its name as POLYFED_SITE, and all names as POLYFED_SITES.
+        port: port of the SuperLink; the SuperNodes take the next free ones.
+        node_config: appended to the node configuration of all sites, such as 'disclose="accuracy"'.
+        proxy_port: port of a proxy to which SuperNodes connect; None connects them to the SuperLink.
 
     Raises:
         UserError: the port is taken, a trial is running already, or files are missing.
-        RoundError: a process does not start; the sentence names its log.
+        RoundError: a process does not start; the message names its log.
     """
     if read_trial_file(project) is not None:
         raise UserError(
@@ -196,7 +210,7 @@ def start_trial(
                 sys.executable, "-P", "-m", _SUPERNODE_MODULE, *connection_options, "--port", str(free_port),
                 "--auth-supernode-private-key", str(key), "--node-config", site_config.strip(),
             ]  # fmt: skip
-            # They import what they need while the SuperLink starts, and connect when their keys are registered.
+            # SuperNodes import their modules while the SuperLink starts, and connect when their keys are registered.
             site_variables = {"POLYFED_SITE": site, "POLYFED_SITES": ",".join(sites), "POLYFED_AFTER": str(ready_file)}
             local_trial.processes.append(_start_process(site, supernode_command, folder, site_variables))
         _wait_until(lambda: _is_port_open(port), local_trial.processes[0])
@@ -208,7 +222,7 @@ def start_trial(
 
 
 def _control_token_file(folder: Path) -> Path:
-    """The file with the token of the trial's control interface."""
+    """Returns the file with the token of the trial's control interface; creates it on first use."""
     file = folder / "control.token"
     if not file.exists():
         file.touch(mode=0o600)
@@ -217,7 +231,7 @@ def _control_token_file(folder: Path) -> Path:
 
 
 def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = MappingProxyType({})) -> None:
-    """Lets Flower's commands with this FLWR_HOME reach the SuperLink, and registers the keys of sites."""
+    """Stores the token for Flower's commands with this FLWR_HOME, and registers the keys of sites."""
     command = [sys.executable, "-m", _SUPERLINK_MODULE, "--control-token-file", str(token), "--login", address]
     command += [word for site, key in keys.items() for word in ("--register", f"{site}={key}.pub")]
     process = subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False)
@@ -226,7 +240,7 @@ def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = Ma
 
 
 def find_flower_program(name: str) -> str:
-    """The path of a program that was installed with Flower.
+    """Returns the path of a program that is installed with Flower.
 
     Raises:
         UserError: it is not installed.
@@ -238,7 +252,7 @@ def find_flower_program(name: str) -> str:
 
 
 def write_flower_config(home: Path, address: str, authority: str | None) -> None:
-    """Flower's own configuration below `home` (FLWR_HOME), with the connection "fed" to a SuperLink."""
+    """Writes Flower's own configuration below `home` (FLWR_HOME), with the connection "fed" to a SuperLink."""
     make_private_folder(home)
     lines = ["[superlink]", 'default = "fed"', "[superlink.fed]", f"address = {json.dumps(address)}"]
     lines += [f"root-certificates = {json.dumps(authority)}"] if authority else []
@@ -246,14 +260,18 @@ def write_flower_config(home: Path, address: str, authority: str | None) -> None
 
 
 def run_flwr(home: Path | None, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs Flower's command `run_flwr`."""
+    """Runs Flower's command `flwr` with these arguments, and returns the ended process with its output."""
     command = [find_flower_program("flwr"), *words]
     return subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False, **options)
 
 
 def flower_environment(home: Path | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process of Flower's: nothing is reported to anybody, and its programs are found. Without `home`
-    Flower's own configuration is the user's."""
+    """Returns environment variables for a process of Flower: without telemetry, and with its programs on PATH.
+
+    Args:
+        home: FLWR_HOME; None uses the user's own configuration of Flower.
+        more: further variables.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
     home_variable = {} if home is None else {"FLWR_HOME": str(home)}
@@ -270,7 +288,7 @@ def _open_process(command: Sequence[str], log: Path, variables: Mapping[str, str
     output: IO[bytes]
     log.touch(mode=0o600)
     with log.open("ab") as output:
-        # A session of its own: Ctrl-C is for us, who end them in order.
+        # In a session of its own, so that Ctrl-C reaches only this process, which ends the others in order.
         return subprocess.Popen(
             command,
             stdout=output,
@@ -297,7 +315,7 @@ def _wait_until(is_ready: Any, process: TrialProcess) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """SIGTERM ends the trial as Ctrl-C does, and Ctrl-C also where a shell started us in the background."""
+    """Lets SIGTERM end the trial as Ctrl-C does, and Ctrl-C also work where a shell started it in the background."""
 
     def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt

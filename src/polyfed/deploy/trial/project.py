@@ -1,4 +1,4 @@
-"""A project that runs a federation over Flower: the files of `polyfed flower init`, and reading them back."""
+"""Writes and reads the project of a deployment over Flower, as `polyfed flower init` creates it."""
 
 import datetime
 import ipaddress
@@ -14,7 +14,7 @@ from typing import Any, final
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, read_text_file
 
-_MAX_SITES = 10_000  # of a number, before their names are listed
+_MAX_SITES = 10_000  # limit of a number of sites, whose names are then listed
 SITE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _CERTIFICATE_DAYS = 365
 
@@ -22,10 +22,13 @@ _CERTIFICATE_DAYS = 365
 @final
 @dataclass(frozen=True)
 class Project:
-    """A folder that `create_project` made.
+    """Gives access to the files of a project that `create_project` wrote.
+
+    Args:
+        path: the project's folder.
 
     Raises:
-        UserError: it is none.
+        UserError: the folder is no project.
     """
 
     path: Path
@@ -38,24 +41,24 @@ class Project:
 
     @property
     def app_folder(self) -> Path:
-        """What Flower carries to the sites."""
+        """Returns the folder of the app that Flower sends to the sites."""
         return self.path / "app"
 
     @property
     def site_file(self) -> Path:
-        """The `site.py` of a trial."""
+        """Returns the path of a trial's `site.py`."""
         return self.path / "site" / "site.py"
 
     @property
     def certificates_folder(self) -> Path:
-        """Certificates and keys for a trial."""
+        """Returns the folder with a trial's certificates and keys."""
         return self.path / "certificates"
 
     def read_configuration(self) -> Mapping[str, Any]:
-        """The table `[tool.flwr.app.config]`.
+        """Reads the table `[tool.flwr.app.config]` of `app/pyproject.toml`.
 
         Raises:
-            UserError: the file is no TOML, or lacks the table.
+            UserError: the file is no valid TOML, or lacks the table.
         """
         file = self.app_folder / "pyproject.toml"
         try:
@@ -71,15 +74,15 @@ class Project:
         return table
 
     def read_site_names(self) -> list[str]:
-        """Ids of the sites in the configuration."""
+        """Reads the names of the sites from the configuration."""
         return parse_site_names(str(self.read_configuration().get("sites", "")))
 
 
 def parse_site_names(text: str) -> list[str]:
-    """Ids of sites: names separated by commas, or a number of them.
+    """Parses names of sites: names separated by commas, or a number of sites.
 
     Raises:
-        UserError: none, one twice, or one that is no plain name.
+        UserError: there is no name, one occurs twice, or one is not valid.
 
     >>> parse_site_names("2"), parse_site_names("north, south")
     (['site-1', 'site-2'], ['north', 'south'])
@@ -90,14 +93,14 @@ def parse_site_names(text: str) -> list[str]:
             raise UserError(f"sites must be at most {_MAX_SITES}, got {names[0][:60]}")
         names = [f"site-{number}" for number in range(1, int(names[0]) + 1)]
     if not names or len(set(names)) < len(names):
-        raise UserError(f"sites must be a number, or names that differ with commas between, got {text[:60]!r}")
+        raise UserError(f"sites must be a number, or different names separated by commas, got {text[:60]!r}")
     if invalid_names := [name for name in names if not SITE_NAME_PATTERN.fullmatch(name)]:
         raise UserError(f"a site's name may have letters, digits, '-', '_' and '.', got {invalid_names[0][:60]!r}")
     return names
 
 
 def create_project(path: str | Path, sites: Sequence[str]) -> Project:
-    """Writes a ready project: see its README.
+    """Writes a project from the templates, with certificates and keys for a trial; its README explains the files.
 
     Raises:
         UserError: the folder exists and is not empty.
@@ -140,7 +143,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _write_catalogue(path: Path) -> None:
-    """The layer types of the networks in the template `site.py`, in the graph that is flha_ghn's default."""
+    """Writes the catalogue of layer types of the networks in the template `site.py`, for flha_ghn's default graph."""
     import torch
 
     from polyfed.algorithms import FLHAGHN
@@ -154,8 +157,10 @@ def _write_catalogue(path: Path) -> None:
 
 
 def write_trial_certificates(folder: Path) -> None:
-    """A certificate authority (`ca.crt`) and a certificate of it for this machine (`server.pem`, `server.key`), for a trial.
-    The authority's own key is not kept."""
+    """Creates a certificate authority (`ca.crt`), and its certificate for this machine (`server.pem`, `server.key`).
+
+    They are for a trial; the authority's own key is not stored.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -197,7 +202,7 @@ def write_trial_certificates(folder: Path) -> None:
 
 
 def write_key_pair(path: Path) -> None:
-    """A site's key and, beside it with `.pub`, its public half, in OpenSSH's form."""
+    """Creates a site's key pair in OpenSSH's format; the public half gets the suffix `.pub`."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -209,7 +214,7 @@ def write_key_pair(path: Path) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Makes a folder that nobody else can enter, or closes one that is there."""
+    """Creates a folder that only its owner can enter, or removes others' rights to an existing one."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
 
