@@ -64,7 +64,7 @@ def test_a_comparison_from_a_recipe(polyfed):
     assert (fields["strong"]["mu"], fields["pfedla"]["hn_lr"]) == (5.0, 0.002)
     assert {(f["local_epochs"], f["batch_size"]) for f in fields.values()} == {(2, 16)}  # the recipe's
     assert content["same_clients"] is False  # each seed deals the data
-    assert any("2 seeds deals the data again" in sentence for sentence in content["covers"])
+    assert any("2 seeds partitions the data again" in sentence for sentence in content["covers"])
     before = sorted((p, p.stat().st_mtime_ns) for p in polyfed.here.rglob("metrics.jsonl"))
     assert len(before) == 10
     assert polyfed("compare", *words)[1] == out

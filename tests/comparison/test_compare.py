@@ -195,7 +195,11 @@ def test_what_is_refused():
         (["fedavg"], {"tune": {}}, "tune must be fields with the values to try"),
         (["fedavg"], {"tune": ["lr"]}, "tune must be fields with the values to try"),
         (["fedavg"], {"tune": {"lr": torch.tensor([0.1])}}, "must be a list of at least one"),
-        (["fedavg"], {"tune": {"weight_decay": "grid"}}, "weight_decay of a method is 0.0, of which there is no tenth"),
+        (
+            ["fedavg"],
+            {"tune": {"weight_decay": "grid"}},
+            "weight_decay of a method is 0.0, which has no multiples to try",
+        ),
         (["fedavg"], {"budget": "bytes=many"}, "the limit of a budget must be a number"),
         (["fedavg"], {"parallel": 0}, "parallel must be 'auto' or a number of runs from 1, got 0"),
         ({"../x": "fedavg"}, {}, "label must be a word"),

@@ -149,7 +149,7 @@ def test_a_method_for_classes_refuses_other_tasks():
     numbers = pf.Client(
         "n", one.model, (one.train.x, one.train.x[:, :3]), (one.test.x, one.test.x[:, :3]), task="regression"
     )
-    with pytest.raises(pf.UserError, match="needs classes, one an example, but the task of 'n' is regression"):
+    with pytest.raises(pf.UserError, match="needs one class per example, but the task of 'n' is regression"):
         pf.federate([numbers], _Picky(), rounds=1, workers=0)
 
 

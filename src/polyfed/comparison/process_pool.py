@@ -1,4 +1,4 @@
-"""Runs several training runs in parallel, each in a forked process of its own.
+"""Executes several training runs in parallel, each in a forked process of its own.
 
 A process sends its result to the parent as JSON over a pipe; the run's files are in its directory. A process that is
 asked to stop saves its run first. A process whose parent has died exits at once, so that the run can be resumed

@@ -206,7 +206,7 @@ def test_networks_and_tasks_that_do_not_suit_are_named():
     data = torch.randn(9, 6), torch.randn(9)
     numbers = [pf.Client("a", lambda: nn.Linear(6, 1), data, data, task="regression")]
     for method in (FedProto(), FedGH(), FedTGP(), FD()):
-        with pytest.raises(pf.UserError, match="needs classes, one an example, but the task of 'a' is regression"):
+        with pytest.raises(pf.UserError, match="needs one class per example, but the task of 'a' is regression"):
             run(method, numbers)
 
 

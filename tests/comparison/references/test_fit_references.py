@@ -60,7 +60,7 @@ def test_dealings_are_fitted_side_by_side_to_the_same():
 
 def test_progress_is_told(capsys):
     pf.compare(sites(), ["fedavg"], **(QUICK | {"quiet": False}), resplit=2)
-    assert "simple models of each site alone: done (2 of 2 dealings)" in capsys.readouterr().err
+    assert "simple models of each site alone: done (2 of 2 splits)" in capsys.readouterr().err
 
 
 def test_images_have_the_constant_alone_and_that_is_said():

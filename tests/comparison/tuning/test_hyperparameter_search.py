@@ -176,7 +176,7 @@ def test_the_grid_is_around_what_each_method_has():
     told = found.results["tuning"]["methods"]
     assert [one["fields"]["mu"] for one in told["mild"]["tried"]] == [0.001, 0.003, 0.01, 0.03, 0.1]
     assert [one["fields"]["mu"] for one in told["bold"]["tried"]] == [0.03, 0.09, 0.3, 0.9, 3.0]
-    with pytest.raises(pf.UserError, match="schedule of a method is 'constant', of which there is no tenth"):
+    with pytest.raises(pf.UserError, match="schedule of a method is 'constant', which has no multiples to try"):
         pf.compare(misleading(), methods, **SHORT, tune={"schedule": "grid"})
 
 

@@ -224,7 +224,7 @@ def test_where_each_seed_deals_the_data_again_all_clients_have_one_choice(monkey
 
 @pytest.mark.parametrize(("field", "values"), [("label_smoothing", [0.0, 0.1]), ("class_weights", [None, "balanced"])])
 def test_what_changes_the_meaning_of_the_loss_is_not_searched(field, values):
-    with pytest.raises(pf.UserError, match=f"{field} cannot be searched: the search goes by the loss"):
+    with pytest.raises(pf.UserError, match=f"{field} cannot be searched: it changes the meaning of the loss"):
         pf.compare(two(), ["fedprox"], **QUICK, tune={field: values})
 
 

@@ -134,7 +134,7 @@ def test_one_seed_has_intervals_and_decides_nothing():
     assert north["interval"][0] > 0
     assert north["answer"] == "undecided"
     assert north["sentence"].endswith("400 test examples); one seed")
-    assert any("With one seed the intervals are of these very networks" in text for text in content["covers"])
+    assert any("With one seed the intervals hold for these very networks" in text for text in content["covers"])
 
 
 FALLING = [1.0 - 0.1 * t for t in range(8)]
@@ -207,10 +207,10 @@ def test_data_dealt_anew_have_no_answers_by_client_and_wider_intervals():
     assert dealt["answers"] == []
     assert len(dealt["verdicts"]) == 1
     assert {c["verdict"] for c in dealt["methods"]["fed"]["statistics"]["clients"].values()} == {None}
-    assert any("deals the data again" in text for text in dealt["covers"])
+    assert any("partitions the data again" in text for text in dealt["covers"])
     again = made(three_sites(), resplit=3)
     assert {one["client"] for one in again["answers"]} == {"north", "east", "west"}
-    assert any("dealt 3 times" in text for text in again["covers"])
+    assert any("split 3 times" in text for text in again["covers"])
     assert fixed["methods"]["fed"]["statistics"]["gain"] == again["methods"]["fed"]["statistics"]["gain"]
 
 
@@ -262,7 +262,7 @@ def test_a_client_without_a_score_by_one_method_takes_its_mean():
     data = {"0": {c: {"train": 1, "test": 10, "classes": None} for c in right["local"]}}
     content = build_results(ResultInputs(description, data, None, histories, METRICS["accuracy"]), ResultCriteria())
     assert content["methods"]["fed"]["statistics"]["mean"] is None
-    assert content["notes"][0] == "fed has no score for east with seed 0, and so no mean next to the others"
+    assert content["notes"][0] == "fed has no score for east with seed 0, and so no mean to compare with the others"
 
 
 # -- what a site has alone beside its network -------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_a_simple_model_alone_is_compared_with_training_alone():
 
 
 def test_without_simple_models_the_answers_say_that_they_are_over_training_alone_only():
-    assert any("against training alone only" in text for text in made(three_sites())["covers"])
+    assert any("compare with training alone only" in text for text in made(three_sites())["covers"])
 
 
 def test_a_model_without_a_score_at_a_site_is_no_rival_there():

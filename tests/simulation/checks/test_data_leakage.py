@@ -36,7 +36,7 @@ def told(*clients):
 
 OWN = "test examples that are also training examples of the same client: "
 OTHERS = "test examples that are training examples of other clients: "
-ADVICE = "; scores of examples that were trained on say nothing of new data: give others"
+ADVICE = "; scores of examples that were trained on say nothing about new data: give others"
 
 
 def test_the_same_object():

@@ -100,7 +100,7 @@ def test_a_table_and_plain_inputs_are_not_averaged():
 def test_numbers_scaled_by_sites_and_by_sums_are_not_averaged():
     both = two_sites()
     common = pf.data.split_table(both, "ill", "site", preprocess="federated").build_clients(net)
-    with pytest.raises(UserError, match="the numbers of client 'b' are scaled otherwise than those of 'n'"):
+    with pytest.raises(UserError, match="the numbers of client 'b' are scaled differently from those of 'n'"):
         pf.federate([*common, *clients_of(ROWS, "b")], "fedavg", rounds=1, workers=0)
 
 
@@ -127,7 +127,7 @@ def test_public_examples_of_another_table_are_refused():
     assert run.federation.public.transform == clients[0].train.transform
     own = pf.data.split_table(both, "ill", "site").build_clients(net)
     alike = replace(sites.public, x=sites.public.x.float())
-    with pytest.raises(UserError, match=r"public=.*are scaled otherwise than the inputs of client 'n'") as told:
+    with pytest.raises(UserError, match=r"public=.*are scaled differently from the inputs of client 'n'") as told:
         pf.federate(own, "fedmd", public=alike, **words)
     assert "mean=" not in str(told.value)
     with pytest.raises(UserError, match="the inputs of client 'n' are rows of a table, and the others are not"):

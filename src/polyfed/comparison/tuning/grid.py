@@ -29,7 +29,7 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
     default = getattr(method, name)
     if isinstance(default, bool) or not isinstance(default, int | float) or not default > 0:
         raise UserError(
-            f"{name} of a method is {default!r}, of which there is no tenth; give the values to try for {name}"
+            f"{name} of a method is {default!r}, which has no multiples to try; give the values to try for {name}"
         )
     around = [default * factor for factor in FACTORS]
     if isinstance(default, int):

@@ -75,8 +75,8 @@ def validate_search(plan: ComparisonPlan) -> None:
         if name in EQUAL_FIELDS:
             raise UserError(f"{name} cannot be searched: methods are compared with equal local training")
         if name in _LOSS:
-            raise UserError(f"{name} cannot be searched: the search goes by the loss, whose meaning it changes; compare "
-                            "methods with different values, each by a label of its own")  # fmt: skip
+            raise UserError(f"{name} cannot be searched: it changes the meaning of the loss that the search minimises; "
+                            "compare methods with different values, each under its own label")  # fmt: skip
         if name == _EACH:
             raise UserError(f"{name} cannot be searched: it holds what each client has chosen; search the fields in it")
         if isinstance(values, str) and values not in (GRID, EXTENDED_GRID) and trials is None:

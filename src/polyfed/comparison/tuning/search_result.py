@@ -223,7 +223,7 @@ class SearchResult:
         if self.ranked_runs_by_client:
             sentence += (
                 f"; each client of {join_names(list(self.ranked_runs_by_client))} chose for itself, by the loss on its "
-                f"own validation examples (where they are few, that of all clients counts as {POOLED_LOSS_WEIGHT} more)"
+                f"own validation examples (the loss of all clients counts as {POOLED_LOSS_WEIGHT} further examples)"
             )
         if not self.held_out:
             return sentence

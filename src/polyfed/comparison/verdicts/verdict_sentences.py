@@ -157,8 +157,8 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
         return f"{subject}: stay alone: {leader} is {much} worse than {rival} on new examples {rests}"
     because = f"; {why_not}" if why_not else ""
     if interval[1] - interval[0] > _WIDE.get("%" if unit == "%" else content["score"], math.inf):
-        dealt = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} dealings of "
-        return f"{subject}: {first}not decided: {dealt}{basis}{',' if ',' in basis else ''} cannot answer{because}"
+        splits = "" if content["same_clients"] and not content["resplit"] else f"{len(content['seeds'])} splits of "
+        return f"{subject}: {first}not decided: {splits}{basis}{',' if ',' in basis else ''} cannot answer{because}"
     low, high = (_better_or_worse(end, unit, label) for end in interval)
     return f"{subject}: {first}not decided: {leader} is between {low} and {high} than {rival} {rests}{because}"
 
@@ -243,8 +243,8 @@ def _alternatives_sentences(content: Mapping[str, Any]) -> list[str]:
     if content["reference"] is None:
         return []
     if not names:
-        return ["The answers are against training alone only: what a simple model of each site would do was not asked "
-                "(--no-references, references=False)."]  # fmt: skip
+        return ["The answers compare with training alone only: no simple models of each site were fitted (--no-references, "
+                "references=False)."]  # fmt: skip
     models = ", ".join(describe_alternative(name, None, content["task"]) for name in names)
     rule = (
         f"A site is told to join only if the method beats everything it has alone: training alone, {models}. The gain is "
@@ -268,28 +268,29 @@ def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
         return [
             estimated,
             level,
-            f"The examples of each site were dealt {resplit} times to training and test, each time with another seed; the "
-            "intervals cover other seeds, other training examples and other test examples, and are corrected for what the "
-            "dealings share (Nadeau and Bengio 2003).",
+            f"The examples of each site were split {resplit} times into training and test examples, each time with another "
+            "seed; the intervals cover other seeds, other training examples and other test examples, and are corrected for "
+            "the examples that the splits share (Nadeau and Bengio 2003).",
         ]
     if not content["same_clients"]:
         if seeds == 1:
-            return [estimated, "One seed deals the data once, which gives no interval: give at least three."]
+            return [estimated, "One seed partitions the data once, which gives no interval: give at least three."]
         return [
             estimated,
             level,
-            f"Each of {seeds} seeds deals the data again; the intervals cover other seeds, other partitions and other "
-            "examples of these data, and are corrected for what the dealings share (Nadeau and Bengio 2003). A "
-            "client's name stands for other data in each seed, and has no answer of its own; --same-data deals once.",
+            f"Each of {seeds} seeds partitions the data again; the intervals cover other seeds, other partitions and other "
+            "examples of these data, and are corrected for the examples that the partitions share (Nadeau and Bengio 2003). "
+            "A client's name stands for other data with each seed, and has no answer of its own; --same-data partitions the "
+            "data once.",
         ]
     training_examples_note = (
-        "The training examples are the same in all runs, so that the intervals leave out what other training examples would "
-        "give; --resplit 10 (resplit=10 in Python) covers them too, and is the better answer where data are few."
+        "The training examples are the same in all runs, so that the intervals do not cover other training examples; "
+        "--resplit 10 (resplit=10 in Python) covers them too, and is better where data are few."
     )
     if seeds == 1:
         once = (
-            "With one seed the intervals are of these very networks on new test examples. They do not cover what another "
-            "seed would give, so that nothing is decided: give at least three."
+            "With one seed the intervals hold for these very networks on new test examples. They do not cover other seeds, "
+            "so that nothing is decided: give at least three."
         )
         return [estimated, level, once, training_examples_note]
     return [
@@ -311,13 +312,13 @@ def note_sentences(
         unclear: clients without an interval, because they have too few test examples.
     """
     sentences = [
-        f"{label} has no score for {join_names(clients)} with seed {seed}, and so no mean next to the others"
+        f"{label} has no score for {join_names(clients)} with seed {seed}, and so no mean to compare with the others"
         for (label, seed), clients in clients_without_score.items()
     ]
     if unclear:
         sentences.append(
-            f"{join_names(unclear)}: too few test examples for an interval of {content['score_label']}, and not in "
-            "that of the mean"
+            f"{join_names(unclear)}: too few test examples for an interval of {content['score_label']}; left out of the "
+            "interval of the mean"
         )
     few = sorted({c for rows in content["data"].values() for c, row in rows.items() if row["test"] < _FEW})
     if content["score"] == "r2" and few:

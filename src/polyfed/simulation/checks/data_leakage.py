@@ -94,7 +94,9 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
         if leaks := [leak for leak in all_leaks if leak.kind == kind]:
             sentences.append(f"{description}: {_format_leaks(leaks)}")
     if sentences:
-        text = f"{'; '.join(sentences)}; scores of examples that were trained on say nothing of new data: give others"
+        text = (
+            f"{'; '.join(sentences)}; scores of examples that were trained on say nothing about new data: give others"
+        )
         if warned is not None:
             warned.append(text)
         warnings.warn(text, UserWarning, stacklevel=2)

@@ -79,9 +79,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
     check_declared_words(algorithm, type(algorithm).__name__)
     check_table_schemas(clients, algorithm)
     if "classification" in requirements and (unsuited := [c for c in clients if c.task != "classification"]):
-        raise UserError(
-            f"{name} needs classes, one an example, but the task of {unsuited[0].id!r} is {unsuited[0].task}"
-        )
+        raise UserError(f"{name} needs one class per example, but the task of {unsuited[0].id!r} is {unsuited[0].task}")
     if "one_input_spec" in requirements:
         forms = {client.id: _describe_inputs(client.train) for client in clients}
         if odd_client := next((i for i in forms if forms[i] != forms[clients[0].id]), None):

@@ -101,7 +101,7 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
     scopes = {i: tuple(table.scope for table in tables_by_part(train).values()) for i, train in tables.items()}
     if pair := find_deviating_pair(scopes):
         raise UserError(
-            f"the numbers of client {pair[1]!r} are scaled otherwise than those of {pair[0]!r}: preprocess='federated' "
+            f"the numbers of client {pair[1]!r} are scaled differently from those of {pair[0]!r}: preprocess='federated' "
             "scales by the rows of all sites, preprocess='site' by each site's own; give one of them to all tables"
         )
 
@@ -125,8 +125,8 @@ def check_public_table(client: Client, public: Examples) -> None:
         )
     if any((ours[part].mean, ours[part].spread) != (theirs[part].mean, theirs[part].spread) for part in ours):
         raise UserError(
-            f"the numbers of the public examples (public=...) are scaled otherwise than the inputs of client {client.id!r}; "
-            f"{_PUBLIC}"
+            "the numbers of the public examples (public=...) are scaled differently from the inputs of client "
+            f"{client.id!r}; {_PUBLIC}"
         )
 
 
@@ -134,7 +134,8 @@ _PUBLIC = "take both from one table: pf.data.split_table(..., preprocess='federa
 
 
 def find_deviating_pair(marks: Mapping[str, Hashable]) -> tuple[str, str] | None:
-    """Returns a client with the most frequent mark, and the first with another; None if all marks are equal.
+    """Finds two clients that differ: one with the most frequent value, and the first with another. None if all values are
+    equal.
 
     >>> find_deviating_pair({"a": 1, "b": 2, "c": 2}), find_deviating_pair({"a": 1})
     (('b', 'a'), None)

@@ -228,7 +228,7 @@ class RayEngine(Engine):
             yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
 
     def _restart_worker(self, position: int) -> _RayWorker:
-        """Replaces a worker by a new one, kills the old one if it still lives, and returns it."""
+        """Replaces a worker by a new one and kills the old one if it still lives; returns the old one."""
         old_worker = self._workers[position]
         ray.kill(old_worker.actor)
         self._workers[position] = self._start_worker()
