@@ -153,6 +153,15 @@ def test_a_comparison_takes_no_changed_run(run):
         load_finished_history(*asked)
 
 
+def test_a_comparison_takes_no_run_that_was_stopped_while_it_wrote_its_predictions(run):
+    method = describe_method_and_settings(FedAvg(lr=0.1), Settings())["algorithm"]
+    arguments = (run, 4, [c.id for c in small_clients()], 0, method, read_manifest(run)["data_fingerprint"])
+    manifest = json.loads((run / "manifest.json").read_text())
+    del manifest["files"]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert load_finished_history(*arguments) is None
+
+
 def test_warm_starts_take_no_checkpoint_of_another_run(tmp_path):
     from polyfed.algorithms import FLHAGHN
     from polyfed.simulation.results.unseen_clients import load_trained_server

@@ -1,7 +1,7 @@
 """Simulates secure sums: computes the fixed-point sum of a deployment, without the encryption.
 
-Each reply is encoded in fixed point (`polyfed.core.messages.fixed_point`) as a site encodes it before masking, and the
-server half sees only the sum. So the result equals that of a deployment, bit for bit, and does not depend on the order of replies.
+Each reply is encoded in fixed point (`polyfed.core.messages.fixed_point`), as a site encodes it before masking. The server
+half sees only the sum. So the result equals that of a deployment, bit for bit, and does not depend on the order of replies.
 """
 
 from collections.abc import Mapping, Sequence
