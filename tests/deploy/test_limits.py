@@ -298,7 +298,7 @@ def test_how_many_examples_a_site_has_is_said_at_the_beginning_or_never(run, nod
         return dataclasses.replace(letter, head={n: v for n, v in letter.head.items() if n != "num_examples"})
 
     instead(silent, "query")(grid.nodes[101])
-    with pytest.raises(UserError, match="site 'client-0' does not tell its number of examples, which fedavg needs"):
+    with pytest.raises(UserError, match="site 'client-0' does not report its number of examples, which fedavg needs"):
         run(grid=grid)
     found = run(grid=grid, method=FedAvg(lr=0.05, weighted=False), out="b", rounds=1)
     losses = [row["train_loss"] for row in found.history[0]["clients"].values()]

@@ -39,7 +39,7 @@ def ok_finding(part: str, text: str) -> Finding:
 
 
 def note_finding(part: str, text: str) -> Finding:
-    """Builds a finding that is worth knowing and no mistake."""
+    """Builds a finding that is worth knowing, but no mistake."""
     return Finding("note", part, text)
 
 

@@ -91,9 +91,6 @@ def packed_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTE
         raise UserError(f"not a message of polyfed: {type(error).__name__}: {sanitize_line(error)}") from error
 
 
-# -- server -----------------------------------------------------------------------------------------------------------
-
-
 @final
 class SiteRegistry:
     """Maps sites to Flower's nodes by their introductions.

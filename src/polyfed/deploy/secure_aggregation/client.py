@@ -206,7 +206,7 @@ class SumParticipation:
 
     @property
     def threshold(self) -> int:
-        """Returns t, below which the site releases no unmasking shares."""
+        """Returns t, the smallest number of survivors for which the site releases unmasking shares."""
         return self.state.shared.threshold
 
     def mask_part(self, part: Message) -> Message:

@@ -29,7 +29,7 @@ _MAX_NAME_LENGTH = 200  # characters of a column's name or of a category
 
 
 class EnvelopeEngine(Protocol):
-    """An engine that carries envelopes besides tasks."""
+    """Carries envelopes between server and sites, besides running tasks."""
 
     def bind_federation(self, federation: Federation) -> None:
         """Binds the engine to the federation whose tasks it will carry."""

@@ -184,7 +184,7 @@ class DeploymentServer:
         for i in ids:
             needed_scalars = () if self.settings.secure else self.algorithm.scalars_needed  # a secure sum holds them
             if "num_examples" in needed_scalars and "num_examples" not in introductions[i]:
-                raise UserError(f"site {i!r} does not tell its number of examples, which {name} needs")
+                raise UserError(f"site {i!r} does not report its number of examples, which {name} needs")
             number = introductions[i].get("num_examples", 1)
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_EXAMPLES:
                 raise UserError(f"site {i!r} reports {str(number)[:40]} examples, which is no count")

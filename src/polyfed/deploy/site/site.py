@@ -217,7 +217,10 @@ class Site:
     def _check_and_introduce(
         self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any], table: dict[str, Any], *, reveals_count: bool
     ) -> Envelope:
-        """Checks that the client suits the method and began this run, and describes it; fills `table` before it can fail."""
+        """Checks that the client suits the method and began this run, and returns its description.
+
+        `table` gets the summary of the client's table before a check can fail, since a refusal sends it too.
+        """
         client, folder = self._load_client(), self._run_folder(head)
         if uses_federated_preprocessing(client):
             check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
@@ -304,7 +307,7 @@ class Site:
     def _run_task_or_report_failure(
         self, started: StartedTask, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
     ) -> Envelope:
-        """Returns the answer to one task; counts a failure and answers with that."""
+        """Runs one task and returns its answer; an error is counted and reported as a failure."""
         try:
             return self._run_task(started, algorithm, client, engine)
         except OSError:  # a fault of the site's disk, which reveals nothing about its data

@@ -28,7 +28,7 @@ USER 10001:10001
 WORKDIR /var/lib/polyfed
 VOLUME ["/etc/polyfed", "/var/lib/polyfed"]
 STOPSIGNAL SIGTERM
-# Whether the process of the site is there.
+# Checks that the site's process runs.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s --retries=3 \
   CMD ["python", "-c", "import glob, os, sys; sys.exit(not any(b'polyfed.deploy.worker\\0' in open(f, 'rb').read() for f in glob.glob('/proc/[0-9]*/cmdline') if os.path.exists(f)))"]
 # After these the container is given --superlink HOST:PORT and --node-config '...' (compose.yaml).
