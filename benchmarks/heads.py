@@ -9,8 +9,8 @@ and 0.1 by validation accuracy of seed 0; where that is the smallest or the larg
 three seeds.
 
 Printed: accuracy of the last round, mean over clients ± standard deviation over seeds; the difference with its interval of
-95 %, for new seeds and new test examples (`polyfed.comparison.statistics.mrmc`); MB (2^20 bytes) each way of one client and round;
-processor seconds of a run, on one thread.
+95 %, for new seeds and new test examples (`polyfed.comparison.statistics.mrmc`); MB (2^20 bytes) each way of one client
+and round; processor seconds of a run, on one thread.
 """
 
 import argparse

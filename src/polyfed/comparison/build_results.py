@@ -1,4 +1,5 @@
-"""From the runs of a comparison to its results: the mapping that `polyfed.comparison.storage.comparison_directory` documents."""
+"""From the runs of a comparison to its results: the mapping that `polyfed.comparison.storage.comparison_directory`
+documents."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +58,8 @@ class ResultInputs:
         metric: which decides.
         outputs: of method, seed, client and round on the client's test examples; None where they were not kept.
         targets: of the test examples of a client at a seed.
-        references: scores that are no method's, and `left_out`, what is not among them, see `polyfed.comparison.references.fit_references`.
+        references: scores that are no method's, and `left_out`, what is not among them, see
+        `polyfed.comparison.references.fit_references`.
         reference_outputs: of a simple model, seed and client, its outputs on the client's test examples.
         paths: of the runs that have directories, from that of the comparison.
     """

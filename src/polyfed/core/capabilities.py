@@ -92,14 +92,15 @@ def check_wrapped_network(method: Algorithm[Any, Any], network: nn.Module, weigh
     """
     if unknown := sorted(weights.keys() - unique_tensors(network).keys() - dict(network.state_dict()).keys()):
         name = type(method).__name__
-        cure = (
-            f"build them in {name}.wrap_network"
+        base = (
+            ""
             if isinstance(method, WrapsNetwork)
-            else f"derive {name} from polyfed.core.capabilities.WrapsNetwork, and build its evaluated network in wrap_network"
+            else f"derive {name} from {WrapsNetwork.__module__}.WrapsNetwork, and "
         )
+        cure = f"{base}build its evaluated network in {name}.wrap_network"
         raise UserError(
-            f"weights do not fit the model: the personal model of {name} has {unknown[:3]}, and the client's network has not; "
-            f"{cure} (see docs/add_a_method.md)"
+            f"weights do not fit the model: the personal model of {name} has {unknown[:3]}, and the client's network "
+            f"has not; {cure} (see docs/add_a_method.md)"
         )
 
 

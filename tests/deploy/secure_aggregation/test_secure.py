@@ -135,8 +135,9 @@ def test_what_a_site_sends_is_noise_to_whoever_records_it(secure_grid, secure_pl
 
 
 def edges_in(down, up):
-    """The attack of tests/algorithms/hypernetworks/test_flha_privacy.py: the edges of a graph from the change of the GNN's first layer,
-    and the types of layers whose columns have changed, by more than numbers in fixed point do when they are rounded."""
+    """The attack of tests/algorithms/hypernetworks/test_flha_privacy.py: the edges of a graph from the change of the
+    GNN's first layer, and the types of layers whose columns have changed, by more than numbers in fixed point do when
+    they are rounded."""
     change = {name: up[name].double() - tensor.double() for name, tensor in down.items()}
     change = {name: torch.where(c.abs() > 1e-9, c, 0.0) for name, c in change.items()}
     own, following = (change[f"gnn.0.lin_{part}.weight"] for part in ("root", "rel"))

@@ -36,8 +36,8 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     Args:
         weighted: weighs clients by their number of training examples (True, paper; the authors' code counts every client
             the same); False counts every client the same.
-        averaged_over: the clients over which Ŵ(T) is averaged: "all", with their latest networks (paper), which the server then
-            stores; or "cohort", those of the last round. Training is the same. See `GlobalModelMethod`.
+        averaged_over: the clients over which Ŵ(T) is averaged: "all", with their latest networks (paper), which the
+            server then stores; or "cohort", those of the last round. Training is the same. See `GlobalModelMethod`.
         buffers: "average" (polyfed's choice, as FedAvg).
 
     The other fields are those of `AlignmentMethod` and `LocalTraining`.

@@ -16,8 +16,8 @@ class FedAvg(GlobalModelMethod):
 
     Args:
         weighted: weighs clients by their number of training examples (the paper); False counts every client the same.
-        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
-            latest models, which the server then stores (see `GlobalModelMethod`).
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or
+            "all", with their latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`.
     """

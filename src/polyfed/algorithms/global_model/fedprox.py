@@ -23,8 +23,8 @@ class FedProx(GlobalModelMethod):
     Args:
         weighted: weighs clients by their number of training examples (polyfed's choice: as FedAvg; the paper draws clients
             with such probabilities instead); False counts every client the same.
-        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
-            latest models, which the server then stores (see `GlobalModelMethod`).
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or
+            "all", with their latest models, which the server then stores (see `GlobalModelMethod`).
         mu: μ ≥ 0 (0.01, polyfed's choice; the paper chooses among 0.001, 0.01, 0.1 and 1).
 
     The other fields are those of `LocalTraining`.

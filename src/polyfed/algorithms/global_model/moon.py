@@ -38,8 +38,8 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
         tau: τ > 0, the temperature (0.5, paper).
         module: name of the module whose input is the representation; None finds the last linear layer (polyfed's choice).
         weighted: weighs clients by their number of training examples (paper); False counts every client the same.
-        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
-            latest models, which the server then stores (see `GlobalModelMethod`).
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or
+            "all", with their latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`. Each minibatch goes through three networks.
 

@@ -22,8 +22,8 @@ class FedAvgFT(GlobalModelMethod):
 
     Args:
         weighted: weighs clients by their number of training examples (FedAvg's paper); False counts every client the same.
-        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
-            latest models, which the server then stores (see `GlobalModelMethod`).
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or
+            "all", with their latest models, which the server then stores (see `GlobalModelMethod`).
         finetune_epochs: epochs of fine-tuning (1, polyfed's choice).
         finetune_lr: learning rate of fine-tuning; None takes the round's (polyfed's choice).
 

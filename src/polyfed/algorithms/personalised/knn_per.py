@@ -45,8 +45,8 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
             validation examples are then out of fold: λ is chosen on the other half.
         module: name of the module whose input is the representation; None finds the last linear layer (paper).
         weighted: weighs clients by their number of training examples (paper); False counts every client the same.
-        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or "all", with their
-            latest models, which the server then stores (see `GlobalModelMethod`).
+        averaged_over: the clients over which the result is averaged: "cohort", those of the last round (paper), or
+            "all", with their latest models, which the server then stores (see `GlobalModelMethod`).
 
     The other fields are those of `LocalTraining`. The weights of a personal model hold the representations and labels
     of the client's training examples; they are not sent.

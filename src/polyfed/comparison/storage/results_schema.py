@@ -1,4 +1,5 @@
-"""The types of what a comparison writes, as `polyfed.comparison.storage.comparison_directory` documents it: what is read is checked by them.
+"""The types of what a comparison writes, as `polyfed.comparison.storage.comparison_directory` documents it: what is
+read is checked by them.
 
 What may be missing is of an earlier version, or not needed to show the results.
 """

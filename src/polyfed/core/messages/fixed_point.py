@@ -2,7 +2,8 @@
 
 A tree with the weight n becomes words: n itself, and round(n·x·2^32) for each number x of a floating tensor, n·x for
 each of a whole one. Words are added mod 2^64. From the sum comes the weighted mean Σ n_i x_i / Σ n_i, without a single tree
-ever being known: this is what a secure sum adds up (`polyfed.deploy.secure_aggregation`), and what a simulation computes in its place.
+ever being known: this is what a secure sum adds up (`polyfed.deploy.secure_aggregation`), and what a simulation
+computes in its place.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Carries out what `polyfed.core.vectorized.deferred_calls` has gathered: the training of many clients at once, and their outputs.
+"""Carries out what `polyfed.core.vectorized.deferred_calls` has gathered: the training of many clients at once, and
+their outputs.
 
 Networks are computed together only where a trial has shown that each then gets what it gets alone: in a network that polyfed
 does not know, examples of a batch may meet, a decision may hang on a number, or chance may be drawn from elsewhere.

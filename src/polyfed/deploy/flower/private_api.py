@@ -1,7 +1,7 @@
 """Loads and replaces the parts of Flower that a deployment needs and that are not public.
 
-`tests/deploy/flower/test_supernode.py` and `test_superlink.py` check them in the installed version. If they differ at run time, a
-deployment works without them, at Flower's own speed.
+`tests/deploy/flower/test_supernode.py` and `test_superlink.py` check them in the installed version. If they differ at
+run time, a deployment works without them, at Flower's own speed.
 """
 
 import functools

@@ -11,8 +11,8 @@ with their owners' rights. Flower's open build has no authentication there (`NoO
 entities refuse every such run. But the interface accepts a plugin that checks a token, and the command `flwr` sends the
 token in its credential store.
 
-This uses parts of Flower that are not public. `tests/deploy/flower/test_superlink.py` checks them, and pyproject.toml names the tested
-versions.
+This uses parts of Flower that are not public. `tests/deploy/flower/test_superlink.py` checks them, and pyproject.toml
+names the tested versions.
 """
 
 import contextlib

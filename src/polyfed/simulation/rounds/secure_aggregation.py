@@ -156,8 +156,8 @@ class SecureSum(ReplySum):
             self._layout, self._total = layout, words.copy()
         elif layout != self._layout:
             raise UserError(
-                f"{type(self._method).__name__}: the tensors of {client_id!r} are not those of {self._ids[0]!r}; a secure sum "
-                "needs replies of one form"
+                f"{type(self._method).__name__}: the tensors of {client_id!r} are not those of {self._ids[0]!r}; "
+                "a secure sum needs replies of one form"
             )
         else:
             self._total += words

@@ -16,8 +16,8 @@ SETTINGS_KEYS = (
     "rounds", "seed", "clients-per-round", "evaluate-every", "checkpoint-every", "on-error", "min-replies", "metrics",
     "compress", "compress-down", "secure",
 )  # fmt: skip
-"""The words of a server's configuration that are fields of `Settings`; `polyfed.deploy.server.server_config.configure_server` takes
-these."""
+"""The words of a server's configuration that are fields of `Settings`;
+`polyfed.deploy.server.server_config.configure_server` takes these."""
 _FUNCTIONS = {
     "one_architecture": ("model", "the common network"), "architectures": ("architectures", "what builds each network"),
     "public_data": ("public", "unlabelled examples that are no site's"),
