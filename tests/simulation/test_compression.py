@@ -76,7 +76,7 @@ def test_every_method_gives_the_same_bits_on_a_pool_and_after_a_stop(tmp_path, n
     "method", [FedAvg(lr=0.05), FedHeNN(rad_size=20, rad_batch=8), PFedLA(lr=0.05), FLHAGHN(hidden=8)]
 )
 def test_neither_order_nor_compression_changes_anything_it_was_given(method, how):
-    public = pf.core.examples.examples.as_examples(PUBLIC) if "public_data" in method.requires else None
+    public = pf.core.examples.as_examples.as_examples(PUBLIC) if "public_data" in method.requires else None
     federation = Federation({c.id: c for c in small_clients()}, method, Settings(rounds=2, seed=3, **how), public)
     engine = InProcessEngine(method, small_clients(), torch.device("cpu"), compression=federation.reply_compression)
     with single_torch_thread():

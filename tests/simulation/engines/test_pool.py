@@ -124,7 +124,7 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path):
         "from polyfed.simulation.engines.pool import PoolEngine\n"
         "from polyfed.testing import small_clients\n"
         "engine = PoolEngine(FedAvg(), small_clients(), torch.device('cpu'), 2)\n"
-        "print(*engine.pids, flush=True)\n"
+        "print(*engine.worker_pids, flush=True)\n"
         "time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
