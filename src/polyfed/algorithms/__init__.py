@@ -1,7 +1,8 @@
-"""The federated methods, one file each, both halves together. `REGISTRY` is the list of what there is.
+"""Holds the federated methods, one file each with both halves, and lists them in `REGISTRY`.
 
-It is a literal dict, since the command line reads it, and each method's fields and docstring, from the source files: an
-import would take seconds (`polyfed.cli.static_registry`).
+`python tools/update_lists.py` writes this file from the methods' cards. `REGISTRY` is a literal dict, since the command line
+reads it, and each method's fields and docstring, from the source files: an import would take seconds
+(`polyfed.cli.static_registry`).
 """
 
 from typing import Any
@@ -94,7 +95,7 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
 
 
 def get(name: str) -> type[Algorithm[Any, Any]]:
-    """The class of a method by its name in the registry.
+    """Returns the class of a method by its name in the registry.
 
     Raises:
         UserError: an unknown name, with the nearest choices.
@@ -108,7 +109,7 @@ def get(name: str) -> type[Algorithm[Any, Any]]:
 
 
 def registry_name(algorithm: Algorithm[Any, Any]) -> str:
-    """The name of a method: that of the registry, or the class's for one that is not registered.
+    """Returns a method's name in the registry, or the name of its class if it is not registered.
 
     >>> registry_name(FedAvg())
     'fedavg'

@@ -1,4 +1,4 @@
-"""The contract suite that every method must pass, for this library's methods and for yours.
+"""Tests what every method must hold to: this library's methods and yours.
 
 Subclass `AlgorithmContract` in a test file and name the method in a fixture; pytest collects the tests:
 
@@ -63,38 +63,41 @@ def _equals_sent(private: torch.Tensor, sent: torch.Tensor) -> bool:
 
 
 def _is_close_to_received(private: torch.Tensor, received: torch.Tensor) -> bool:
-    """Returns whether a private tensor is what the server sent, up to rounding, as a bias before a BatchNorm stays."""
+    """Returns whether a private tensor is what the server had sent, up to rounding.
+
+    Training a bias in front of a BatchNorm, whose gradient is zero, hardly changes it.
+    """
     return private.shape == received.shape and torch.allclose(received.to(private.dtype), private, rtol=1e-5, atol=1e-6)
 
 
 def _storage_pointers(nested: PyTree) -> set[int]:
-    """The storages in which these tensors lie."""
+    """Returns the addresses of the storages in which these tensors lie."""
     return {t.untyped_storage().data_ptr() for t in iter_tensors(nested) if t.numel()}
 
 
 @final
 class _InterruptAfter(Progress):
-    """Presses Ctrl-C when a round is complete."""
+    """Interrupts a run, as Ctrl-C does, when a round is complete."""
 
     def __init__(self, round_number: int) -> None:
         self._round = round_number
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Ctrl-C after the chosen round."""
+        """Interrupts after the chosen round."""
         if record["round"] == self._round:
             raise KeyboardInterrupt
 
     def say(self, sentence: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def stop(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 _DECLARATION_OF = {
@@ -106,18 +109,18 @@ _DECLARATION_OF = {
 
 
 class AlgorithmContract(ABC):
-    """Tests of a method given by the fixture `algorithm`; override `clients` for a method that needs others."""
+    """Tests the method that the fixture `algorithm` returns; override `clients` for a method that needs others."""
 
     published: ClassVar[frozenset[str]] = frozenset()
     """Groups (top-level keys) of the client state that a method without a card sends by its nature, as FedFomo does the
     client's own model (`MethodCard.published`). Nothing else of the client state may be in a reply."""
 
     def clients(self, number: int = 3) -> list[Client]:
-        """The federation on which the method is tested."""
+        """Returns the clients on which the method is tested."""
         return small_clients(number)
 
     def public(self) -> Any:
-        """Public examples, for a method that requires them; as many as FedHeNN's default takes."""
+        """Returns public examples, for a method that requires them; as many as FedHeNN's default takes."""
         return torch.randn(5000, 6, generator=torch_generator(8)), torch.zeros(5000, dtype=torch.int64)
 
     def _federate(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client] | None = None, **options: Any) -> Run:

@@ -9,7 +9,7 @@ from polyfed.simulation.results.run import Run
 
 
 def without_durations(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Records of rounds without the seconds, which differ from run to run."""
+    """Returns the records of rounds without the seconds, which differ from run to run."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -11,7 +11,7 @@ from polyfed.core.seeds import torch_generator
 
 @final
 class SmallNet(nn.Module):
-    """A network with BatchNorm and dropout, so that buffers and random numbers are put to the test.
+    """A network with BatchNorm and dropout, so that a test covers buffers and random numbers.
 
     A buffer that is not in the state dict counts the training steps and dampens the outputs: whoever trains or evaluates
     it with the count that another client left gets other results.
@@ -25,7 +25,7 @@ class SmallNet(nn.Module):
         self.register_buffer("steps", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits (batch, 3) of inputs (batch, 6)."""
+        """Returns logits (batch, 3) of inputs (batch, 6)."""
         if self.training:
             self.steps += 1
         out: torch.Tensor = self.head(self.body(x)) / (1 + 0.02 * self.steps)
@@ -33,7 +33,7 @@ class SmallNet(nn.Module):
 
 
 def small_clients(number: int = 3) -> list[Client]:
-    """Clients with a few separable examples each, of unequal number; the same at every call.
+    """Builds clients with a few separable examples each, of unequal number; the same at every call.
 
     >>> [len(client.train) for client in small_clients()]
     [20, 26, 32]

@@ -1,5 +1,4 @@
-"""The base of methods in which the body of one architecture is averaged, and each client has a head of its own: FedRep and
-its relatives."""
+"""Provides the base of methods that average the body of a network and leave each client its own head (FedRep, FedPAC)."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -31,8 +30,10 @@ from polyfed.models.structure import split_body_and_head
 
 @dataclass(frozen=True, kw_only=True)
 class BodyAndHeadMethod(LocalPartMethod, ABC):
-    """A body φ that is averaged, and heads h_i. Evaluated model: φ with the client's own head; a client that never took part
-    has the head of the initial draw. A head that the server sends ("head") takes the place of the client's own.
+    """Averages the body φ of one architecture; each client keeps a head h_i, and trains both together.
+
+    Evaluated model: φ with the client's own head; a client that never took part has the head of the initial draw. A head
+    that the server sends ("head") takes the place of the client's own.
 
     The head is found by running the network on an example, which the server does not have: in round 1 it sends the whole
     initial draw, the replies hold bodies, and from then on bodies go down too.
@@ -46,41 +47,41 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
 
     @abstractmethod
     def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
-        """Names of the modules that are the head."""
+        """Returns the names of the modules that are the head."""
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The whole initial draw: only clients can find the head."""
+        """Returns the whole initial draw, since only clients can find the head."""
         assert server.model is not None  # `requires` names "one_architecture"
         draw = initial_state(server.model, server.seed)
         return {"draw": shared_tensors(draw, cached_module(server.model).buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """φ and the learning rate of the round, the same for everyone."""
+        """Sends φ, in round 1 the whole draw, and the learning rate; the same to every client."""
         group = "draw" if "draw" in server_state else "model"
         return Message({group: server_state[group]}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """φ in the form in which it went down; in round 1, when the server does not know it, a part of the network."""
+        """Returns the form of φ as it went down; in round 1, when the server does not know it, of a part of the network."""
         if "draw" not in server_state:
             return {"model": state_dict_spec(server_state["model"])}
         return {"model": spec_of_part(state_dict_spec(server_state["draw"]), reply, "model")}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Not in round 1, unless the head is named."""
+        """Returns False in round 1, unless the head is named."""
         return "draw" not in server_state
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """φ ← Σ_i (n_i/n) φ_i; the first replies settle which tensors φ has."""
+        """Sets φ ← Σ_i (n_i/n) φ_i; the first replies settle which tensors φ has."""
         if "draw" in server_state and not mean["model"]:
             emit_runtime_warning(empty_body_warning(self))
         return {"model": mean["model"]}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Heads differ only if the network takes another path on another client's data."""
+        """Says which heads differ; they do only if the network takes another path on another client's data."""
         advice = "; name the head's modules, head=(...)" if hasattr(self, "head") else "; use another network"
         return UserError(
             f"{type(self).__name__}: clients {error.first_client!r} and {error.other_client!r} find different heads "
@@ -94,18 +95,18 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         return split_body_and_head(module, self._find_head_modules(module, example))[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """h_i of the common draw."""
+        """Returns the head h_i of the common draw, and that the client has not trained yet."""
         return {**super().client_init(client, seed), "trained": False}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """φ_i and h_i, trained together."""
+        """Trains φ and h_i together for `local_epochs`; φ_i goes up, and h_i stays."""
         reply, state_after = super().local_update(message, client_state, client, seed)
         return reply, {**state_after, "trained": True}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """φ with h_i."""
+        """Returns φ with the client's head h_i."""
         net = self._load_with_local_part(message, client_state, client)
         if (
             self.buffers == "average"
@@ -128,13 +129,14 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
 def train_head_then_body(
     module: nn.Module, head: Container[str], fit_head: Callable[[], FitResult], fit_body: Callable[[], FitResult]
 ) -> float:
-    """Trains the head with the body frozen, then the body with the head frozen; the last loss. A part without parameters is
-    left out.
+    """Trains the head with the body frozen, then the body with the head frozen, and returns the last loss.
+
+    A part without parameters is left out.
 
     Args:
         module: the network, which both calls train in place.
         head: names of its tensors.
-        fit_head, fit_body: how.
+        fit_head, fit_body: train the parameters that are not frozen.
     """
     trainable, loss = {name: p for name, p in module.named_parameters() if p.requires_grad}, 0.0
     for trains_head, fit_part in ((True, fit_head), (False, fit_body)):
@@ -156,15 +158,15 @@ def _head_tensors(message: Message, client_state: ClientState) -> StateDict:
 
 
 def spec_of_part(network_spec: StateDictSpec, reply: Message, group: str) -> StateDictSpec:
-    """The form of those tensors of a network that a group of a reply has."""
+    """Returns the form of those tensors of a network that a group of a reply has."""
     return {name: network_spec[name] for name in reply.tensors.get(group, ()) if name in network_spec}
 
 
 def empty_body_warning(method: Averaging) -> str:
-    """What to say where there is no body."""
+    """Returns the warning for a network that is all head."""
     return f"{type(method).__name__}: the head is the whole network, so nothing travels: each client trains alone"
 
 
 def emit_runtime_warning(text: str) -> None:
-    """Said once, when the run begins or after its first round."""
+    """Warns once, when the run begins or after its first round."""
     warnings.warn(text, RuntimeWarning, stacklevel=3)

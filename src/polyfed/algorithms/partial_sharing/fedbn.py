@@ -19,10 +19,11 @@ from polyfed.models.structure import norm_tensor_names, split_body_and_head
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedBN(LocalPartMethod):
-    """FedAvg of everything but norm layers: their parameters and statistics never leave the client. Norm layers are found
-    by type (batch, instance, layer, group and RMS norms), wherever they are. One architecture. Evaluated model: the average
-    with the client's own norm layers; a client that never took part has the initial norm parameters, and statistics
-    estimated on its training data.
+    """Averages everything but norm layers, whose parameters and statistics never leave the client.
+
+    Norm layers are found by type (batch, instance, layer, group and RMS norms), wherever they are. One architecture.
+    Evaluated model: the average with the client's own norm layers; a client that never took part has the initial norm
+    parameters, and statistics estimated on its training data.
 
     A network without norm layers gets a warning: then this is FedAvg with `buffers="local"`.
 
@@ -64,7 +65,7 @@ class FedBN(LocalPartMethod):
             object.__setattr__(self, "norms", tuple(self.norms))  # a list, where it comes from a file
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The initial θ without norm layers."""
+        """Returns the initial θ without norm layers."""
         assert server.model is not None  # `requires` names "one_architecture"
         if not self._find_local_tensors(cached_module(server.model).module, None):
             warnings.warn("FedBN: the network has no norm layer, so only buffers stay local: this is FedAvg with "

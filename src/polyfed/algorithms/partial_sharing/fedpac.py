@@ -37,7 +37,9 @@ from polyfed.models.structure import find_representation_module
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedPAC(BodyAndHeadMethod):
-    """A body φ, which is averaged, and a head g_i for each client, the last linear layer. A client trains its head with the
+    """Averages the body φ; the server mixes a head, the last linear layer, for each client.
+
+    A client trains its head with the
     body frozen, then the body by CE + λ/d·‖f(x) − p̄_y‖² with the head frozen, p̄_c being the mean representation of class c
     over all clients. The server gives each client a head of its own, Σ_j α_ij g_j, by the weights that minimise the sum of
 
@@ -101,17 +103,17 @@ class FedPAC(BodyAndHeadMethod):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Only where heads stay with their clients."""
+        """Returns True only if heads stay with their clients."""
         return not self.collaborate
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The initial draw; no prototypes and no mixed heads yet."""
+        """Returns the initial draw; no prototypes and no mixed heads yet."""
         return {**super().server_init(server), "prototypes": {}, "heads": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """φ, the client's mixed head, and p̄ where it is to train with it."""
+        """Sends φ, the client's mixed head, and for training p̄."""
         common, groups = (
             super().dispatch(server_state, client_info),
             {"head": server_state["heads"].get(client_info.id)},
@@ -121,7 +123,7 @@ class FedPAC(BodyAndHeadMethod):
         return Message({**common.tensors, **{group: tree for group, tree in groups.items() if tree}}, common.scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """φ and class means; and, where heads are mixed, the head, h and V."""
+        """Returns the forms of φ and class means; if heads are mixed, of the head, h and V too."""
         classes = class_means_spec_for_prototypes(server_state["prototypes"], reply)
         specs = {**super().reply_spec(server_state, message, reply), **classes}
         if not self.collaborate:
@@ -133,7 +135,7 @@ class FedPAC(BodyAndHeadMethod):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic."""
+        """Sets φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic."""
         prototypes = update_prototypes(server_state["prototypes"], mean["classes"])
         return {
             **super().server_step(server_state, mean, client_ids),
@@ -142,7 +144,7 @@ class FedPAC(BodyAndHeadMethod):
         }
 
     def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
-        """The head of client i ← Σ_j α_ij g_j."""
+        """Sets the head of client i to Σ_j α_ij g_j."""
         statistics, local_heads = (
             {i: replies[i].tensors[part] for i in sorted(replies)} for part in ("statistics", "head")
         )
@@ -155,7 +157,7 @@ class FedPAC(BodyAndHeadMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """g_i of the common draw, which must be what gives the outputs."""
+        """Returns g_i of the common draw, which must be the layer that gives the outputs."""
         assert client.model is not None
         find_replaceable_head(cached_module(client.model, client.train.device).module, client, "FedPAC")
         return super().client_init(client, seed)
@@ -166,7 +168,7 @@ class FedPAC(BodyAndHeadMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """V and h by φ; then g_i by `head_epochs` on φ, and φ_i by `local_epochs` on g_i; then class means by φ_i."""
+        """Trains g_i on φ, then φ_i on g_i; sends V and h by φ, and class means by φ_i."""
         features = compute_representations(
             reset_for_eval(self.personal_model(message, client_state, client, seed)), client.train
         )

@@ -26,9 +26,10 @@ from polyfed.models.structure import find_head_modules, split_body_and_head
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedRep(BodyAndHeadMethod):
-    """A body φ that is averaged and heads h_i that never leave their clients. In a round each client trains its head with
-    the body frozen, then the body with the head frozen. One architecture. Evaluated model: φ with the client's own head; a
-    client that never took part has the head of the initial draw.
+    """Averages the body φ of one architecture; heads h_i never leave their clients.
+
+    In a round each client trains its head with the body frozen, then the body with the head frozen. Evaluated model: φ
+    with the client's own head; a client that never took part has the head of the initial draw.
 
     The head is found by running the network on an example, which the server does not have: in round 1 it sends the whole
     initial draw, the replies hold bodies only, and from then on bodies go down too. With `head` given, bodies only travel
@@ -84,7 +85,7 @@ class FedRep(BodyAndHeadMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """φ of the initial draw, or the whole draw where only clients can find the head."""
+        """Returns φ of the initial draw, or the whole draw if only clients can find the head."""
         state = super().server_init(server)
         if self.head is None and self.head_layers > 0:
             return state
@@ -108,7 +109,7 @@ class FedRep(BodyAndHeadMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """h_i by `local_epochs` on φ, then φ_i by `body_epochs` on h_i (algorithm 1)."""
+        """Trains h_i for `local_epochs` on φ, then φ_i for `body_epochs` on h_i (algorithm 1)."""
         net = self._load_with_local_part(message, client_state, client)
         fit_net = partial(fit, net.module, client, lr=message.scalars["lr"])
         # The body's seed is the round's own, which makes FedRep without a head FedAvg.

@@ -1,4 +1,4 @@
-"""By which shares FedPAC mixes heads, and what of a client's representations they follow from."""
+"""Computes the shares with which FedPAC mixes heads, and the statistics of representations from which they follow."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ _RIDGE = 1e-9
 
 
 def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
-    """α = argmin αᵀPα over α ≥ 0 with Σα = 1, exactly, float64.
+    """Returns α = argmin αᵀPα over α ≥ 0 with Σα = 1, exactly, float64.
 
     At the minimum Pα = μ + λ·1 with μ ≥ 0 and μᵀα = 0. So α is x/Σx for the x ≥ 0 that minimises ½·xᵀPx − 1ᵀx, and with
     P = LLᵀ that is the x ≥ 0 nearest to solving Lᵀx = L⁻¹1.
@@ -35,7 +35,7 @@ def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
 
 
 def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
-    """h_c = p_c·μ_c, (C, d), and V = (1/n)·[Σ_c p_c·E(‖f‖² | c) − Σ_c p_c²·‖μ_c‖²], of a client.
+    """Returns h_c = p_c·μ_c, (C, d), and V = (1/n)·[Σ_c p_c·E(‖f‖² | c) − Σ_c p_c²·‖μ_c‖²], of a client.
 
     >>> found = head_mixing_statistics(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]), 2)
     >>> found["h"].flatten().tolist(), found["v"].item()
@@ -48,7 +48,7 @@ def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -
 
 
 def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> StateDictSpec:
-    """The form of `head_mixing_statistics` in a reply whose class means have this form.
+    """Returns the form of `head_mixing_statistics` in a reply whose class means have this form.
 
     Raises:
         ValueError: V is negative.
@@ -60,7 +60,7 @@ def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> State
 
 
 def head_mixing_weights(statistics: Mapping[str, StateDict]) -> dict[str, dict[str, float]]:
-    """α_ij by i and j: what minimises variance and bias of each client's mixed head.
+    """Returns α_ij by i and j, which minimise variance plus bias of each client's mixed head.
 
     Args:
         statistics: `head_mixing_statistics` by client.

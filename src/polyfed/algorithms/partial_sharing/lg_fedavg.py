@@ -13,10 +13,11 @@ from polyfed.core.nn.buffers import BufferPolicy
 @final
 @dataclass(frozen=True, kw_only=True)
 class LGFedAvg(AveragedHeadMethod):
-    """Each client has a body φ_i of its own, of any architecture, and all share a head h: a client trains both together,
-    from its φ_i and the h that came down, and the server averages the heads. With the whole network as the head it is FedAvg
-    with buffers of one's own, bit for bit. Evaluated model: h(φ_i(x)), with the average h; next to it the client's network
-    as it had trained it, as `trained_...`.
+    """Averages the heads of networks whose bodies, of any architecture, stay with their clients.
+
+    A client trains both together, from its φ_i and the h that came down, as the base `AveragedHeadMethod` has it. With
+    the whole network as the head it is FedAvg with buffers of one's own, bit for bit. Evaluated model: h(φ_i(x)), with
+    the average h; next to it the client's network as it had trained it, as `trained_...`.
 
     A head's tensors travel under the place of their layer counted from the output (`0.weight` is the last layer's), since
     names differ between architectures. In round 1 nothing goes down: all clients draw the same first head from the run's

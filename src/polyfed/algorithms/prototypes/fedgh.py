@@ -35,10 +35,12 @@ ClientState = dict[str, Any]  # "model": W_i with the head that the client train
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorithm[ServerState, ClientState]):
-    """Each client trains a network of its own, of any architecture, whose head is replaced by the server's φ before each
-    round, and sends the mean representation of its examples of each class. The server trains φ on these means, with their
-    classes as labels. If φ never replaced a head, it would be Local, bit for bit. Evaluated model: W_i as the client trained
-    it; next to it W_i with the server's φ, as `global_...`.
+    """Trains one head at the server on class means, which replaces the heads of networks of any architecture.
+
+    Each client trains its network, whose head is replaced by the server's φ before each round, and sends the mean
+    representation of its examples of each class. The server trains φ on these means, with their classes as labels. If φ
+    never replaced a head, it would be Local, bit for bit. Evaluated model: W_i as the client trained it; next to it W_i
+    with the server's φ, as `global_...`.
 
     In round 1 nothing goes down, since the server learns the head's form from the first replies: the clients draw the φ from
     which the server starts from the run's seed. A class mean counts once, whatever the number of examples.
@@ -88,11 +90,11 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No head yet: its form is that of the first replies."""
+        """Returns no head yet: its form is that of the first replies."""
         return {**super().server_init(server), "seed": server.seed, "round": 0}
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Sums and weights of the classes, as many and as wide as φ takes."""
+        """Returns the form of sums and weights of the classes, as many and as wide as φ takes."""
         if not server_state["head"]:
             return class_means_spec(reply, None)
         head_spec = state_dict_spec(server_state["head"])
@@ -101,7 +103,7 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """φ ← φ after training on all clients' class means by cross-entropy."""
+        """Trains φ on all clients' class means by cross-entropy."""
         means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
             return {**server_state, "round": round_number}
@@ -117,12 +119,11 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """As the client's first state does."""
+        """Looks for the head, as the client's first state does."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """W_i: the common draw of the client's architecture, with the first φ as its head, whose place it must be able to
-        take."""
+        """Returns W_i: the common draw of the client's architecture, with the first φ as its head."""
         client_state = {
             "model": self._draw_weights(client, 1, lambda _: derive_seed(seed, "head"), seed)  # the seed of φ
         }
@@ -132,7 +133,7 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """W_i after `local_epochs`, from its body and φ; and the class means of its representations after that."""
+        """Trains W_i from its body and φ for `local_epochs`; sends the class means of its representations after that."""
         model = self._load_with_global_head(message, client_state, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         name = representation_module_name(model, client.train)
@@ -159,14 +160,14 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
         return model
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """W_i, with the head that `evaluate` names."""
+        """Returns W_i with the head that `evaluate` names."""
         load_model = self._load_with_global_head if self.evaluate == "global" else super().personal_model
         return load_model(message, client_state, client, seed)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The other of the two."""
+        """Yields W_i with the other of the two heads."""
         if self.evaluate == "global":
             yield "trained", super().personal_model(message, client_state, client, seed)
         else:

@@ -16,8 +16,10 @@ from polyfed.core.state_dict import IncompatibleTensorsError, StateDict
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedProto(PrototypeMethod, Averaging):
-    """Each client minimises CE + λ/d·‖f(x) − p̄_y‖² with a network of its own, of any architecture, and sends p_ic, the
-    mean of f over its examples of class c; the server averages them to p̄_c. λ = 0 is Local, bit for bit, as far as
+    """Averages each class's mean representation, which pulls the networks of all clients, of any architecture.
+
+    Each client minimises CE + λ/d·‖f(x) − p̄_y‖² and sends p_ic, the mean of f over its examples of class c; the server
+    averages them to p̄_c. λ = 0 is Local, bit for bit, as far as
     training goes. Evaluated model: the class of the nearest prototype; next to it W_i with its own head, as `head_...`.
 
     The server half needs the sum over clients alone. A class that no client of a round has keeps its prototype.
@@ -56,19 +58,19 @@ class FedProto(PrototypeMethod, Averaging):
             object.__setattr__(self, "discloses", self.discloses | {"class_counts"})
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No prototypes yet."""
+        """Returns no prototypes yet."""
         return {"prototypes": {}}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Not in round 1."""
+        """Returns False in round 1."""
         return bool(server_state["prototypes"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c (eq. 6)."""
+        """Sets p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c (eq. 6)."""
         return {"prototypes": update_prototypes(server_state["prototypes"], mean["classes"])}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Prototypes of one form are needed."""
+        """Says that prototypes of one form are needed."""
         return incompatible_class_means_error(self, error)

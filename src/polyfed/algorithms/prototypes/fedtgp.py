@@ -26,10 +26,12 @@ ClientState = dict[str, Any]  # "model": W_i and buffers
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
-    """Clients do as in FedProto: CE + λ/d·‖f(x) − p̂_y‖², and they send p_ic, the mean of f over their examples of class c.
-    The server does not average: it trains p̂_c = F(p̊_c), two layers on a trained vector, so that each p_ic is nearer to p̂_c
-    than to the others, by a margin δ. λ = 0 is Local, bit for bit, as far as training goes. Evaluated model: the class of
-    the nearest prototype; next to it W_i with its own head, as `head_...`.
+    """Trains prototypes at the server that keep classes apart; clients learn from them as in FedProto.
+
+    Clients minimise CE + λ/d·‖f(x) − p̂_y‖², and send p_ic, the mean of f over their examples of class c. The server does
+    not average: it trains p̂_c = F(p̊_c), two layers on a trained vector, so that each p_ic is nearer to p̂_c than to the
+    others, by a margin δ. λ = 0 is Local, bit for bit, as far as training goes. Evaluated model: the class of the nearest
+    prototype; next to it W_i with its own head, as `head_...`.
 
     Of a class that no client has sent so far there is no prototype, whatever F gives.
 
@@ -75,13 +77,13 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
         self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all class means")
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """No prototypes yet: their form is that of the first replies."""
+        """Returns no prototypes yet: their form is that of the first replies."""
         return {"generator": {}, "prototypes": {}, "seed": server.seed, "round": 0}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """p̂ after training on all p_ic with the loss of eq. 10."""
+        """Trains p̂ on all p_ic with the loss of eq. 10."""
         means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
             return {**server_state, "round": round_number}
@@ -94,7 +96,7 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
         delta = min(largest_class_distance(means, classes), self.margin)
 
         def loss(batch: ForwardPass) -> Tensor:
-            """−log of e^−(d(p, p̂_c) + δ) over its sum with e^−d(p, p̂_c') of the other classes (eq. 10)."""
+            """Returns −log of e^−(d(p, p̂_c) + δ) over its sum with e^−d(p, p̂_c') of the other classes (eq. 10)."""
             return F.cross_entropy(batch.outputs - delta * F.one_hot(batch.targets, classes), batch.targets)
 
         seed = derive_seed(server_state["seed"], round_number, "server")
@@ -110,7 +112,7 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
 
 @final
 class TrainablePrototypes(nn.Module):
-    """p̂_c = F(p̊_c) for each class c, F being two layers and p̊_c a vector; a network of negative distances to them.
+    """Computes negative distances to p̂_c = F(p̊_c) for each class c, F being two layers and p̊_c a trained vector.
 
     >>> net = TrainablePrototypes(3, 2, 5)
     >>> net.prototypes().shape, net(torch.zeros(4, 2)).shape
@@ -123,17 +125,19 @@ class TrainablePrototypes(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
 
     def prototypes(self) -> Tensor:
-        """(classes, width)."""
+        """Returns p̂, shape (classes, width)."""
         vectors: Tensor = self.mlp(self.embedding)
         return vectors
 
     def forward(self, x: Tensor) -> Tensor:
-        """−‖x − p̂_c‖, shape (batch, classes)."""
+        """Returns −‖x − p̂_c‖, shape (batch, classes)."""
         return -torch.cdist(x, self.prototypes(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def largest_class_distance(means: Examples, num_classes: int) -> float:
-    """max over c ≠ c' of ‖Q_c − Q_c'‖, Q_c being the plain mean of the clients' means of class c (eq. 9); 0 for one class.
+    """Returns the largest distance ‖Q_c − Q_c'‖ between two classes, 0 for one class.
+
+    Q_c is the plain mean of the clients' means of class c (eq. 9).
 
     >>> largest_class_distance(Examples(torch.tensor([[0.0], [2.0], [4.0]]), torch.tensor([0, 0, 1])), 3)
     3.0

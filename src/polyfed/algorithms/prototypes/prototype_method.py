@@ -1,4 +1,4 @@
-"""The client half of methods with one prototype for each class, shared by all clients (FedProto, FedTGP)."""
+"""Provides the client half of methods with one prototype for each class, shared by all clients (FedProto, FedTGP)."""
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,9 @@ _NEVER_PREDICTED = -1e9
 
 @dataclass(frozen=True, kw_only=True)
 class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, ABC):
-    """Each client minimises CE + λ/d·‖f(x) − p̄_y‖², the mean over a minibatch, f being the input of its last linear layer,
+    """Trains networks of any architecture whose representations are pulled to a common prototype of each class.
+
+    Each client minimises CE + λ/d·‖f(x) − p̄_y‖², the mean over a minibatch, f being the input of its last linear layer,
     of width d. An example of a class without a prototype adds nothing to the second term. After training, the client sends
     the mean of f over its training examples of each class, by the network that it ended with.
 
@@ -56,20 +58,20 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """The prototypes, the same for everyone, once there are some; and the learning rate."""
+        """Sends the prototypes, the same to every client, once there are some; and the learning rate."""
         tensors = {"prototypes": server_state["prototypes"]} if server_state["prototypes"] else {}
         return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Sums and weights of the classes, as many and as wide as the prototypes."""
+        """Returns the form of sums and weights of the classes, as many and as wide as the prototypes."""
         return class_means_spec_for_prototypes(server_state["prototypes"], reply)
 
     def validate_network(self, client: Client) -> None:
-        """As the client's first state does."""
+        """Looks for the head, as the client's first state does."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """W_i: the common draw of the client's architecture; and whether prototypes can take its head's place."""
+        """Returns W_i, the common draw; refuses a network whose head prototypes cannot replace, if they are evaluated."""
         client_state = super().client_init(client, seed)
         if self.evaluate == "prototypes":
             find_replaceable_head(
@@ -80,7 +82,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """W_i after `local_epochs`, and its class means."""
+        """Trains W_i for `local_epochs`, and sends its class means."""
         model = super().personal_model(message, client_state, client, seed)
         name, loss = representation_module_name(model, client.train), self._local_loss(message, client)
         loss_module = None if loss is None else name
@@ -108,7 +110,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         )
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """W_i, with the prototypes for its head or with its own."""
+        """Returns W_i with the prototypes as its head, or with its own head."""
         model = super().personal_model(message, client_state, client, seed)
         if self.evaluate == "head" or "prototypes" not in message.tensors:
             return model
@@ -119,13 +121,15 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
     def other_models(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """W_i with its own head."""
+        """Yields W_i with its own head."""
         if self.evaluate == "prototypes":
             yield "head", super().personal_model(message, client_state, client, seed)
 
 
 def install_prototypes_as_head(model: nn.Module, head: nn.Linear, prototypes: StateDict) -> nn.Module:
-    """The network whose class is the nearest prototype's, in place: ‖f‖² − ‖f − p_c‖² = 2·p_c·f − ‖p_c‖² is linear in f, and
+    """Replaces the head, in place, so that the network predicts the class of the nearest prototype, and returns the network.
+
+    ‖f‖² − ‖f − p_c‖² = 2·p_c·f − ‖p_c‖² is linear in f, and
     its softmax is that of −‖f − p_c‖². So it has the architecture of the client's network, and its file format.
 
     Args:
@@ -146,7 +150,7 @@ def install_prototypes_as_head(model: nn.Module, head: nn.Linear, prototypes: St
 
 
 def class_means_spec_for_prototypes(prototypes: StateDict, reply: Message) -> Mapping[str, StateDictSpec]:
-    """Of class means that prototypes are made of: of any size while there are none."""
+    """Returns the form of class means: that of the prototypes, or of any size while there are none."""
     if not prototypes:
         return class_means_spec(reply, None)
     means_spec = state_dict_spec(prototypes)["means"]
@@ -154,7 +158,7 @@ def class_means_spec_for_prototypes(prototypes: StateDict, reply: Message) -> Ma
 
 
 def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tensor]:
-    """p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c; a class that none has keeps its prototype.
+    """Returns p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c; a class that none has keeps its prototype.
 
     Args:
         prototypes: `means` (C, d), and which are `present` (C,); empty before the first.
@@ -170,8 +174,9 @@ def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tenso
 def build_prototype_loss(
     label_loss: Loss, prototypes: StateDict | None, lam: float, device: torch.device
 ) -> Callable[[ForwardPass], Tensor] | None:
-    """CE + λ/d·‖f(x) − p_y‖² of a minibatch, without the second term for a class that has no prototype; None where λ is 0,
-    or there are no prototypes.
+    """Returns the loss CE + λ/d·‖f(x) − p_y‖² of a minibatch; None if λ is 0 or there are no prototypes.
+
+    A class without a prototype has no second term.
 
     >>> places = {"means": torch.tensor([[1.0, 3.0]]), "present": torch.tensor([True])}
     >>> loss = build_prototype_loss(nn.functional.cross_entropy, places, 2.0, torch.device("cpu"))

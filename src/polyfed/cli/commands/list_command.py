@@ -1,4 +1,4 @@
-"""`polyfed list`: the methods, data sets, networks and recipes that there are, from their own docstrings."""
+"""Prints the methods, data sets, networks and recipes that there are (`polyfed list`)."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from polyfed.core.errors import UserError, did_you_mean
 
 
 def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
-    """Prints an overview of everything, or the details of the kinds asked for.
+    """Prints an overview of everything, or the details of some kinds.
 
     Raises:
         UserError: an unknown kind.
@@ -38,7 +38,7 @@ def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
 
 
 def first_sentence(thing: Any) -> str:
-    """The first sentence of a docstring, on one line.
+    """Returns the first sentence of a docstring, on one line.
 
     >>> first_sentence(ALGORITHMS["local"])
     'Each client alone, with any architecture.'
