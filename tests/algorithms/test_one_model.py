@@ -208,7 +208,7 @@ def test_the_former_name_is_no_option_and_no_field() -> None:
     from polyfed.cli.commands.options.configuration_parser import parse_configuration
     from polyfed.simulation.storage.configuration import build_method
 
-    with pytest.raises(pf.UserError, match="unknown option --algorithm.final"):
+    with pytest.raises(pf.UserError, match=r"unknown option --algorithm\.final"):
         parse_configuration(["--algorithm.final", "all"], {}, "polyfed run")
     with pytest.raises(pf.UserError, match="algorithm has no field 'finale'"):
         build_method({"name": "fedavg", "finale": "all"})

@@ -1,5 +1,4 @@
-"""From the runs of a comparison to its results: the mapping that `polyfed.comparison.storage.comparison_directory`
-documents."""
+"""Builds the results of a comparison from its runs, as `polyfed.comparison.storage.results_schema` describes them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,27 +40,27 @@ Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
 
 
 def no_outputs(label: str, seed: int, client: str, round_number: int) -> Tensor | None:
-    """For results whose predictions were not kept."""
+    """Returns None, for results whose predictions were not kept."""
     return None
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ResultInputs:
-    """What results are made of.
+    """Holds what the results of a comparison are computed from.
 
     Attributes:
         description: the content of `comparison.yaml`.
-        client_sizes: by seed, as text, and client: examples for training and test, and per class.
-        class_names: one per class, or None.
-        histories: the objects of `metrics.jsonl` of each run.
-        metric: which decides.
-        outputs: of method, seed, client and round on the client's test examples; None where they were not kept.
-        targets: of the test examples of a client at a seed.
-        references: scores that are no method's, and `left_out`, what is not among them, see
-        `polyfed.comparison.references.fit_references`.
-        reference_outputs: of a simple model, seed and client, its outputs on the client's test examples.
-        paths: of the runs that have directories, from that of the comparison.
+        client_sizes: by seed (as text) and client, the numbers of examples, and of training examples per class.
+        class_names: one name per class, or None.
+        histories: the records of `metrics.jsonl` of each run.
+        metric: the metric that decides.
+        outputs: returns the outputs of a method, seed, client and round on the client's test examples, or None.
+        targets: returns the targets of a client's test examples at a seed.
+        references: scores of simple models, see `polyfed.comparison.references.fit_references`.
+        left_out: sentences on references that were not fitted.
+        reference_outputs: returns the outputs of a simple model, seed and client on the client's test examples.
+        paths: run directories, relative to the comparison's.
     """
 
     description: Mapping[str, Any]
@@ -78,7 +77,7 @@ class ResultInputs:
 
 
 def build_results(inputs: ResultInputs, reading: ResultCriteria) -> dict[str, Any]:
-    """The content of `comparison.json`."""
+    """Builds the content of `comparison.json`."""
     description, metric = inputs.description, inputs.metric
     labels, reference = list(description["methods"]), description["reference"]
     curves = {run: build_learning_curve(history, metric.name) for run, history in inputs.histories.items()}
@@ -180,7 +179,7 @@ def _compared_point(
 
 
 def _chosen_round(run: Run, inputs: ResultInputs) -> int | None:
-    """By the search, for clients whose validation examples were held out for it alone; else by the run's own."""
+    """Returns the round chosen by the search if it held out validation examples of its own, else the run's best round."""
     search_round: int | None = (inputs.description.get("tuning") or {}).get("rounds", {}).get(run[0])
     run_round: int | None = inputs.histories[run][-1].get("best_round") if inputs.histories[run] else None
     return run_round if search_round is None else search_round
@@ -198,7 +197,7 @@ def _budget_limit(budget: Budget, curves: Mapping[Run, Sequence[CurvePoint]]) ->
 
 
 def _convergence_entry(label: str, inputs: ResultInputs) -> dict[str, Any]:
-    """Whether the method had done learning: by the validation loss of its runs, of the search, or else the training loss."""
+    """Judges whether a method had converged, by the validation loss of its runs or of the search, else the training loss."""
     histories = [history for (name, _), history in inputs.histories.items() if name == label]
     sizes = {seed: {c: row.get("val", 1) for c, row in rows.items()} for seed, rows in inputs.client_sizes.items()}
     losses = [(validation_losses_by_client(history), sizes.get(str(seed), {}))
@@ -221,7 +220,7 @@ def _convergence_entry(label: str, inputs: ResultInputs) -> dict[str, Any]:
 
 
 def _leader_and_doubt(content: Mapping[str, Any], ranks: Mapping[str, float], budget: Budget) -> tuple[str | None, str]:
-    """The best method that may be compared with the reference, and why nothing is decided."""
+    """Returns the best method that may be compared with the reference, and why nothing is decided (may be empty)."""
     reference, convergence = content["reference"], content["convergence"]
     contenders = {label: rank for label, rank in ranks.items() if label != reference}
     if budget.is_fixed or reference is None:
@@ -239,7 +238,7 @@ def _leader_and_doubt(content: Mapping[str, Any], ranks: Mapping[str, float], bu
 
 
 def _warnings(content: Mapping[str, Any], budget: Budget) -> list[str]:
-    """What a reader must know before anything else."""
+    """Returns the sentences for the top of the page."""
     sentences = []
     if content["tuning"] is None:
         sentences.append(
@@ -296,8 +295,10 @@ def _run_entry(
 
 
 def _clients_without_score(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str, str], list[str]]:
-    """By label and seed, clients for whom the run has no score and another method's run has one. Its mean would be over
-    other clients, and the better for it."""
+    """Returns by label and seed the clients without a score in that run and with one in another method's.
+
+    The run's mean would be over other clients, so it is not defined.
+    """
     by_run = {}
     for seed in next(iter(runs.values()), {}):
         scored_clients = {
@@ -314,8 +315,10 @@ def _ranking(
     labels: Sequence[str], runs: Mapping[str, Mapping[str, Any]], means_of: Mapping[str, float | None], sign: int, *,
     fitted: bool,
 ) -> tuple[str, dict[str, float]]:  # fmt: skip
-    """By what the best is chosen, and that score of each method that has one; higher is better. Validation scores do not
-    choose where training was `fitted` to these examples."""
+    """Returns which examples choose the best method, and each method's score on them, with higher as better.
+
+    Validation examples do not choose if training was `fitted` to them by early stopping.
+    """
     tested = {label: sign * mean for label in labels if (mean := means_of[label]) is not None}
     validated = {
         label: sign * value
@@ -330,7 +333,7 @@ def _ranking(
 
 
 def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Sequence[str]) -> Evidence:
-    """Of the methods with scores, and of what sites have alone."""
+    """Builds the evidence of the methods with scores and of the simple models."""
     methods = content["methods"]
     seeds, fixed = content["seeds"], content["same_clients"] and not content["resplit"]
     rounds = {label: {int(s): run["round"] for s, run in methods[label]["runs"].items()} for label in methods}

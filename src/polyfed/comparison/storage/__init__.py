@@ -1,1 +1,1 @@
-"""The directory of a comparison: results, configuration, continuation."""
+"""Reads and writes the directory of a comparison."""

@@ -1,4 +1,4 @@
-"""Whether a comparison goes on with the runs of one before: what is in both must be the same, and more may be asked for."""
+"""Decides whether a comparison may continue an earlier one: what both describe must be the same."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def describe_conflict(before: Mapping[str, Any], after: Mapping[str, Any]) -> st
 
 
 def _comparable(description: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a description must be as it was `before`."""
+    """Returns the part of a description that must be the same as in `before`."""
     comparable = {key: value for key, value in description.items() if key not in _OF_READING}
     for key in _MAY_GROW:
         if isinstance(comparable.get(key), Mapping) and isinstance(before.get(key), Mapping):

@@ -1,7 +1,8 @@
-"""The types of what a comparison writes, as `polyfed.comparison.storage.comparison_directory` documents it: what is
-read is checked by them.
+"""Defines what a comparison writes: `comparison.json` (`ComparisonResults`) and `comparison.yaml` (`ComparisonDescription`).
 
-What may be missing is of an earlier version, or not needed to show the results.
+Scores are fractions as in `metrics.jsonl` (0.81, not 81); None means "not defined". Gains are positive where the method is
+better, whichever way the score counts. A field that is not `Required` may be missing, since an earlier version did not write
+it or it is not needed to show the results. Files are checked against these types when they are read.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,14 @@ from typing import Any, Literal, Required, TypedDict
 from polyfed.core.io.validation import validation_error
 
 Score = float | None
+"""A score, or None where it is not defined."""
 IntervalEnds = tuple[float, float] | None
+"""The lowest and highest value."""
 AnswerWord = Literal["join", "stay", "undecided"]
 
 
 class GainEntry(TypedDict, total=False):
-    """A gain over what a client has alone, or of that over training alone."""
+    """Describes a gain over one reference, as if it were the only one."""
 
     gain: Score
     interval: IntervalEnds
@@ -23,33 +26,41 @@ class GainEntry(TypedDict, total=False):
 
 
 class AnswerEntry(TypedDict, total=False):
-    """What is said to a client, or of the mean."""
+    """Describes the answer to one client, or for the mean over clients."""
 
     client: Required[str | None]
+    """None for the mean over clients."""
     answer: Required[AnswerWord]
     method: str | None
     gain: Score
+    """Gain over the best that the client has alone."""
     interval: IntervalEnds
     test_examples: int | None
     over: str | None
+    """The best that the client has alone, such as "ridge"; the gain is over it."""
     rarest: int | None
+    """Test examples of the rarest class, where they limit the score."""
     basis: str
+    """What the answer rests on: "120 test examples, 4 of the rarer class"."""
     gains: dict[str, GainEntry]
+    """Gains over each model that the client has alone, by its name."""
     sentence: str | None
 
 
 class ClientSizesEntry(TypedDict, total=False):
-    """How many examples a client has."""
+    """Counts the examples of a client."""
 
     train: int
     val: int
     test: int
     classes: Required[list[int] | None]
+    """Training examples per class."""
     rarest: tuple[int, int] | None
+    """Number and class of the test examples of the rarest class."""
 
 
 class TargetReachedEntry(TypedDict, total=False):
-    """When a run reaches the target."""
+    """Describes the first evaluated round of a run that reaches the target."""
 
     round: Required[float]
     bytes: float
@@ -57,31 +68,42 @@ class TargetReachedEntry(TypedDict, total=False):
 
 
 class RunEntry(TypedDict, total=False):
-    """A run."""
+    """Describes one run: a method with one seed."""
 
     path: Required[str | None]
+    """The run directory, relative to the comparison's; None if the run was kept in memory."""
     round: Required[int | None]
+    """The compared round; None if no evaluated round is within the budget."""
     rounds: dict[str, int]
+    """Each client's own last round, only where each client stops alone; `round` is then the last of them."""
     scores: Required[dict[str, Score]]
+    """By client, at the compared round; empty without one."""
     mean: Score
+    """Mean over clients; None if a client lacks a score that another method has."""
     validation: Score
+    """Mean validation score at the compared round; None without validation examples."""
     bytes: Score
+    """Bytes down and up to the compared round."""
     seconds: Score
+    """Seconds of clients and server, without evaluation, to the compared round."""
     curve: Required[list[tuple[int, Score, float, float]]]
+    """Every evaluated round, also beyond the budget: (round, mean score, bytes, seconds)."""
     to_target: TargetReachedEntry | None
+    """None if the run does not reach the target."""
 
 
 class MeanTargetReachedEntry(TypedDict, total=False):
-    """When runs reach the target, on average."""
+    """Describes when a method's runs reach the target; means are None unless all seeds reach it."""
 
     reached: Required[int]
+    """Number of seeds that reach the target."""
     round: Required[Score]
     bytes: Required[Score]
     seconds: Required[Score]
 
 
 class ClientStatisticsEntry(TypedDict, total=False):
-    """Of a client over seeds."""
+    """Describes a client's scores over seeds; p and intervals hold for all clients together."""
 
     mean: Score
     gain: Score
@@ -89,56 +111,74 @@ class ClientStatisticsEntry(TypedDict, total=False):
     p: Score
     test_examples: int | None
     verdict: Literal["gains", "loses", "undecided"] | None
+    """None for the reference itself, and for clients that differ between seeds or lack a score."""
 
 
 class MethodStatisticsEntry(TypedDict, total=False):
-    """Of a method."""
+    """Describes a method's scores over seeds."""
 
     mean: Required[Score]
     interval: IntervalEnds
+    """Over seeds and test examples, of this method alone."""
     worst: Score
+    """Over clients, mean over seeds, as are `p10` and `p90`; `p10` is near the worst."""
     p10: Score
     p90: Score
     gain: Score
+    """Over the reference."""
     gain_interval: IntervalEnds
+    """Holds together with the intervals of the other methods."""
     gain_per_seed: list[float] | None
     losers: int | None
+    """Participants whose score is worse than the reference's."""
     participants: float | None
+    """Clients, mean over seeds; the clients of each seed if they differ."""
     p_reference: Score
+    """p of the mean gain over the reference, corrected for the number of methods."""
     p_best: Score
+    """p against the best, corrected for all pairs of methods; None for the best itself."""
     rounds: list[int | None]
+    """The compared round of each seed."""
     bytes: Score
+    """Mean over seeds, as are `seconds`."""
     seconds: Score
     to_target: MeanTargetReachedEntry
     clients: dict[str, ClientStatisticsEntry]
 
 
 class MethodEntry(TypedDict, total=False):
-    """A compared method."""
+    """Describes a compared method."""
 
     name: Required[str]
+    """Name in the registry, or of the class."""
     fields: dict[str, Any]
+    """All hyper-parameters."""
     evaluated: str
+    """The network that is scored, where fields decide it; mostly empty."""
     runs: Required[dict[str, RunEntry]]
+    """By seed, as text."""
     statistics: Required[MethodStatisticsEntry]
 
 
 class ConvergenceEntry(TypedDict, total=False):
-    """Whether a method had converged."""
+    """Says whether a method had converged."""
 
     converged: Required[bool | None]
     sentence: Required[str]
     advice: str
+    """Says what helps."""
 
 
 class ReferenceEntry(TypedDict, total=False):
-    """What a client has alone, or all data pooled."""
+    """Describes a simple model that each client trains alone, or a model of all data pooled."""
 
     sentence: Required[str]
     alone: bool
+    """True if each client has it alone; then it is a rival of the leader."""
     scores: Required[dict[str, Score]]
     mean: Score
     runs: dict[str, dict[str, Score]]
+    """Scores by seed and client."""
     interval: IntervalEnds
     gain: Score
     gain_interval: IntervalEnds
@@ -146,79 +186,113 @@ class ReferenceEntry(TypedDict, total=False):
 
 
 class MethodTuningEntry(TypedDict, total=False):
-    """The search of one method."""
+    """Describes the search of one method."""
 
     chosen: Required[dict[str, Any]]
     diverged: list[dict[str, Any]]
+    """Chosen fields whose runs diverged."""
     runs: Required[int]
     tried: list[dict[str, Any]]
+    """Each with its "fields", "loss" and "validation" score."""
     by_client: dict[str, dict[str, Any]]
+    """What each client of `local` chose."""
     rounds: dict[str, int]
+    """The number of rounds that each client of `local` chose."""
 
 
 class TuningEntry(TypedDict, total=False):
-    """A search."""
+    """Describes the search for hyper-parameters."""
 
     sentence: Required[str]
     by: str
+    """The quantity that decided, such as "validation loss"."""
     edge: list[str]
+    """Fields whose best value was at the edge of the search, such as "lr of fedavg"."""
     methods: Required[dict[str, MethodTuningEntry]]
 
 
-class SentenceEntry(TypedDict, total=False):
-    """A sentence."""
+class BudgetEntry(TypedDict, total=False):
+    """Describes the budget up to which rounds are compared."""
 
+    kind: str
+    """One of "best", "steps", "bytes" and "seconds"."""
+    limit: Score
     sentence: Required[str]
 
 
 class TargetEntry(TypedDict, total=False):
-    """The score to reach."""
+    """Describes the score to reach."""
 
     score: Score
+    """Mean of the reference's scores unless a target was given."""
     sentence: Required[str]
 
 
 class ComparisonResults(TypedDict, total=False):
-    """`comparison.json`."""
+    """Describes the content of `comparison.json`, written when all runs are finished."""
 
+    format: int
+    """Version of the format, 2."""
     title: Required[str]
+    """A name for headings."""
     task: Literal["classification", "multilabel", "regression"]
     score: Required[str]
+    """Name of the metric that decides."""
     score_label: str
     score_unit: str
+    """"%" for shares, else empty."""
     higher_is_better: bool
     level: float
+    """Confidence level of all intervals of gains together."""
     rounds: Required[int]
+    """Rounds of each run."""
     seeds: Required[list[int]]
     clients: list[str]
+    """Sorted ids, the same in each seed."""
     same_clients: Required[bool]
+    """True if an id is the same participant in each seed; only then does each client have an answer."""
     resplit: int | None
+    """Number of times that each client's examples were split again, one seed each."""
     class_names: list[str] | None
     data: dict[str, dict[str, ClientSizesEntry]]
-    budget: Required[SentenceEntry]
+    """By seed and client."""
+    budget: Required[BudgetEntry]
     target: Required[TargetEntry]
     reference: Required[str | None]
+    """Label of the method that trains alone; gains are over it."""
     best: Required[str | None]
+    """Label of the best mean; None if no method has one."""
     best_by: Required[str]
+    """Examples that it was chosen on, "validation" or "test"."""
     leader: str | None
+    """The best converged method beside the reference; answers are about it."""
     answers: list[AnswerEntry] | None
     mean_answer: AnswerEntry | None
     verdicts: Required[list[str]]
+    """The sentences of the answers."""
     covers: list[str]
+    """Sentences on what is estimated, and what is not covered."""
     warnings: list[str]
+    """Sentences for the top of the page."""
     convergence: dict[str, ConvergenceEntry]
     references: dict[str, ReferenceEntry]
     left_out: list[str]
+    """Sentences on references that were not fitted."""
     predictions: bool
+    """False if the compared rounds' predictions were not kept; then there are no intervals."""
     methods: Required[dict[str, MethodEntry]]
+    """By label, in the order of the table; the label is also the folder."""
     skipped: Required[dict[str, str]]
+    """By method, why it does not suit the clients."""
     failed: dict[str, str]
+    """By method, why a run of it failed."""
     notes: Required[list[str]]
+    """Sentences on what else to bear in mind."""
     tuning: Required[TuningEntry | None]
 
 
 class ExperimentEntry(TypedDict):
-    """How the clients of a comparison are made; what is in `config` is checked where it is used."""
+    """Describes how the clients of a comparison are made; `config` is checked where it is used."""
 
     config: dict[str, Any]
     methods: dict[str, dict[str, Any]]
@@ -228,30 +302,35 @@ class ExperimentEntry(TypedDict):
 
 
 class CriteriaEntry(TypedDict, total=False):
-    """How results were last read."""
+    """Describes how results were last read."""
 
     budget: str
     target: Score
 
 
 class ComparisonDescription(TypedDict, total=False):
-    """`comparison.yaml`."""
+    """Describes the content of `comparison.yaml`, written before the first run: all that decides results."""
 
     choices: str
+    """What learning rates and rounds are chosen by."""
     title: str
     seeds: list[int]
     experiment: ExperimentEntry | None
     reading: CriteriaEntry
+    """How results are read: budget and target."""
     search: dict[str, list[Any] | str] | None
     searched_at: str
+    """The budget that a search chose for; "best" if it is missing."""
     trials: int | None
     reference: str | None
     same_clients: bool
 
 
 def results_error(content: Mapping[str, Any]) -> str:
-    """What is wrong with the content of a `comparison.json`, as half a sentence; empty if nothing is: all types, and names
-    that stand for something else in it."""
+    """Returns why `content` is not that of a `comparison.json`, or an empty text.
+
+    Checks all types, and that labels, seeds and rounds refer to something in it.
+    """
     if type_error := validation_error(content, ComparisonResults):
         return type_error
     methods, seeds = content["methods"], {str(seed) for seed in content["seeds"]}

@@ -1,4 +1,4 @@
-"""The answers of a comparison, site by site: join, stay alone, or not decided, in words for those who decide."""
+"""Parses a comparison's answers: for each site whether to join, to stay alone, or that nothing is decided."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ANSWER_LABELS: Mapping[AnswerKind, str] = {"join": "Join", "stay": "Stay alone",
 @final
 @dataclass(frozen=True)
 class SiteAnswer:
-    """What a comparison answers a site.
+    """Holds the answer of a comparison to one site.
 
     Args:
         client: the site; None for the mean over sites.
@@ -50,7 +50,7 @@ class SiteAnswer:
             )
 
     def explanation(self) -> str:
-        """The sentence without the name of the site and without the answer, which stands before it."""
+        """Returns the sentence without the site's name and the answer, which stand before it on the page."""
         text = self.sentence.removeprefix(f"{'mean over clients' if self.client is None else self.client}: ")
         if self.kind == "undecided":  # what a simple model does alone is said before
             before, _, after = text.partition("not decided: ")
@@ -60,7 +60,7 @@ class SiteAnswer:
 
 
 def parse_site_answers(results: Mapping[str, Any]) -> list[SiteAnswer]:
-    """The answers to the sites, in the order in which the comparison has them; empty where it names no sites.
+    """Returns the answers to the sites in the comparison's order; empty where it has none.
 
     Raises:
         UserError: one of them is damaged.
@@ -69,7 +69,7 @@ def parse_site_answers(results: Mapping[str, Any]) -> list[SiteAnswer]:
 
 
 def parse_mean_answer(results: Mapping[str, Any]) -> SiteAnswer | None:
-    """The answer for the mean over sites; None where there is none.
+    """Returns the answer for the mean over sites, or None.
 
     Raises:
         UserError: it is damaged.

@@ -1,4 +1,4 @@
-"""What predictions of yes or no are worth: ROC curves, counts at a threshold, and calibration, as plain numbers."""
+"""Computes ROC curves, counts at thresholds, and calibration curves of binary predictions."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 BinaryPredictions = tuple[Floats, Bools]
-"""Of n examples: probabilities of yes, and whether it is yes; each of shape (n,)."""
+"""Predictions of n examples: probabilities of the positive class, and whether
+BinaryPredictions = tuple[Floats, Bools]each example is positive; each (n,).
+BinaryPredictions = tuple[Floats, Bools]"""
 
 THRESHOLDS = np.arange(1, 100) / 100
 FALSE_ALARM_GRID = (
@@ -25,8 +27,9 @@ _POINTS = 10
 @final
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """A point of a calibration curve: mean probability of its examples, share that is yes with its interval, and how many
-    examples it has (mean over the parts)."""
+    """Holds a point of a calibration curve: mean probability, share of positives with its interval, and the number of
+    examples (mean over seeds).
+    """
 
     mean_probability: float
     positive_share: float
@@ -36,8 +39,10 @@ class CalibrationPoint:
 
 
 def roc_curve_and_area(predictions: BinaryPredictions) -> tuple[Floats, float] | None:
-    """Sensitivity at the shares of false alarms `FALSE_ALARM_GRID`, shape (61,), and the area under the curve; None if
-    all examples are yes, or all no. Examples of the same probability are decided together.
+    """Computes the ROC curve, (61,) sensitivities at `FALSE_ALARM_GRID`, and its area; None if all examples are of one
+    class.
+
+    Examples of equal probability are decided together.
 
     >>> curve, area = roc_curve_and_area((np.array([0.9, 0.8, 0.3, 0.1]), np.array([True, False, True, False])))
     >>> curve[[0, 30]].tolist(), area
@@ -62,7 +67,7 @@ def roc_curve_and_area(predictions: BinaryPredictions) -> tuple[Floats, float] |
 
 
 def hits_and_false_alarms(predictions: BinaryPredictions) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Yes and no examples that are called yes at each of `THRESHOLDS`: those whose probability is at least the threshold.
+    """Counts true and false positives at each of `THRESHOLDS`; an example is called positive from the threshold on.
 
     >>> hits, alarms = hits_and_false_alarms((np.array([0.9, 0.2]), np.array([True, False])))
     >>> hits[[9, 89, 90]].tolist(), alarms[[9, 89]].tolist()
@@ -74,7 +79,7 @@ def hits_and_false_alarms(predictions: BinaryPredictions) -> tuple[NDArray[np.in
 
 
 def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: float) -> list[CalibrationPoint]:
-    """Examples in up to ten groups of equal size by their probability; fewer than 20 examples give none.
+    """Groups examples by probability into up to ten groups of equal size; fewer than 20 examples give none.
 
     Args:
         predictions_by_seed: one a seed. They are of the same examples, so that an interval counts those of one part.
@@ -96,7 +101,7 @@ def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: 
 
 
 def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, float]:
-    """Interval of a share (Wilson 1927); NaN without examples.
+    """Computes the interval of a share (Wilson 1927); NaN without examples.
 
     >>> [round(end, 3) for end in wilson_interval(8, 10, 0.95)]
     [0.49, 0.943]
@@ -111,7 +116,7 @@ def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, 
 
 
 def auc_interval(area: float, yes: float, no: float, level: float) -> tuple[float, float]:
-    """Interval of an area under a ROC curve by the number of examples (Hanley and McNeil 1982), within 0 and 1.
+    """Computes the interval of an AUC by the number of examples (Hanley and McNeil 1982), within 0 and 1.
 
     >>> [round(end, 3) for end in auc_interval(0.9, 50, 50, 0.95)]
     [0.837, 0.963]
@@ -123,5 +128,5 @@ def auc_interval(area: float, yes: float, no: float, level: float) -> tuple[floa
 
 
 def normal_quantile(level: float) -> float:
-    """How many standard deviations an interval of a level reaches to each side."""
+    """Returns the half-width of an interval in standard deviations."""
     return NormalDist().inv_cdf((1 + level) / 2)

@@ -1,4 +1,4 @@
-"""The predictions behind a setting's scores: of each method, seed and client those of its test examples."""
+"""Reads the predictions of a group's runs on their test examples, by method, seed and client."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _MANY_CLIENTS = 100  # clients from which only these two are read
 @final
 @dataclass(frozen=True, eq=False)
 class BinaryQuestion:
-    """A question of yes or no in the task: a class against the others, or a label. `column` of the outputs."""
+    """Describes a binary question of the task: one class against the others, or one label; `column` is its output."""
 
     name: str
     column: int
@@ -32,7 +32,7 @@ class BinaryQuestion:
 @final
 @dataclass(frozen=True, eq=False)
 class GroupPredictions:
-    """What was predicted.
+    """Holds the predictions of several methods, seeds and clients.
 
     Attributes:
         task: "classification", "multilabel" or "regression".
@@ -58,12 +58,12 @@ class GroupPredictions:
 
     @property
     def is_binary(self) -> bool:
-        """Whether the task is one of two classes."""
+        """Returns whether the task has two classes."""
         return self.task == "classification" and len(self.class_names) == 2
 
     @cached_property
     def binary_questions(self) -> tuple[BinaryQuestion, ...]:
-        """Questions of yes or no: of two classes one, whether it is the second; else one a class or label."""
+        """Returns the binary questions: for two classes whether it is the second, else one per class or label."""
         if self.task == "regression":
             return ()
         columns = [1] if self.is_binary else range(len(self.class_names))
@@ -72,8 +72,10 @@ class GroupPredictions:
     def binary_predictions(
         self, method: str, seed: int, clients: Sequence[str], question: BinaryQuestion
     ) -> BinaryPredictions:
-        """Probabilities and truths of all test examples of these clients together, each by its own network. Examples
-        whose output is not finite are left out."""
+        """Returns probabilities and truths of all test examples of these clients, each predicted by its own network.
+
+        Examples with an output that is not finite are left out.
+        """
         tables = [self.prediction_tables[method, seed, client] for client in clients]
         outputs, targets = torch.cat([p.outputs for p in tables]), torch.cat([p.targets for p in tables])
         finite_rows = torch.isfinite(outputs).all(1)
@@ -85,7 +87,7 @@ class GroupPredictions:
         return score, np.asarray(positive.numpy(), dtype=np.bool_)
 
     def confusion_matrix(self, method: str, seed: int, clients: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Test examples by true class (rows) and most probable class (columns), shape (K, K)."""
+        """Counts test examples by true class (rows) and most probable class (columns), shape (K, K)."""
         size = len(self.class_names)
         matrix = np.zeros((size, size), np.int64)
         for client in clients:
@@ -95,11 +97,13 @@ class GroupPredictions:
         return matrix
 
     def column_names(self) -> list[str]:
-        """Further columns of the examples, such as "sex", ascending."""
+        """Returns the names of further columns of the examples, such as "sex", ascending."""
         return sorted({name for table in self.prediction_tables.values() for name in table.columns})
 
     def column_values(self, name: str, clients: Sequence[str], seed: int) -> list[Any]:
-        """A column of the test examples of clients, in the order of `binary_predictions`; None where a client has none."""
+        """Returns a column of the clients' test examples, in the order of `binary_predictions`; None for clients without
+        it.
+        """
         cells: list[Any] = []
         for client in clients:
             table = self.prediction_tables[self.methods[0], seed, client]
@@ -110,7 +114,8 @@ class GroupPredictions:
 def read_group_predictions(
     run_group: RunGroup, class_names: Sequence[str] | None = None
 ) -> tuple[GroupPredictions | None, str]:
-    """The predictions of the runs of a setting at the rounds whose scores are shown; or None, and a sentence why.
+    """Reads the predictions of a group's runs at the rounds whose scores are shown; returns None and a sentence if there
+    are none.
 
     Args:
         run_group: as gathered.
@@ -176,7 +181,7 @@ def _group_predictions(
 
 
 def _methods_to_show(run_group: RunGroup) -> list[MethodRuns]:
-    """The leader, training alone, what sites are told to join with, and the next best."""
+    """Returns the methods to show: the leader, training alone, those that answers advise, and the next best."""
     advised = {
         answer.get("method")
         for answer in run_group.comparison_results.get("answers") or ()

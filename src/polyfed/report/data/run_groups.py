@@ -1,5 +1,6 @@
-"""What a page needs of run directories and of comparisons: runs of one method that differ in their seed alone are a line,
-and lines that answer the same question (the same data, clients and networks) are a setting."""
+"""Groups the runs of run directories and comparisons: runs that differ only in their seed are one method, and methods on
+the same data, clients and networks are one group.
+"""
 
 import json
 import math
@@ -37,7 +38,7 @@ _IGNORED_SETTINGS = {
 @final
 @dataclass(frozen=True, eq=False)
 class MethodRuns:
-    """A method with its settings: one run a seed, at least one.
+    """Holds the runs of one method with its settings, one per seed and at least one.
 
     Attributes:
         label: the method's name; where several lines have it, what tells them apart is added.
@@ -50,13 +51,14 @@ class MethodRuns:
 
     @cached_property
     def mean_by_run(self) -> tuple[float, ...]:
-        """The mean over clients of each run."""
+        """Returns the mean over clients of each run."""
         return tuple(mean_of_defined(list(run.score_by_client.values())) for run in self.runs)
 
     @cached_property
     def mean_learning_curve(self) -> Mapping[str, tuple[float, ...]]:
-        """By round that all runs have evaluated: `rounds`, and over the runs `megabytes` and `seconds` (means),
-        `mean_score`, `low` and `high` (of the mean score)."""
+        """Returns columns over the rounds that all runs have evaluated: `rounds`; `megabytes` and `seconds` (means over
+        runs); `mean`, `low` and `high` of the mean score.
+        """
         tables = [{point[0]: point for point in run.learning_curve} for run in self.runs]
         rounds = sorted(set.intersection(*(set(table) for table in tables)))
         columns: dict[str, list[float]] = {
@@ -77,8 +79,9 @@ class MethodRuns:
 @final
 @dataclass(frozen=True, eq=False)
 class ClientGain:
-    """What a participant's score gains over training alone, positive where it is better, whichever way the score counts: the
-    mean over seeds, and the lowest and highest of them."""
+    """Holds the gain of a participant over training alone, positive where it is better: the mean over seeds, and the
+    lowest and highest seed.
+    """
 
     client: str
     mean: float
@@ -89,7 +92,7 @@ class ClientGain:
 @final
 @dataclass(frozen=True, eq=False)
 class RunGroup:
-    """Lines of the same question; training alone comes last where there is one.
+    """Holds methods that answer the same question; training alone comes last.
 
     Attributes:
         title: what the data are.
@@ -110,28 +113,28 @@ class RunGroup:
 
     @property
     def local_method(self) -> MethodRuns | None:
-        """Training alone; None if that was not run."""
+        """Returns training alone, or None if it was not run."""
         return next((method for method in self.methods if method.label == self.local_label), None)
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
-        """Ascending."""
+        """Returns the seeds, ascending."""
         return tuple(sorted({run.seed for method in self.methods for run in method.runs}))
 
     @cached_property
     def clients(self) -> tuple[str, ...]:
-        """Ids, ascending."""
+        """Returns the clients' ids, ascending."""
         return tuple(
             sorted({client for method in self.methods for run in method.runs for client in run.score_by_client})
         )
 
     def participant_name(self, client: str, seed: int) -> str:
-        """The name under which the scores of a client of a seed are shown."""
+        """Returns the name under which the page shows a client of a seed."""
         return client if self.same_clients or len(self.seeds) == 1 else f"{client}, seed {seed}"
 
     @cached_property
     def common_seeds(self) -> tuple[int, ...]:
-        """Seeds with a mean score of every line that has one at all: means over other seeds do not stand side by side."""
+        """Returns the seeds for which every method that has scores has a mean; other means cannot be compared."""
         scored_seeds = [
             {run.seed for run, value in zip(method.runs, method.mean_by_run, strict=True) if value == value}
             for method in self.methods
@@ -139,11 +142,11 @@ class RunGroup:
         return tuple(sorted(set.intersection(*filter(None, scored_seeds)) if any(scored_seeds) else ()))
 
     def runs_of_common_seeds(self, method: MethodRuns) -> list[RunRecord]:
-        """The runs whose means are shown: of the common seeds; all where there is none."""
+        """Returns a method's runs of the common seeds, or all runs if there is no common seed."""
         return [run for run in method.runs if run.seed in self.common_seeds or not self.common_seeds]
 
     def mean_score(self, method: MethodRuns) -> float:
-        """Over clients and the counted runs; of a finished comparison what it says."""
+        """Returns the mean over clients and common seeds; for a finished comparison its stored mean."""
         if self.comparison_results:
             stored_mean = method.statistics["mean"]
             return math.nan if stored_mean is None else round(stored_mean, DIGITS)
@@ -156,27 +159,20 @@ class RunGroup:
         )
 
     def ranking_key(self, method: MethodRuns) -> float:
-        """Higher for a better mean, whichever way the score counts; lowest of all without one."""
+        """Returns a key that is higher for a better mean, and lowest of all without a mean."""
         mean_score = self.mean_score(method)
         return -math.inf if math.isnan(mean_score) else self.score_format.positive_if_better(mean_score)
 
     @cached_property
     def best_method(self) -> MethodRuns | None:
-        """The best of the methods beside training alone; None if there is no other with a mean."""
-        candidates = [
-            method
-            for method in self.methods
-            if method is not self.local_method and self.ranking_key(method) > -math.inf
-        ]
-        stated_best = [
-            method
-            for method in candidates
-            if method.label == (self.comparison_results.get("leader") or self.comparison_results.get("best"))
-        ]
-        return max(stated_best or candidates, key=self.ranking_key, default=None)
+        """Returns the best method beside training alone, or None if no other has a mean."""
+        others = [m for m in self.methods if m is not self.local_method and self.ranking_key(m) > -math.inf]
+        stated_label = self.comparison_results.get("leader") or self.comparison_results.get("best")
+        stated = [method for method in others if method.label == stated_label]
+        return max(stated or others, key=self.ranking_key, default=None)
 
     def score_by_participant(self, method: MethodRuns) -> dict[str, float]:
-        """Of each participant, its score; the mean over the counted seeds where it is in several. NaN without any."""
+        """Returns the score of each participant, a mean over common seeds where it is in several; NaN without any."""
         values_by_name: dict[str, list[float | None]] = {}
         for run in self.runs_of_common_seeds(method) if self.same_clients else method.runs:
             for client, value in run.score_by_client.items():
@@ -184,8 +180,10 @@ class RunGroup:
         return {name: mean_of_defined(values) for name, values in sorted(values_by_name.items())}
 
     def gains_over_local(self, method: MethodRuns) -> list[ClientGain]:
-        """Of each participant, largest first, each seed against the local run of that seed; whoever lacks one of the scores
-        is left out. Empty without local runs."""
+        """Returns each participant's gain, largest first, each seed against the local run of that seed.
+
+        Participants that lack one of the scores are left out. Empty without local runs.
+        """
         if self.local_method is None or method is self.local_method:
             return []
         local_scores = {run.seed: run.score_by_client for run in self.local_method.runs}
@@ -205,7 +203,7 @@ class RunGroup:
 
 
 def read_run_groups(folders: Sequence[Path]) -> tuple[list[RunGroup], list[str]]:
-    """Settings of run directories with their baselines, and of comparisons; and a sentence about each run left out.
+    """Reads run directories with their baselines, and comparisons; returns groups, and a sentence on each run left out.
 
     Raises:
         UserError: a folder is neither, or none of its runs has been evaluated yet.
@@ -241,7 +239,7 @@ def read_run_groups(folders: Sequence[Path]) -> tuple[list[RunGroup], list[str]]
 
 
 def _run_directories(folder: Path) -> Iterator[Path]:
-    """A run directory and its baselines, or the runs that an unfinished comparison has so far."""
+    """Yields a run directory and its baselines, or the runs so far of an unfinished comparison."""
     if (folder / comparison.DESCRIPTION).exists():
         yield from sorted(path.parent for path in folder.glob("*/seed-*/config.yaml"))
         return
@@ -255,7 +253,7 @@ def _run_directories(folder: Path) -> Iterator[Path]:
 
 
 def _comparability_key(run: RunRecord) -> str:
-    """Equal for runs whose scores may stand side by side."""
+    """Returns a key that is equal for runs whose scores may be compared."""
     shared_settings = {key: value for key, value in run.config.items() if key not in _IGNORED_SETTINGS}
     if "data" not in shared_settings and run.folder is not None:  # the clients were made in Python
         shared_settings["fingerprint"] = read_manifest(run.folder).get("data_fingerprint")
@@ -317,7 +315,7 @@ def _data_title(config: Mapping[str, Any]) -> str:
 
 
 def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord]) -> RunGroup:
-    """The setting of a comparison that is not finished, of the runs that it has."""
+    """Returns the group of an unfinished comparison, from the runs that it has."""
     description = comparison.read_description(folder)
     runs_by_label: dict[str, list[RunRecord]] = {}
     for run in runs:
@@ -338,7 +336,7 @@ def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord]) -> Run
 
 
 def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:
-    """The setting of a finished comparison; of each run that cannot be looked into there is a note."""
+    """Returns the group of a finished comparison; adds a note for each run that cannot be read."""
     results = comparison.load_comparison(folder).results
     try:
         score_fields = {name: results.get(f"score_{name}") for name in ("label", "unit")}

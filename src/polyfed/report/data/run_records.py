@@ -1,5 +1,4 @@
-"""What a run directory tells of its run. The rounds in `metrics.jsonl` are checked, so that a damaged file is told and not
-taken for a run that has not begun."""
+"""Reads a run directory for the page. A damaged `metrics.jsonl` is an error, not a run that has not begun."""
 
 import json
 import math
@@ -9,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from polyfed.comparison.statistics.learning_curve import add_costs
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
 from polyfed.core.evaluation.metrics import METRICS
-from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, read_text_file
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.monitoring.update_norms import NORM, norms_by_client
-from polyfed.simulation.storage.directory import read_config, read_manifest
+from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
 
 DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 
@@ -26,23 +25,24 @@ _SECONDS = ("seconds_clients", "seconds_server")  # runs of early versions have 
 @final
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """A run.
+    """Holds what the page shows of one run.
 
     Attributes:
-        folder: its directory; None of a comparison that was never written.
-        config: its configuration; what is known of it.
+        folder: the run directory; None for a run that was kept in memory.
+        config: the run's configuration, as far as it is known.
         method: name of the algorithm.
-        score_format: the score that decides.
-        planned_rounds: how many were wanted.
-        rounds_done: how many there are.
-        scored_round: the round whose scores count, the last evaluated one or that within the budget of a comparison.
+        seed: the run's seed.
+        score_format: the metric that decides, and how it is written.
+        planned_rounds: number of rounds that were asked for.
+        rounds_done: number of rounds that are done.
+        scored_round: the round whose scores count: the last evaluated one, or the last within a comparison's budget.
         score_by_client: each client's score after `scored_round`; None where it is not defined.
-        learning_curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round; NaN is not
-            defined.
-        failure_count: replies that were lost.
-        update_norms: by round, what each client's update had as its norm; runs of early versions have none.
-        warnings: sentences about its rounds.
-        uses_secure_sums: whether replies were parts of secure sums.
+        learning_curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round, NaN
+            where not defined.
+        failure_count: number of replies that were lost.
+        update_norms: by round and client, the norm of the update; runs of early versions have none.
+        warnings: sentences about the rounds.
+        uses_secure_sums: whether the run used secure sums.
     """
 
     folder: Path | None
@@ -62,18 +62,18 @@ class RunRecord:
 
     @property
     def score_name(self) -> str:
-        """The name of the score."""
+        """Returns the name of the score."""
         return self.score_format.name
 
     @property
     def megabytes_and_seconds(self) -> tuple[float, float]:
-        """Megabytes and seconds up to `scored_round`."""
+        """Returns megabytes and seconds up to `scored_round`."""
         last_point = next(point for point in reversed(self.learning_curve) if point[0] == self.scored_round)
         return last_point[2], last_point[3]
 
 
 def mean_of_defined(values: Sequence[float | None]) -> float:
-    """Of the values that there are, rounded so that equal means are equal; NaN if there are none.
+    """Returns the mean of the values that are defined, rounded so that equal means are equal; NaN if there are none.
 
     >>> mean_of_defined([1.0, None, 2.0]), mean_of_defined([]), mean_of_defined([0.1, 0.2, -0.3])
     (1.5, nan, 0.0)
@@ -83,7 +83,7 @@ def mean_of_defined(values: Sequence[float | None]) -> float:
 
 
 def read_run_record(folder: Path) -> RunRecord | None:
-    """What a run directory tells; None if no round has been evaluated.
+    """Reads a run directory; returns None if no round has been evaluated.
 
     Raises:
         UserError: its configuration or a round is damaged.
@@ -104,18 +104,11 @@ def read_run_record(folder: Path) -> RunRecord | None:
     if score is None:
         return None
     score_format = score_format_of(score, score_fields if score_fields.get("name") == score else None)
-    curve, seconds, final = [], 0.0, {}
-    for record in records:
-        # Without the evaluation, as comparisons count it.
-        seconds += record.get("seconds_clients", math.nan) + record.get("seconds_server", math.nan)
-        if evaluate_client_with_outputs := {
-            client: row[score] for client, row in record["clients"].items() if score in row
-        }:
-            final = evaluate_client_with_outputs
-            megabytes = (record["bytes_down_total"] + record["bytes_up_total"]) / 2**20
-            curve.append(
-                (record["round"], mean_of_defined(list(evaluate_client_with_outputs.values())), megabytes, seconds)
-            )
+    curve, final = [], {}
+    for record, moved, seconds in add_costs(records):
+        if scores := {client: row[score] for client, row in record["clients"].items() if score in row}:
+            final = scores
+            curve.append((record["round"], mean_of_defined(list(scores.values())), moved / 2**20, seconds))
     last_round = records[-1]["round"]
     try:
         seed, rounds = int(config.get("seed", 0)), int(config.get("rounds", last_round))
@@ -144,13 +137,13 @@ def read_run_record(folder: Path) -> RunRecord | None:
 def norms_and_warnings(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[int, dict[str, float]], tuple[str, ...]]:
-    """By round the norm of each client's update, and the warnings about the rounds; early versions have neither."""
+    """Returns the norm of each client's update by round, and the warnings about the rounds; early versions have neither."""
     norms = {record["round"]: round_norms for record in records if (round_norms := norms_by_client(record))}
     return norms, tuple(sentence for record in records for sentence in record.get("warnings", ()))
 
 
 def _deciding_metric(config: Mapping[str, Any]) -> str | None:
-    """The first of the metrics that a run was asked for; None where it was not asked for any."""
+    """Returns the first metric of a configuration, or None."""
     metrics = config.get("metrics")
     first = metrics[0] if isinstance(metrics, list) and metrics else metrics
     if isinstance(first, str) and ":" in first:  # one of the user's, which is called by the last word of `module:name`
@@ -159,42 +152,21 @@ def _deciding_metric(config: Mapping[str, Any]) -> str | None:
 
 
 def read_rounds(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rounds; none if there is no file yet. A last line that was cut off while it was written does not count.
+    """Reads and checks the records of a `metrics.jsonl`; a last line that was cut off while it was written is left out.
 
     Args:
-        path: `metrics.jsonl` of a run.
-        score_names: names of scores that must be numbers, beside those of polyfed.
+        path: the file.
+        score_names: names of scores that must be numbers, beside polyfed's metrics.
 
     Raises:
         UserError: the file cannot be read, or a line of it is not a round.
     """
-    try:
-        text = read_text_file(path, MAX_ROUNDS_BYTES, errors="replace")
-    except FileNotFoundError:
-        return []
-    lines = text.rstrip().split("\n") if text.strip() else []
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            # Half a round, or the zeros that some file systems leave after a power cut.
-            if number == len(lines) and not text.endswith("\n") and line.startswith(("{", "\0")):
-                break
-            error_text = "it is not JSON"
-        else:
-            error_text = _round_error(record, {*METRICS, *score_names, NORM})
-        if error_text:
-            raise UserError(
-                f"{path}, line {number}, is damaged: {error_text}; put back a copy of the file from before, or make "
-                "the run again"
-            )
-        records.append(record)
-    return records
+    names = {*METRICS, *score_names, NORM}
+    return read_metrics(path, strict=lambda record: _round_error(record, names))
 
 
 def _round_error(record: Any, score_names: Set[str]) -> str:
-    """What is wrong with a round; empty for a sound one."""
+    """Returns why `record` is not a valid `RoundRecord`, or an empty text."""
     if not isinstance(record, Mapping):
         return "it is no round"
     number = record.get("round")
@@ -224,7 +196,7 @@ def _round_error(record: Any, score_names: Set[str]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that fits a float; JSON has no infinities, and true is none."""
+    """Returns whether `value` is a number that fits a float; NaN and true are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

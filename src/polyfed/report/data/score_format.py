@@ -1,4 +1,4 @@
-"""How people read a score: its label, its unit, and which way is better."""
+"""Describes a score for people: its label, its unit, and which way is better."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from polyfed.core.io.number_format import NumberUnit, format_number
 @final
 @dataclass(frozen=True)
 class ScoreFormat:
-    """A score as people read it.
+    """Describes a score's label, unit and direction.
 
     Args:
         name: of its column.
@@ -31,20 +31,20 @@ class ScoreFormat:
     higher_is_better: bool = True
 
     def positive_if_better(self, difference: float) -> float:
-        """A difference of two scores, positive where the first is better."""
+        """Returns a difference of two scores, positive where the first is better."""
         return difference if self.higher_is_better else -difference
 
     def best_of(self, values: list[float]) -> float:
-        """The best of them, at least one."""
+        """Returns the best of at least one value."""
         return max(values) if self.higher_is_better else min(values)
 
     @property
     def highest_or_lowest(self) -> str:
-        """What the best value of several is."""
+        """Returns "highest" or "lowest", whichever the best value is."""
         return "highest" if self.higher_is_better else "lowest"
 
     def format_magnitude(self, difference: float) -> str:
-        """The size of a difference, with no sign.
+        """Returns the size of a difference, without its sign.
 
         >>> score_format_of("accuracy").format_magnitude(-0.051), score_format_of("auc").format_magnitude(0.02)
         ('5.1 points', '0.020')
@@ -53,7 +53,7 @@ class ScoreFormat:
         return text.replace(" %", " points")
 
     def format_signed(self, difference: float) -> str:
-        """A difference with its sign.
+        """Returns a difference with its sign.
 
         >>> score_format_of("accuracy").format_signed(-0.051)
         '−5.1 points'
@@ -63,7 +63,7 @@ class ScoreFormat:
 
 
 def score_format_of(name: str, overrides: Mapping[str, Any] | None = None) -> ScoreFormat:
-    """The scale of a score.
+    """Returns the format of a score.
 
     Args:
         name: of the score.

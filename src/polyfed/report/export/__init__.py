@@ -1,1 +1,1 @@
-"""A trained network to take away: a folder with which it can be used without polyfed and without the data."""
+"""Exports a trained network as a folder that needs neither polyfed nor the data."""

@@ -1,4 +1,4 @@
-"""The exported folder: written as a whole or not at all, and read again."""
+"""Writes an exported folder whole or not at all, and reads it again."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ _MEANINGS = {
 
 
 class ExportedSignature(TypedDict):
-    """What `signature.json` of an exported folder holds, as far as polyfed reads it again."""
+    """Describes the part of an exported folder's `signature.json` that polyfed reads again."""
 
     client: str
     task: str
@@ -119,7 +119,7 @@ def export_model(
 
 
 def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
-    """Files by name."""
+    """Returns the files' contents by name."""
     content, shape, checked = serialize_network(trained, format)
     file, version_by_package = NETWORK_FILES[format], package_versions()
     meaning = _MEANINGS[trained.signature["task"]]
@@ -179,7 +179,7 @@ def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
 
 
 def is_exported_folder(folder: Path) -> bool:
-    """Whether a folder is one that `export_model` wrote."""
+    """Returns whether `export_model` wrote a folder."""
     return (folder / SIGNATURE).is_file()
 
 

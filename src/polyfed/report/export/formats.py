@@ -1,4 +1,4 @@
-"""A network in a form that needs no polyfed, TorchScript or ONNX, compared with the network before it is handed on."""
+"""Exports a network as TorchScript or ONNX, and compares the file's outputs with the network's."""
 
 import importlib
 import io
@@ -27,7 +27,7 @@ _OUTPUT = "outputs"
 
 
 def validate_format(name: str) -> None:
-    """Raises if a format is unknown, or its packages are missing.
+    """Checks that a format is known and its packages are installed.
 
     Raises:
         UserError: which, and what to do.
@@ -44,12 +44,12 @@ def validate_format(name: str) -> None:
 
 @final
 class _OutputsDifferError(Exception):
-    """What was written gives other outputs than the network."""
+    """Says that an exported file gives other outputs than the network."""
 
 
 @single_torch_thread()
 def serialize_network(trained: TrainedModel, name: str) -> tuple[bytes | None, tuple[int, ...], bool]:
-    """A network in a format.
+    """Exports a network in a format.
 
     Args:
         trained: with its network.
@@ -92,7 +92,7 @@ NetworkFunction = Callable[..., Tensor]
 
 
 def _check_same_outputs(module: StandaloneModule, run_exported: NetworkFunction, trained: TrainedModel) -> None:
-    """Raises unless what was written gives the network's outputs, also for batches of other sizes than it was traced on."""
+    """Checks that the exported file gives the network's outputs, also for batches of other sizes than it was traced on."""
     for number in CHECKED_BATCH_SIZES:
         inputs = random_inputs(trained, number, seed=number)
         expected, actual = module(*inputs), run_exported(*inputs)
@@ -115,7 +115,7 @@ def _to_torchscript(module: StandaloneModule, trained: TrainedModel) -> tuple[by
 
 @contextmanager
 def _without_fused_attention() -> Iterator[None]:
-    """Layers of transformers by operations that ONNX has, not by torch's fused one."""
+    """Replaces torch's fused attention of transformer layers by operations that ONNX has."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

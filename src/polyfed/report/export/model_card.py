@@ -1,4 +1,6 @@
-"""The model card of an exported network, `README.md`: what it is, from how many examples, how good, how to use it."""
+"""Writes the model card of an exported network, `README.md`: what it is, what it was trained on, its scores, and its
+use.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -16,7 +18,7 @@ _SPLITS = {"train": "training", "val": "validation", "test": "test", "global_tes
 def model_card(
     trained: TrainedModel, file: str | None, outputs: Mapping[str, Any], *, checked: bool, versions: Mapping[str, str]
 ) -> str:
-    """The card as Markdown.
+    """Returns the model card as Markdown.
 
     Args:
         trained: what is exported.
@@ -95,7 +97,7 @@ def _never_trained_section(trained: TrainedModel, client: str) -> str:
 
 
 def _fields_to_state(method: Any) -> list[str]:
-    """The fields of a method that are not at the default of local training."""
+    """Returns the fields of a method that differ from the defaults of local training."""
     defaults = {f.name: f.default for f in fields(LocalTraining)}
     names = [f.name for f in fields(method)]
     return [
@@ -229,5 +231,5 @@ def _format_interval(interval: tuple[float, float]) -> str:
 
 
 def _escape_markdown(text: object) -> str:
-    """Text of others in a table of Markdown."""
+    """Escapes foreign text for a Markdown table."""
     return sanitise_for_terminal(text).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

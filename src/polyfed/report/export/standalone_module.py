@@ -1,4 +1,4 @@
-"""A network with its preprocessing as one module of plain tensors: what TorchScript and ONNX hold."""
+"""Wraps a network and its preprocessing as one module of plain tensors, for TorchScript and ONNX."""
 
 import math
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ class StandaloneModule(nn.Module):
         self.ready = nn.ModuleList(ready)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Outputs, shape (batch, ...), of the tensors of the signature in their order."""
+        """Returns the outputs, (batch, ...), for the signature's tensors in their order."""
         ready_inputs = tuple(ready(tensor) for ready, tensor in zip(self.ready, inputs, strict=True))
         outputs = logits_of(call_network(self.network, _build_input_tree(self.tree, ready_inputs)))
         return outputs if self.unit is None else self.unit(outputs)
 
 
 def _input_module(input_spec: ModelInput) -> nn.Module:
-    """What makes an input of a stored tensor."""
+    """Returns the module that turns a stored tensor into an input."""
     if (table := input_spec.get("prepared")) is not None:
         return _Rows(preprocessor_from_json(table))
     scale = input_spec["normalise"]
@@ -111,7 +111,7 @@ class _Rows(nn.Module):
 
 @final
 class _Unit(nn.Module):
-    """Targets of regression in the unit of the table."""
+    """Converts regression targets to the table's unit."""
 
     mean: Tensor
     spread: Tensor

@@ -1,4 +1,4 @@
-"""A client's personal network with all that its use needs and what there is to say of it, of a run or its directory."""
+"""Loads a client's personal network with its preprocessing and scores, from a run or a run directory."""
 
 import inspect
 import sys
@@ -53,7 +53,7 @@ TABLE_OPTIONS = (
 @final
 @dataclass(frozen=True)
 class ClientScore:
-    """On a client's own test examples; `interval` is None where there is none."""
+    """Holds a score on a client's own test examples; `interval` may be None."""
 
     label: str
     value: float
@@ -63,7 +63,7 @@ class ClientScore:
 @final
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """What is exported.
+    """Holds what is exported.
 
     Attributes: `network`, in evaluation mode on the CPU; `signature`; `preprocessor`, of a table;
     `architecture_description`, with which the method builds its own kind of network, or None; `class_names`, empty if
@@ -88,19 +88,19 @@ class TrainedModel:
 
     @property
     def method_name(self) -> str:
-        """Its name; empty at a site."""
+        """Returns the method's name; empty at a site."""
         return "" if self.algorithm is None else registry_name(self.algorithm)
 
     @property
     def method_summary(self) -> str:
-        """Which equations the method is, in the words of its module: "FedAvg: ... (McMahan et al., AISTATS 2017, ...)."."""
+        """Returns the first sentence of the method's module, which names its paper."""
         module = sys.modules.get(type(self.algorithm).__module__)
         text = inspect.getdoc(module) or inspect.getdoc(type(self.algorithm)) or ""
         return " ".join(text.split("\n\n")[0].split())
 
 
 def trained_model_of_run(run: Run, client: str) -> TrainedModel:
-    """The network of a client of a run.
+    """Returns the network of a client of a run.
 
     Raises:
         UserError: no client has this id.
@@ -136,7 +136,7 @@ def trained_model_of_run(run: Run, client: str) -> TrainedModel:
 
 
 def _never_trained(records: Sequence[Mapping[str, Any]], client: str, last_round: int) -> bool:
-    """Whether the records of rounds tell that a client trained in none up to this one."""
+    """Returns whether a client trained in no round up to this one."""
     rounds = [record for record in records if record["round"] <= last_round]
     return bool(rounds) and not any("seconds" in record["clients"].get(client, {}) for record in rounds)
 
@@ -151,7 +151,7 @@ def _refuse_wrapped_network(algorithm: Algorithm[Any, Any]) -> None:
 
 
 def read_trained_model(folder: Path, client: str | None, network: Architecture | None = None) -> TrainedModel:
-    """The network of a client that a run directory keeps, or a site in its folder of a run. The data are not read.
+    """Loads the network of a client from a run directory, or at a site from its folder of a run. No data are read.
 
     Args:
         folder: of the run, which has ended.
@@ -207,7 +207,7 @@ def read_trained_model(folder: Path, client: str | None, network: Architecture |
 
 
 def _find_model(folder: Path, client: str | None) -> tuple[Path, Signature]:
-    """The weights of a client and what they belong to."""
+    """Returns the weights of a client and what they belong to."""
     models = folder / "models"
     model_names = sorted(path.name.removesuffix(SIGNATURE_SUFFIX) for path in models.glob(f"*{SIGNATURE_SUFFIX}"))
     if not model_names:
@@ -235,7 +235,7 @@ def _find_model(folder: Path, client: str | None) -> tuple[Path, Signature]:
 
 
 def read_preprocessor(path: Path) -> TablePreprocessor | None:
-    """The preprocessing in a file; None if there is no such file.
+    """Reads the preprocessing from a file; None if there is no such file.
 
     Raises:
         UserError: it is damaged.
@@ -273,7 +273,7 @@ def build_network(
     method: Any = None,
     description: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A network with its weights, in evaluation mode: by a factory, by the method that brings it, or by its spec.
+    """Builds a network with its weights in evaluation mode: by a factory, by its method, or by its spec.
 
     Raises:
         UserError: nothing says how to build it, it is code that nobody allowed, or the weights do not fit.

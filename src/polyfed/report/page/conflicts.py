@@ -1,5 +1,6 @@
-"""Which clients of a FedPNAS run the federated gradient works against, as HTML: α_i of eq. 5 beside what Proposition 1
-compares it with. The picture is ours."""
+"""Renders α_i of eq. 5 of FedPNAS for each client, and how far its gradient goes along the federated one (Proposition
+1).
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ _ROWS = 64  # training examples of each
 
 
 def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> Markup:
-    """Two charts, a bar per client: the cosine of its own gradient before and after its step of adaptation (α_i of
-    normalised gradients), and how far its own gradient goes along the federated one.
+    """Renders two charts with one bar per client: the cosine of its gradients before and after its step of adaptation
+    (α_i of normalised gradients), and of its own gradient with the federated one.
 
     Args:
         folder: a finished run of `fedpnas` or `ca_fedpnas`, which is only read.

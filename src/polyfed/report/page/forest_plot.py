@@ -1,4 +1,4 @@
-"""Points with their intervals, one below the other: what is called a forest plot."""
+"""Draws forest plots: points with their intervals, one below the other."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ MAX_ROWS = 30  # rows that are drawn
 @final
 @dataclass(frozen=True)
 class IntervalMark:
-    """A value with its interval; `kind` is a class of `page.css`, or a style of lines as a number.
+    """Holds a value with its interval.
 
     Args:
         label: what it is of; told on hover.
@@ -44,7 +44,7 @@ class IntervalMark:
 @final
 @dataclass(frozen=True)
 class ForestRow:
-    """A line of the chart: its label at the left, and one or a few marks."""
+    """Holds a row of the chart: its label, and one or a few marks."""
 
     label: str
     marks: tuple[IntervalMark, ...]
@@ -60,7 +60,7 @@ def svg_forest_plot(
     signed: bool = False,
     show_zero: bool = False,
 ) -> Markup:
-    """Rows of marks; marks without a value are left out.
+    """Draws rows of marks; marks without a value are left out.
 
     Args:
         rows: at most `MAX_ROWS` are drawn, evenly.
@@ -142,7 +142,7 @@ def _svg_mark(
 
 
 def _evenly_spaced(size: int, max_count: int) -> list[int]:
-    """At most so many positions, evenly, with the first and the last."""
+    """Returns at most `max_count` positions, evenly spaced, with the first and the last."""
     if size <= max_count:
         return list(range(size))
     return sorted({round(k * (size - 1) / (max_count - 1)) for k in range(max_count)})

@@ -1,5 +1,6 @@
-"""What methods have to show beside their scores, as HTML: who aggregates from whom, how alike representations are, which
-operations were found, what a hypernetwork can generate, and warm starts. Each reads a run directory and changes nothing.
+"""Renders what methods add to the page: aggregation weights, alignment, cells, coverage and warm starts.
+
+Each reads a run directory and changes nothing.
 """
 
 import base64
@@ -43,8 +44,8 @@ MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
 
 
 def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANELS) -> Markup:
-    """pFedLA's weights α: each layer's matrix after the last round (the first `max_layers`), and how much of its own
-    each client keeps.
+    """Renders pFedLA's weights α: the matrix of each of the first `max_layers` layers after the last round, and the
+    weight of each client's own layer by round.
 
     Raises:
         UserError: the directory has none.
@@ -159,7 +160,7 @@ def html_architectures(search_result: ArchitectureSearchResult, key: str, max_cl
 
 
 def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
-    """The share of each network's parameters that a graph hypernetwork can generate, and why the rest stays local.
+    """Renders the share of each network's parameters that a graph hypernetwork can generate, and why the rest stays local.
 
     Args:
         clients: of the run, with their networks.
@@ -207,7 +208,7 @@ def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction)
 
 
 class WarmStartCurves(TypedDict):
-    """What `polyfed warmstart` keeps of a client."""
+    """Describes what `polyfed warmstart` keeps of a client."""
 
     score: str
     warm: list[float | None]
@@ -215,7 +216,8 @@ class WarmStartCurves(TypedDict):
 
 
 def html_warm_starts(folder: Path, key: str) -> Markup:
-    """Curves of unseen clients that `polyfed warmstart` trained from generated weights and from scratch; empty without any.
+    """Renders the curves of unseen clients that `polyfed warmstart` trained from generated weights and from scratch;
+    empty without any.
 
     Raises:
         UserError: the file of the curves is damaged.

@@ -1,4 +1,4 @@
-"""Scores and gains of groups of test examples, by a column of theirs such as "sex"."""
+"""Computes and renders scores and gains of groups of test examples, by a column such as "sex"."""
 
 import math
 from collections import Counter
@@ -32,7 +32,7 @@ _NOTHING = (math.nan, math.nan, math.nan)
 @final
 @dataclass(frozen=True, eq=False)
 class Subgroup:
-    """Scores of a group of test examples: value, low and high; None where they are not defined.
+    """Holds the scores of a group of test examples as value, low and high; None where they are not defined.
 
     Attributes:
         name: the value of the column.
@@ -48,8 +48,10 @@ class Subgroup:
 
 
 def rows_by_group(values: Sequence[Any]) -> dict[str, list[int]]:
-    """Positions of the examples of each group of a column: its values; the quarters of numbers of many values; rare values
-    of a long list together. Missing values are a group of their own, the last.
+    """Groups the positions of examples by a column: by its values, by quarters if it has many numbers, with rare values
+    of a long list together.
+
+    Missing values are the last group.
 
     >>> rows_by_group(["f", "m", None, "f"])
     {'f': [0, 3], 'm': [1], 'not known': [2]}
@@ -91,14 +93,14 @@ def _rows_by_quartile(value_by_row: dict[int, Any]) -> dict[str, list[int]]:
 
 
 def _quartile_label(low: float, high: float, first: bool, last: bool) -> str:
-    """A quarter of numbers that are not whole, in few letters: the chart has no room for more."""
+    """Returns a short label for a quarter of numbers that are not whole; the chart has little room."""
     return f"up to {high:.4g}" if first else f"above {low:.4g}" if last else f"{low:.4g} to {high:.4g}"
 
 
 def score_subgroups(
     predictions: GroupPredictions, column: str, clients: Sequence[str], metric: Metric, level: float
 ) -> list[Subgroup]:
-    """Scores and gains of the groups of a column, and first of all examples together.
+    """Computes scores and gains of the groups of a column, and first of all examples together.
 
     Args:
         predictions: the predictions. Where each seed deals other data, those of the first seed.
@@ -122,7 +124,7 @@ def score_subgroups(
 
 
 def best_method_and_local(predictions: GroupPredictions) -> list[str]:
-    """The leader and training alone: an interval takes its time, and more of them would hide what matters."""
+    """Returns the leader and training alone; intervals of more methods would take long."""
     first, reference = predictions.methods[0], predictions.local_label
     return [first] if reference in (None, first) else [first, str(reference)]
 
@@ -150,7 +152,7 @@ def _score_subgroup(
 
 
 def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> ScoreInterval:
-    """Without what no share and no AUC can be."""
+    """Clips an interval of a share, an AUC or their difference to possible values."""
     if estimate is None or not math.isfinite(estimate[0]):
         return None
     if metric.unit != "%" and metric.name != "auc":
@@ -162,7 +164,7 @@ def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> Sc
 def html_subgroups(
     predictions: GroupPredictions, column: str, score_format: ScoreFormat, level: float, key: str
 ) -> Markup:
-    """The groups of a column as a chart and a table, over all sites and, where they are few, of each.
+    """Renders the groups of a column as a chart and a table, over all sites and, where these are few, for each site.
 
     Raises:
         UserError: there is no such column.
@@ -274,5 +276,5 @@ def _table_cells(group: Subgroup, predictions: GroupPredictions, score_format: S
 
 
 def _format_interval(low: str, high: str, unit: str) -> str:
-    """An interval, with its unit once."""
+    """Returns an interval with its unit once."""
     return f"{low.removesuffix(unit)} to {high}"

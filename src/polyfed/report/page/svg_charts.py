@@ -30,7 +30,7 @@ _LABELLED = 40  # bars with a label and a number of their own
 @final
 @dataclass(frozen=True)
 class ChartLine:
-    """A line: label, x, y with their lowest and highest values (NaN leaves a gap), all of one length, and its style."""
+    """Holds a line of a chart: x, y with lowest and highest values (NaN leaves a gap), all of one length, and its style."""
 
     label: str
     x: Sequence[float]
@@ -43,7 +43,7 @@ class ChartLine:
 @final
 @dataclass(frozen=True)
 class ChartBar:
-    """A bar: label, value, and the lowest and highest of the values whose mean it is."""
+    """Holds a bar: its value, and the lowest and highest of the values whose mean it is."""
 
     label: str
     value: float
@@ -61,7 +61,7 @@ def svg_line_chart(
     unit: NumberUnit = "",
     integer_x: bool = False,
 ) -> Markup:
-    """Lines, with a band from `low` to `high` where these differ.
+    """Draws lines, with a band from `low` to `high` where these differ.
 
     A curve whose x is 0 throughout (what costs nothing) is a dashed level line at its last value. `data-line` of each group
     is the position of its curve, and `data-box` the frame in units and in values, for `page.js`. `integer_x`: x counts.
@@ -124,7 +124,7 @@ def svg_line_chart(
 def svg_bar_chart(
     bars: Sequence[ChartBar], *, key: str, title: str, x_label: str, unit: NumberUnit = "", signed: bool = False
 ) -> Markup:
-    """Bars from 0, one below the other in the order given; thin and without labels where they are many."""
+    """Draws bars from 0, one below the other in the given order; thin and without labels where they are many."""
     shown = [bar for bar in bars if math.isfinite(bar.value)]
     if not shown:
         return svg_empty_chart(key, title, "nothing is known of any of them")
@@ -202,7 +202,7 @@ def svg_heat_map(
     sqrt_colours: bool = False,
     as_counts: bool = False,
 ) -> Markup:
-    """A table as colours.
+    """Draws a heat map.
 
     Args:
         values: (R, C); NaN stays empty.
@@ -286,7 +286,7 @@ def svg_heat_map(
 
 
 def png_data_url(pixels: NDArray[np.uint8]) -> str:
-    """An RGB picture, (H, W, 3), as a data address."""
+    """Returns an RGB picture, (H, W, 3), as a data URL."""
     from matplotlib.image import imsave
 
     file = io.BytesIO()
@@ -297,7 +297,7 @@ def png_data_url(pixels: NDArray[np.uint8]) -> str:
 def svg_image(
     key: str, title: str, description: str, height: float, parts: Sequence[str], attributes: str = ""
 ) -> Markup:
-    """Parts of a drawing as an SVG element with a title and a description, whose ids begin with `key`."""
+    """Returns parts of a drawing as an SVG element with a title and a description, whose ids begin with `key`."""
     return Markup(
         f'<svg viewBox="0 0 {CHART_WIDTH} {height}" role="img" aria-labelledby="{key}-t {key}-d"{attributes}>'
         f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(description)}</desc>{"".join(parts)}</svg>'
@@ -305,7 +305,7 @@ def svg_image(
 
 
 def text_width(text: str) -> float:
-    """Units that a text takes, rather too many than too few: fonts differ."""
+    """Returns an upper estimate of a text's width in units of the charts; fonts differ."""
     wide_letters = sum(12.0 for letter in text if unicodedata.east_asian_width(letter) in "WF")
     return wide_letters + sum(
         9.5 if letter in "mwMW%@" else 6.8 for letter in text if unicodedata.east_asian_width(letter) not in "WF"
@@ -313,7 +313,7 @@ def text_width(text: str) -> float:
 
 
 def svg_empty_chart(key: str, title: str, reason: str) -> Markup:
-    """A drawing that says why there is none."""
+    """Draws a sentence that says why there is nothing to draw."""
     return svg_image(key, title, reason, 60, [svg_text(CHART_WIDTH / 2, 34, f"Nothing to draw: {reason}.", "middle")])
 
 
@@ -326,13 +326,13 @@ def svg_text(
     turned: bool = False,
     pivot: bool = False,
 ) -> str:
-    """A text; turned by 90° about the origin, or about its own point."""
+    """Returns a text element, turned by 90° about the origin or about its own point."""
     turn = "" if not turned else f' transform="rotate(-90 {x:.1f} {y:.1f})"' if pivot else ' transform="rotate(-90)"'
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
 def axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int = 5) -> list[float]:
-    """Round numbers that span an interval."""
+    """Returns round numbers that span an interval."""
     from matplotlib.ticker import MaxNLocator
 
     if low == high:
@@ -343,7 +343,7 @@ def axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int
 
 
 def format_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
-    """A round number of an axis."""
+    """Returns a tick of an axis as text."""
     value = 0.0 if abs(value) < 1e-12 else value
     text = f"{100 * value if unit == '%' else value:{'+' if signed and value else ''}.4g}".replace("-", "−")
     return f"{text} %" if unit == "%" and not signed else text
@@ -352,7 +352,7 @@ def format_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
 def _segments_without_gaps(
     points: Sequence[tuple[float, float, float, float] | None],
 ) -> list[list[tuple[float, float, float, float]]]:
-    """Runs of points without a gap."""
+    """Splits points into runs without a gap."""
     segments: list[list[tuple[float, float, float, float]]] = [[]]
     for point in points:
         if point is None:

@@ -1,4 +1,4 @@
-"""How much each client changes what it received, by round: a figure, its numbers, and whose updates stand out."""
+"""Renders the norm of each client's update by round, and names clients whose norms stand out."""
 
 import math
 
@@ -16,7 +16,7 @@ _ROUNDS = 8  # in the table
 
 
 def html_update_norms(run: RunRecord, key: str) -> Markup:
-    """HTML of the norms of a run's updates, the largest first; empty without any.
+    """Renders the norms of a run's updates, the largest first; empty without any.
 
     Args:
         run: as read.
@@ -57,7 +57,7 @@ def html_update_norms(run: RunRecord, key: str) -> Markup:
 
 
 def _outlier_sentences(run: RunRecord) -> list[str]:
-    """A sentence for each client whose norm was many times the median of the others' in some round."""
+    """Returns a sentence for each client whose norm was many times the median of the others' in some round."""
     largest: dict[str, tuple[float, int, int]] = {}
     for number in sorted(run.update_norms):
         for client, times in find_outlying_norms(run.update_norms[number]).items():

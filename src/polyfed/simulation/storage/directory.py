@@ -1,13 +1,12 @@
 """Manages the run directory: configuration, manifest, metrics of each round, checkpoints and final models."""
 
-import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypedDict, final
+from typing import IO, TYPE_CHECKING, Any, Required, TypedDict, final
 
 import yaml
 
@@ -23,8 +22,8 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
 from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
+from polyfed.simulation.storage.integrity import RunningHash, hash_config, read_newest_binding
 from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
-from polyfed.simulation.storage.integrity import hash_config, read_newest_binding
 from polyfed.simulation.storage.paths import safe_file_name
 
 if TYPE_CHECKING:
@@ -54,6 +53,20 @@ class Manifest(TypedDict, total=False):
     versions: dict[str, str]
 
 
+class RoundRecord(TypedDict, total=False):
+    """Describes a line of `metrics.jsonl`: what a round cost, and its losses and scores."""
+
+    round: Required[int]
+    bytes_down_total: Required[int]  # to the end of this round, all clients
+    bytes_up_total: Required[int]
+    seconds_clients: float  # of this round; early versions have none
+    seconds_server: float
+    clients: Required[dict[str, dict[str, Any]]]  # by client: losses, scores, bytes
+    summary: dict[str, dict[str, float | None]]  # by metric: over clients; empty where nothing was evaluated
+    failures: list[Any]
+    warnings: list[str]
+
+
 @final
 @dataclass(frozen=True)
 class RunDirectory:
@@ -61,7 +74,7 @@ class RunDirectory:
 
     path: Path
     _lock: IO[str]
-    _metrics_hash: "_RunningHash" = field(default_factory=lambda: _RunningHash())
+    _metrics_hash: RunningHash = field(default_factory=RunningHash)
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":
@@ -181,26 +194,6 @@ class RunDirectory:
         return create_private_folder(self.path / "models") / f"{safe_file_name(client)}.safetensors"
 
 
-@final
-class _RunningHash:
-    """Computes the running hash of lines that are added one by one."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def restart(self, text: str) -> None:
-        """Restarts with these lines."""
-        self._hash = hashlib.sha256(text.encode())
-
-    def add(self, line: str) -> None:
-        """Adds a line."""
-        self._hash.update(line.encode())
-
-    def hexdigest(self) -> str:
-        """Returns the hash of all lines so far."""
-        return self._hash.hexdigest()
-
-
 def write_weights(path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None) -> None:
     """Writes weights as a safetensors file and, if there is one, the network's description beside it."""
     import safetensors.torch  # imported late: it imports torch, which reading a configuration should not need
@@ -310,18 +303,39 @@ def list_changes(folder: str | Path, *, include_outputs: bool = True) -> list[st
     return changes_of(Path(folder), read_config(folder), read_manifest(folder), newest, include_outputs)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the records in a `metrics.jsonl`, up to the first damaged line."""
+def read_metrics(path: Path, strict: Callable[[Any], str] | None = None) -> list[dict[str, Any]]:
+    """Reads the records of a `metrics.jsonl`, see `RoundRecord`; an empty list if the file is missing.
+
+    Args:
+        path: the file.
+        strict: returns why a record is not valid, or an empty text; then a damaged line is an error, except a last line
+            that was cut off while it was written. None reads up to the first damaged line.
+
+    Raises:
+        UserError: the file cannot be read, or with `strict` a line is damaged.
+    """
+    text = read_metrics_text(path)
+    lines = text.rstrip().split("\n") if text.strip() else []
     records: list[dict[str, Any]] = []
-    if path.exists() or path.is_symlink():
-        for line in read_metrics_text(path).rstrip("\n").split("\n"):
-            try:
-                record = parse_json(line)
-            except ValueError:
-                break
-            if not isinstance(record, dict) or not isinstance(record.get("round"), int):
-                break
-            records.append(record)
+    for number, line in enumerate(lines, 1):
+        try:
+            record = parse_json(line) if strict is None else json.loads(line)
+        except (ValueError, RecursionError):
+            # Half a record, or the zeros that some file systems leave after a power cut.
+            is_cut_off = number == len(lines) and not text.endswith("\n") and line.startswith(("{", "\0"))
+            error = "" if is_cut_off else "it is not JSON"
+            record = None
+        else:
+            is_record = isinstance(record, dict) and isinstance(record.get("round"), int)
+            error = strict(record) if strict is not None else "" if is_record else "it is no round"
+        if error and strict is not None:
+            raise UserError(
+                f"{path}, line {number}, is damaged: {error}; put back a copy of the file from before, or make the run "
+                "again"
+            )
+        if error or record is None:
+            break
+        records.append(record)
     return records
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import MAX_ROUNDS_BYTES, UNLIMITED_BYTES, open_file, read_file
@@ -215,3 +215,23 @@ def read_newest_binding(folder: Path) -> Binding:
         if number.isdecimal() and (bound := read_checkpoint_hashes(candidate, "bound")):
             return {**bound, "round": number}
     return {}
+
+
+@final
+class RunningHash:
+    """Computes the SHA-256 of lines that are added one by one."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def restart(self, text: str) -> None:
+        """Begins again with this text."""
+        self._hash = hashlib.sha256(text.encode())
+
+    def add(self, line: str) -> None:
+        """Adds a line."""
+        self._hash.update(line.encode())
+
+    def hexdigest(self) -> str:
+        """Returns the hash of all lines so far."""
+        return self._hash.hexdigest()
