@@ -82,7 +82,7 @@ class Message:
 @final
 @dataclass(frozen=True, init=False)
 class Client:
-    """What one participant owns. Data are never sent; what a method discloses of them is in `Algorithm.discloses`.
+    """Holds what one participant owns. Data are never sent; what a method discloses of them is in `Algorithm.discloses`.
 
     Args:
         id: its name in tables, files and messages.
@@ -180,7 +180,7 @@ def _with_task_targets(examples: Examples, task: Task) -> Examples:
 @final
 @dataclass(frozen=True)
 class ClientInfo:
-    """What the server knows of a client when it writes to it.
+    """Says what the server knows of a client when it sends it a message.
 
     Attributes: `id`; `round` (from 1) of `rounds`; `architecture`, the client's architecture as a key of
     `ServerContext.architectures`, None unless the method's `requires` asks for it; `purpose`, what the message is for:
@@ -197,7 +197,7 @@ class ClientInfo:
 @final
 @dataclass(frozen=True)
 class DataSpec:
-    """What goes into a client's network and what comes out: `inputs`, the shape of one example without the batch, as
+    """Describes what goes into a client's network and what comes out: `inputs`, the shape of one example without the batch, as
     networks get it; `outputs`, the number of logits that its labels need."""
 
     inputs: tuple[int, ...]
@@ -207,7 +207,7 @@ class DataSpec:
 @final
 @dataclass(frozen=True)
 class ServerContext:
-    """What the server knows before the first round. Fields that `requires` does not ask for are None.
+    """Holds what the server knows before the first round. Fields that `requires` does not ask for are None.
 
     Attributes: `seed` of the run; `rounds` in all; `clients`, everyone who may take part; `model` builds the common
     network ("one_architecture"); `architectures` by key ("architectures"); `layer_catalogue` ("layer_catalogue");
@@ -250,7 +250,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     instance."""
 
     _largest: ClassVar[float] = 1e9
-    """Of the numbers in a reply. Networks that learn are far from it; one client beyond it would ruin the mean of all."""
+    """Limits the absolute value of the numbers in a reply: a single client beyond it would ruin the mean of all."""
     _differences: ClassVar[frozenset[str]] = frozenset()  # groups of a reply that hold differences already
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -263,14 +263,14 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @abstractmethod
     def server_init(self, server: ServerContext) -> ServerState:
-        """The server's state before round 1: nested dicts of tensors and plain scalars, as a checkpoint holds them."""
+        """Returns the server's state before round 1: nested dicts of tensors and plain scalars, as a checkpoint holds them."""
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """What the server sends to one client; messages may differ between clients."""
+        """Builds the message that the server sends to one client; messages may differ between clients."""
         return next(self.dispatch_all(server_state, [client_info]))
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """The messages to several clients, in their order, each made when it is asked for. A method that makes many at once
+        """Builds the messages to several clients, in their order, each when it is asked for. A method that makes many at once
         faster overrides this instead of `dispatch`; both give the same, up to rounding."""
         return (self.dispatch(server_state, client_info) for client_info in client_infos)
 
@@ -289,17 +289,17 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """The server's next state from the replies of the round's clients, whatever their order."""
+        """Computes the server's next state from the replies of the round's clients, whatever their order."""
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Scalars of a reply that the server half uses; a site sends no others unless its owner discloses them."""
+        """Names the scalars of a reply that the server half uses; a site sends no others unless its owner discloses them."""
         return frozenset({"num_examples"}) if getattr(self, "weighted", False) else frozenset()
 
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """What of the server's state after a round is worth keeping for plots, `client_ids` being the clients of the round:
+        """Returns what is worth keeping of the server's state for plots, `client_ids` being the clients of the round:
         numbers go into `metrics.jsonl`, tensors and lists of names into `analysis/round-N.npz` of the run directory."""
         return {}
 
@@ -307,21 +307,21 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @abstractmethod
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """The client's private state before its first round. `seed` is the run's, the same for every client."""
+        """Returns the client's private state before its first round. `seed` is the run's, the same for every client."""
 
     @abstractmethod
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """One client's part of a round: the reply to the server, and the new private state."""
+        """Trains one client in a round; returns its reply to the server and its new private state."""
 
     @abstractmethod
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """The network of this client that is evaluated, exported and used."""
+        """Builds the network of this client that is evaluated, exported and used."""
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the server's
+        """Yields further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the server's
         model). Each is evaluated before the next is asked for, so that all may use one scratch module."""
         return iter(())

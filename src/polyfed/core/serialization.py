@@ -26,7 +26,7 @@ _FORMAT_NAMES = {  # as safetensors writes them; the length of the header depend
 
 
 def safetensors_num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Exact size in bytes of these tensors as one safetensors file, without writing it; 0 for no tensors.
+    """Returns the exact size in bytes of these tensors as one safetensors file, without writing it; 0 for no tensors.
 
     >>> tensors = {"w": torch.zeros(3, 4), "n": torch.tensor(1)}
     >>> safetensors_num_bytes(tensors) == len(safetensors.torch.save(tensors))
@@ -54,7 +54,7 @@ def _alignment(dtype: torch.dtype) -> int:
 
 
 def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> bytes:
-    """Nested state as safetensors bytes, its structure as JSON in the metadata. The inverse is `deserialize_state`.
+    """Writes nested state as safetensors bytes, its structure as JSON in the metadata. The inverse is `deserialize_state`.
 
     Args:
         state: dicts with string keys, lists, tuples (read back as lists), plain scalars and tensors.
@@ -100,7 +100,7 @@ def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> b
 
 
 def deserialize_state(data: bytes, shared: Mapping[str, Tensor] | None = None) -> PyTree:
-    """The nested state that `serialize_state` wrote; `shared` supplies the tensors that were written by name only.
+    """Reads the nested state that `serialize_state` wrote; `shared` supplies the tensors that were written by name only.
 
     Raises:
         UserError: `data` is not complete or not ours.

@@ -20,7 +20,8 @@ StateDictSpec = Mapping[
 
 @final
 class RunningMean:
-    """The weighted mean of trees that come one by one, in the order of their ids; one tree is held, whatever their number.
+    """Computes the weighted mean of trees that are added one by one, in the order of ids; it holds one tree, whatever their
+    number.
 
     Floating tensors are summed in float64; the mean of equal trees is that tree bit for bit. Whole numbers (BatchNorm's
     counters) are rounded to the nearest, up from the middle, and a boolean is whether any was true, as in a secure sum.
@@ -48,11 +49,11 @@ class RunningMean:
 
     @property
     def client_ids(self) -> list[str]:
-        """Whose trees have come, in their order."""
+        """The clients whose trees were added, in order."""
         return list(self._weight_by_client)
 
     def add(self, client: str, tensors: StateDict, weight: float = 1.0) -> None:
-        """Takes in the tree of one client, which is not needed after.
+        """Adds the tree of one client, which is not kept.
 
         Raises:
             ValueError: an id that is not above the last, or a weight that is negative or not finite.
@@ -93,10 +94,10 @@ class RunningMean:
                 self._exact[name].sub_(self._first[name] - tensor, alpha=share)
 
     def mean(self) -> dict[str, Tensor]:
-        """The mean of what has come.
+        """Returns the mean of the trees added so far.
 
         Raises:
-            ValueError: nothing has, or all weights are 0.
+            ValueError: no tree was added, or all weights are 0.
         """
         if not self._weight_by_client:
             raise ValueError("cannot take the mean of no trees")
@@ -133,7 +134,7 @@ class IncompatibleTensorsError(ValueError):
 def weighted_mean(
     tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
-    """The mean over clients of trees with the same names, weighted by `weights` (default: each client counts the same).
+    """Returns the mean over clients of trees with the same names, weighted by `weights` (default: each client counts the same).
     It does not depend on the order of `tensors_by_client`; see `RunningMean` for what is exact.
 
     Args:
@@ -165,7 +166,7 @@ def _check_weights(weights: Mapping[str, float], need_positive: bool = True) -> 
 
 
 def clone_tensors(tensors: StateDict) -> dict[str, Tensor]:
-    """A copy of every tensor, so that what is sent and what is kept share nothing.
+    """Copies every tensor, so that what is sent and what is kept share nothing.
 
     >>> weights = {"bias": torch.zeros(1)}
     >>> clone_tensors(weights)["bias"].add_(1), weights["bias"]
@@ -175,7 +176,7 @@ def clone_tensors(tensors: StateDict) -> dict[str, Tensor]:
 
 
 def state_dict_spec(tensors: StateDict) -> StateDictSpec:
-    """Names, shapes and dtypes of a tree.
+    """Returns names, shapes and dtypes of a tree.
 
     >>> state_dict_spec({"w": torch.zeros(2, 3)})
     {'w': ((2, 3), torch.float32)}
@@ -184,7 +185,7 @@ def state_dict_spec(tensors: StateDict) -> StateDictSpec:
 
 
 def spec_mismatch(tensors: StateDict, expected: StateDictSpec) -> str | None:
-    """The first way in which `tensors` differs from `expected`, as half a sentence; None if it does not.
+    """Returns the first way in which `tensors` differs from `expected`, as half a sentence; None if it does not.
 
     >>> spec_mismatch({"w": torch.zeros(2)}, {"w": ((3,), torch.float32)})
     "tensor 'w' has shape (2,), expected (3,)"
@@ -203,7 +204,7 @@ def spec_mismatch(tensors: StateDict, expected: StateDictSpec) -> str | None:
 
 
 def first_nonfinite(tensors: StateDict) -> str | None:
-    """The name of the first tensor that holds NaN or infinity; None if all are finite.
+    """Returns the name of the first tensor that holds NaN or infinity; None if all are finite.
 
     >>> first_nonfinite({"a": torch.ones(1), "b": torch.tensor([float("nan")])})
     'b'
@@ -216,7 +217,7 @@ def first_nonfinite(tensors: StateDict) -> str | None:
 
 
 def first_exceeding(tensors: StateDict, limit: float) -> str | None:
-    """The name of the first tensor of floating-point numbers with an absolute value above `limit`, or none at all (NaN).
+    """Returns the name of the first floating-point tensor with NaN or an absolute value above `limit`; None if there is none.
 
     >>> first_exceeding({"a": torch.ones(1), "b": torch.tensor([-3.0])}, limit=2.0)
     'b'
@@ -230,7 +231,7 @@ def first_exceeding(tensors: StateDict, limit: float) -> str | None:
 
 
 def iter_tensors(state: PyTree) -> Iterable[Tensor]:
-    """Every tensor inside nested state, depth first.
+    """Yields every tensor inside nested state, depth first.
 
     >>> [t.item() for t in iter_tensors({"a": torch.tensor(1), "b": [torch.tensor(2), "x"]})]
     [1, 2]

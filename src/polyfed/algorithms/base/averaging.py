@@ -65,7 +65,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     groups: ClassVar[tuple[str, ...]] = ("model",)
     """What a reply holds; all of it is averaged."""
     clients_keep_trained_weights: ClassVar[bool] = False
-    """Whether clients keep what they trained on the server's weights of a round, so that these must not become others."""
+    """Says whether a client keeps weights trained in a round, which must then fit the server's model of later rounds."""
     weighted: bool = True
     adapters: AdapterMode | None = None
 
@@ -86,7 +86,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Whether the server half needs the sum of a round's replies and no single one of them. What hides single replies
+        """Says whether the server half needs only the sum of a round's replies, no single one. What hides single replies
         from the server, such as a secure sum, is for methods of which this is true."""
         return True
 
@@ -161,7 +161,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """The next state, from the mean of the replies, group -> tree, and from who replied, in the order of ids."""
+        """Computes the next state from the mean of the replies, group -> tensors, and the sorted ids of who replied."""
         return {**server_state, **mean}
 
     def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
@@ -169,13 +169,13 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return server_state
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """What to say where replies have no mean, because their tensors differ."""
+        """Returns the error for replies that have no mean, because their tensors differ."""
         return UserError(f"{type(self).__name__}: {error}; the clients' networks must have one form")
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Nothing private before the first round."""
+        """Returns an empty state: nothing is private before the first round."""
         return {}
 
     def local_update(
@@ -331,6 +331,6 @@ def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_reply(net: CachedModule, client: Client, loss: float, method: HasBufferPolicy) -> tuple[Message, ClientState]:
-    """The trained model θ_i with n_i, and the private state of the buffer policy."""
+    """Builds the reply, the trained model θ_i with n_i, and returns it with the private state of the buffer policy."""
     model, buffer_state = extract_update(net, method)
     return Message({"model": model}, reply_scalars(client, loss)), buffer_state

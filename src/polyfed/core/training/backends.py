@@ -1,4 +1,4 @@
-"""Who learns in `fit`: one network, or many of one architecture at once. The loop is the same for both."""
+"""Trains one network, or many of one architecture at once, for the same loop of `fit`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ Member = TypeVar("Member")
 
 
 class TrainingBackend(ABC):
-    """What the training loop asks of the network, or networks, that it trains. A loss is a number for each of them."""
+    """Does for the training loop what differs between one network and a stack of them. A loss is one number a network."""
 
     device: torch.device
 
@@ -220,8 +220,7 @@ def create_backend(
     batches_per_step: int,
     seed: int,
 ) -> TrainingBackend:
-    """Many networks for a `Stacked` with its `Streams`, one for any other; `batches_per_step` step takes so many
-    minibatches."""
+    """Returns the backend of a stack of networks for `CohortBatches`, else that of one network."""
     if isinstance(examples, CohortBatches):
         assert isinstance(model, Stacked)
         return CohortBackend(model, examples, options.label_smoothing)
@@ -246,8 +245,12 @@ def fit_with_cohort(
     *,
     train_alone: bool,
 ) -> tuple[float, int] | None:
-    """Loss and steps of this network's training with other clients', after which it is as they left it; None where it is to
-    be trained by itself: `train_alone`, for a client's own loss, or by functions that are not the same for all."""
+    """Trains this network together with the cohort's.
+
+    Returns:
+        The loss and the number of steps, with the trained weights already in `model`; None if it must be trained alone:
+        `train_alone`, a client's own loss, inputs of several parts, or a term that is no `PerClientTerm`.
+    """
     if (deferred_run := current_deferred_run()) is None:
         return None
 

@@ -76,14 +76,13 @@ def fit(
         model: takes a batch of `examples` (transformed inputs) and returns logits, shape (batch, outputs), as described in
             `polyfed.core.examples.pytree`; it lies on the device of `examples`.
         examples: the client, whose training examples, task and own loss are taken, and by whose validation examples
-            training may stop; or examples alone. (Many clients' are `Streams`, with a `Stacked` as the model.)
+            training may stop; or examples alone. (Many clients' are `CohortBatches`, with a `Stacked` as the model.)
         options: epochs or steps, batch size, optimiser, clipping, precision.
         lr: learning rate of this round.
         seed: decides the order of examples, augmentation and dropout.
         task: which loss; of examples that come without a client.
         penalty: a further term of the loss, called once at every step; its gradient reaches what it depends on.
-            `PerClientTerm`s
-            are called with the trained parameters, and many can be computed at once.
+            `PerClientTerm`s are called with the trained parameters, and many can be computed at once.
         gradient: how the direction of a step is found, for methods in which it is not the gradient of a minibatch's loss.
             It is called with `loss_of`; `loss_of(k)` puts the gradient of the loss of the step's k-th minibatch (with
             `accumulate`, the k-th so many) at the present parameters into their `grad` and returns that loss. It leaves in
@@ -94,8 +93,7 @@ def fit(
         loss: the loss of a minibatch in place of the task's.
         representation: name of the module whose input `loss` gets as the representation, the last linear layer, say.
         reported_loss: which loss is reported: "task", the task's own, whatever is trained on; "loss", the one that is
-            trained on,
-            without the penalty; "total", with it. It does not change what is trained.
+            trained on, without the penalty; "total", with it. It does not change what is trained.
         lr_factor: by what factor a parameter's learning rate differs from `lr`, by its name; None: none does.
 
     >>> from polyfed.algorithms import Local

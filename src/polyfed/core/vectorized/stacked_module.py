@@ -216,7 +216,7 @@ class Stacked(nn.Module):
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Whether examples of a batch meet in training, so that one alone is too few."""
+    """Returns whether the network computes batch statistics (BatchNorm) in training; a minibatch then needs two examples."""
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
