@@ -197,8 +197,8 @@ class ClientInfo:
 @final
 @dataclass(frozen=True)
 class DataSpec:
-    """Describes what goes into a client's network and what comes out: `inputs`, the shape of one example without the batch, as
-    networks get it; `outputs`, the number of logits that its labels need."""
+    """Describes what goes into a client's network and what comes out: `inputs`, the shape of one example without the
+    batch, as networks get it; `outputs`, the number of logits that its labels need."""
 
     inputs: tuple[int, ...]
     outputs: int
@@ -263,14 +263,14 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @abstractmethod
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server's state before round 1: nested dicts of tensors and plain scalars, as a checkpoint holds them."""
+        """Returns the server's state before round 1: nested dicts of tensors and plain scalars."""
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Builds the message that the server sends to one client; messages may differ between clients."""
         return next(self.dispatch_all(server_state, [client_info]))
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Builds the messages to several clients, in their order, each when it is asked for. A method that makes many at once
+        """Builds the messages to several clients, in order, each when it is asked for. A method that makes many at once
         faster overrides this instead of `dispatch`; both give the same, up to rounding."""
         return (self.dispatch(server_state, client_info) for client_info in client_infos)
 
@@ -322,6 +322,6 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the server's
-        model). Each is evaluated before the next is asked for, so that all may use one scratch module."""
+        """Yields further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the
+        server's model). Each is evaluated before the next is asked for, so that all may use one scratch module."""
         return iter(())

@@ -134,7 +134,7 @@ class IncompatibleTensorsError(ValueError):
 def weighted_mean(
     tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
-    """Returns the mean over clients of trees with the same names, weighted by `weights` (default: each client counts the same).
+    """Returns the mean over clients of trees with the same names, weighted by `weights` (default: all count the same).
     It does not depend on the order of `tensors_by_client`; see `RunningMean` for what is exact.
 
     Args:
@@ -217,7 +217,7 @@ def first_nonfinite(tensors: StateDict) -> str | None:
 
 
 def first_exceeding(tensors: StateDict, limit: float) -> str | None:
-    """Returns the name of the first floating-point tensor with NaN or an absolute value above `limit`; None if there is none.
+    """Returns the name of the first floating-point tensor with NaN or an absolute value above `limit`; None without one.
 
     >>> first_exceeding({"a": torch.ones(1), "b": torch.tensor([-3.0])}, limit=2.0)
     'b'

@@ -1,5 +1,4 @@
-"""Carries out what `polyfed.core.vectorized.deferred_calls` has gathered: the training of many clients at once, and
-their outputs.
+"""Trains many clients at once, and computes their outputs, by the calls that `deferred_calls` has gathered.
 
 Networks are computed together only where a trial has shown that each then gets what it gets alone: in a network that polyfed
 does not know, examples of a batch may meet, a decision may hang on a number, or chance may be drawn from elsewhere.
