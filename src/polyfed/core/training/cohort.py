@@ -158,16 +158,10 @@ def _first_obstacle(calls: Sequence[FitCall] | Sequence[PredictCall]) -> str | N
 
 def cohort_training_obstacle(calls: Sequence[FitCall]) -> str | None:
     """Why networks of this architecture cannot be trained together, found out once a process; None if they can."""
-    call = calls[0]
+    call, data = calls[0], calls[0].examples
     if reason := _first_obstacle(calls):
         return reason
-    key = (
-        architecture_hash(call.module),
-        call.trained_names,
-        call.task,
-        call.examples.device,
-        call.examples.input_tensor.dtype,
-    )
+    key = (architecture_hash(call.module), call.trained_names, call.task, data.device, data.input_tensor.dtype)
     if key not in _OBSTACLES:
         _OBSTACLES[key] = _try_training_together([calls[0], calls[-1]])
     if _OBSTACLES[key] is None and call.penalty is not None and call.penalty.takes_network:

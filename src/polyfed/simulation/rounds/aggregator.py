@@ -16,9 +16,8 @@ from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default
 
 @final
 class ReplyAggregator:
-    """Takes in the valid replies of a round. Where the server half is a mean, each is added to a sum in the order of
-    ids (one that comes early waits) and let go. Otherwise all are held, so that one that breaks the server's state can
-    be left out.
+    """Takes in the valid replies of a round. Where the server half is a mean, each is added to a sum in the order of ids
+    (one that comes early waits) and let go. Otherwise all are held, so that one that breaks the state can be left out.
 
     Args:
         algorithm: the method.
