@@ -88,7 +88,7 @@
       });
       const texts = found.map(({ one, name, style: number }) => [number, one.area
         ? `${name}: AUC ${one.area[0].toFixed(3)} (${interval} ${one.area[1].toFixed(3)} to ${one.area[2].toFixed(3)})`
-        : `${name}: no curve, since the test examples are all of one kind`]);
+        : `${name}: no curve, since all test examples are of one class`]);
       const rows = found.map(({ one, name }) => [name, ...[0.05, 0.1, 0.2].map((x) =>
         (one.roc ? `${percent(one.roc[Math.round(x * (grid.length - 1))])} %` : "–"))]);
       fill("roc", groups, texts, table("ROC curve", ["method", ...[95, 90, 80].map((p) => `sensitivity at ${p} % specificity`)], rows));
