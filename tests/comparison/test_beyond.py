@@ -19,8 +19,8 @@ def favouring(name, best):
     """`tuning.run_jobs` with validation losses that are lowest where a field is nearest to a number, by its logarithm."""
     good = hyperparameter_search.run_jobs
 
-    def play(plan, jobs):
-        played, failed = good(plan, jobs)
+    def play(plan, jobs, *rest):
+        played, failed = good(plan, jobs, *rest)
         for job, one in played.items():
             if value := getattr(job.method, name, None):
                 set_loss(one.history[-1], abs(math.log(value / best)))

@@ -143,7 +143,7 @@ def test_without_the_mask_the_task_may_be_another():
         for c in family()
     ]
     assert run(HeteroFL(**OPTIONS, mask=False), clients).table()[-1]["loss"] > 0
-    with pytest.raises(pf.UserError, match="needs classes"):
+    with pytest.raises(pf.UserError, match="needs one class per example"):
         run(HeteroFL(**OPTIONS), clients)
 
 

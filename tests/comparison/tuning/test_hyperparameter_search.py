@@ -138,14 +138,14 @@ def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(mon
     """Of three values of mu the best in the search fails with the second seed, and the next with the first."""
     good, failing = final_runs.run_jobs, {(0.3, 1), (0.2, 0)}
 
-    def ranking(plan, jobs):
-        played, failed = good(plan, jobs)
+    def ranking(plan, jobs, *rest):
+        played, failed = good(plan, jobs, *rest)
         for job, one in played.items():
             set_loss(one.history[-1], 1 - getattr(job.method, "mu", 0))
         return played, failed
 
-    def diverging(plan, jobs):
-        played, failed = good(plan, jobs)
+    def diverging(plan, jobs, *rest):
+        played, failed = good(plan, jobs, *rest)
         wrong = [job for job in played if (getattr(job.method, "mu", None), job.seed) in failing]
         return {j: one for j, one in played.items() if j not in wrong}, failed | {
             j: RoundError("diverged") for j in wrong
@@ -213,8 +213,8 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
     """The mean over the clients that are left would."""
     clients, good = misleading(), hyperparameter_search.run_jobs
 
-    def diverging(plan, jobs):
-        played, failed = good(plan, jobs)
+    def diverging(plan, jobs, *rest):
+        played, failed = good(plan, jobs, *rest)
         for job, one in played.items():
             if getattr(job.method, "mu", None) == 0.3:
                 last = one.history[-1]
@@ -233,8 +233,8 @@ def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatc
     """One value is best in the middle and falls, the other is best after all rounds. A directory keeps what was chosen."""
     clients, good = misleading(), hyperparameter_search.run_jobs
 
-    def falling(plan, jobs):
-        played, failed = good(plan, jobs)
+    def falling(plan, jobs, *rest):
+        played, failed = good(plan, jobs, *rest)
         for job, one in played.items():
             course = (
                 (0.8, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7) if getattr(job.method, "mu", 0) == 0.3 else (0.8,) * 3 + (0.5,) * 4

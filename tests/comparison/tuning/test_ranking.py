@@ -102,8 +102,8 @@ def favouring(best):
     """`play` with validation losses that are lowest at each client where lr is nearest to a number."""
 
     def wrapped(good):
-        def play(plan, jobs):
-            played, failed = good(plan, jobs)
+        def play(plan, jobs, *rest):
+            played, failed = good(plan, jobs, *rest)
             for job, one in played.items():
                 for record in one.history:
                     losses = {}
@@ -163,8 +163,8 @@ def test_a_choice_that_diverges_with_another_seed_gives_way_for_that_client_alon
     prepare(monkeypatch)
     good = final_runs.run_jobs
 
-    def diverging(plan, jobs):
-        played, failed = good(plan, jobs)
+    def diverging(plan, jobs, *rest):
+        played, failed = good(plan, jobs, *rest)
         wrong = [
             job for job in played if isinstance(job.method, Local) and job.method.options_for("client-1").lr == 1.0
         ]

@@ -280,7 +280,7 @@ def test_a_failure_while_writing_leaves_nothing(images, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:columns with one value")
+@pytest.mark.filterwarnings("ignore:columns that had one value")
 def test_code_in_an_exported_folder_needs_the_word(table, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(table)
     folder = export_model("run", "north", tmp_path / "n")

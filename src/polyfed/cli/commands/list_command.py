@@ -41,7 +41,7 @@ def first_sentence(thing: Any) -> str:
     """Returns the first sentence of a docstring, on one line.
 
     >>> first_sentence(ALGORITHMS["local"])
-    'Each client alone, with any architecture.'
+    'Trains each client alone, with any architecture.'
     >>> def method(): "Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2). And more."
     >>> first_sentence(method)
     'Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2).'
