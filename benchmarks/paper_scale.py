@@ -82,8 +82,8 @@ class UntilHours(Progress):
     def start(self, title, rounds, rounds_done):
         self._lines.start(title, rounds, rounds_done)
 
-    def update_clients(self, phase, clients_done, total):
-        self._lines.update_clients(phase, clients_done, total)
+    def show_clients_done(self, phase, clients_done, total):
+        self._lines.show_clients_done(phase, clients_done, total)
 
     def finish_round(self, record):
         self._lines.finish_round(record)

@@ -183,7 +183,7 @@ class Watch(Progress):
     def start(self, title, rounds, rounds_done):
         self.times.append(time.perf_counter())
 
-    def update_clients(self, phase, clients_done, total):
+    def show_clients_done(self, phase, clients_done, total):
         pass
 
     def finish_round(self, record):

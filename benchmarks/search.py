@@ -104,8 +104,8 @@ def unseen(run, experiment, degrees):
         few = pf.Client(client.id, None, client.train.select(torch.arange(min(200, len(client.train)))), client.test)
         for parts in ("all", "personal"):
             done = transfer_network(run, client.id, few, parts=parts, lr=0.002)
-            found[parts].append(done.after["accuracy"])
-        found["before"].append(done.before["accuracy"])
+            found[parts].append(done.scores_after_retraining["accuracy"])
+        found["before"].append(done.scores_before_retraining["accuracy"])
     return found
 
 

@@ -15,4 +15,4 @@ class Stop(Progress):
 
     def start(self, *told): ...
 
-    update_clients = say = stop = start
+    show_clients_done = say = stop = start

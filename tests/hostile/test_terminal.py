@@ -112,7 +112,7 @@ def test_progress(capsys):
     assert not FORBIDDEN.search(stream.getvalue())
     bar = ProgressBar()
     bar.start("[/b]\x1b[31m", 2, 0)
-    bar.update_clients("[/b]", 1, 2)
+    bar.show_clients_done("[/b]", 1, 2)
     bar.say("site a[/b]: \x1b[2J")
     bar.stop()
     assert "site a[/b]" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.rounds.training_round import run_round
 from polyfed.simulation.storage import checkpoint as checkpoints
 from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.simulation.storage.directory import list_changes, read_metrics
+from polyfed.simulation.storage.directory import list_changed_files, read_metrics
 from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 METHOD = PFedLA(lr=0.05)
@@ -74,7 +74,7 @@ def test_records_predictions_and_models_are_the_same(tmp_path, together, words):
     assert without_durations(read_metrics(tmp_path / "a" / "metrics.jsonl")) == without_durations(other.history)
     assert [list(record) for record in found.history] == [list(record) for record in other.history]
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert list_changes(tmp_path / "a") == []
+    assert list_changed_files(tmp_path / "a") == []
 
 
 def test_a_run_that_keeps_its_best_round_does_not_ride(together):
@@ -93,7 +93,7 @@ def test_a_run_that_lacks_an_evaluation_makes_it_first(tmp_path, together, stop,
         play(out)
     assert checkpoints.load_newest_checkpoint(out / "checkpoint")[0].unevaluated_record["round"] == last
     assert len(read_metrics(out / "metrics.jsonl")) == last - 1
-    assert list_changes(out) == []
+    assert list_changed_files(out) == []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("polyfed.simulation.federate.run_round", run_round)
         patch.setattr(InProcessEngine, "overlaps_evaluation", rides)
@@ -102,7 +102,7 @@ def test_a_run_that_lacks_an_evaluation_makes_it_first(tmp_path, together, stop,
         assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
     assert together[0] == ([("evaluate", last), ("local", last + 1)] if rides else [("evaluate", last)])
     assert {f"analysis/round-{n:06d}.npz" for n in range(5)} <= set(files(out))
-    assert list_changes(out) == []
+    assert list_changed_files(out) == []
 
 
 def test_a_round_that_ends_the_run_costs_no_record_of_the_one_before(tmp_path, together):

@@ -29,7 +29,7 @@ from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
 from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
-from polyfed.simulation.callbacks.base import Callback, list_callbacks
+from polyfed.simulation.callbacks.base import Callback, validate_callbacks
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
@@ -178,7 +178,7 @@ def compare(
         metrics=metric_list,
         num_resplits=resplit,
         with_references=references,
-        callbacks=list_callbacks(callbacks),
+        callbacks=validate_callbacks(callbacks),
     )
     return run_comparison(plan)
 

@@ -255,7 +255,7 @@ def _run_or_resume(
             clients=client_set.clients,
             algorithm=job.method,
             public=client_set.public,
-            execution=settings.execution,
+            execution=settings.execution_settings,
             metrics=metrics,
             callbacks=callbacks,
             progress=progress,

@@ -1,1 +1,2 @@
-"""Simulates a federation: samples clients, runs them on an engine, aggregates, evaluates and saves checkpoints."""
+"""Simulates federated learning: samples clients, runs them on an engine, aggregates their replies, evaluates and saves
+checkpoints."""

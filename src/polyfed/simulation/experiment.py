@@ -1,4 +1,4 @@
-"""Builds experiments from configurations: data, clients, networks, method and settings."""
+"""Builds an experiment from a configuration: data, clients, networks, method and settings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from polyfed.simulation.storage.configuration import build_method, build_setting
 @final
 @dataclass(frozen=True)
 class Experiment:
-    """Describes an experiment of `polyfed run`.
+    """Describes an experiment of the command `polyfed run`: data, partition, networks, method, baselines and settings.
 
     Attributes:
         source, partition, split, shifts, augment: the data, and how they are divided into clients.
@@ -89,7 +89,7 @@ class Participants:
 
 
 def build_experiment(config: Mapping[str, Any]) -> Experiment:
-    """Builds the experiment that a complete configuration describes, such as a run's `config.yaml`.
+    """Builds the experiment that a complete configuration describes, such as the content of a run's `config.yaml`.
 
     Raises:
         UserError: a section or field is missing, unknown or out of range.
@@ -140,7 +140,8 @@ def build_experiment(config: Mapping[str, Any]) -> Experiment:
 
 
 def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[str, Any], section_name: str) -> Any:
-    """Builds an object of a registry, or of a user's class `module:Name`, from its name and fields."""
+    """Builds an object from its name and fields; the name is that of a class in the registry, or of a user's own class
+    `module:Name`."""
     arguments = dict(fields)
     name = str(arguments.pop("name", ""))
     if ":" in name:
@@ -151,7 +152,8 @@ def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[
 
 
 def check_ray_cluster_trusted(settings: Settings) -> None:
-    """Checks that the user trusts the Ray cluster that a file names: its owner can run code on the machines that join it.
+    """Checks that the user trusts the Ray cluster that a configuration file names. The owner of a cluster can run code on
+    the machines that join it.
 
     Raises:
         UserError: the address is not this machine's, and the user has not trusted it.
@@ -171,7 +173,8 @@ def _build_shift(fields: Mapping[str, float]) -> Shift:
 
 
 def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dict[str, Algorithm[Any, Any]]:
-    """Builds the baselines, by name, which is also the name of their folder.
+    """Builds the baseline methods of an experiment; returns name -> method, where the name is also that of the baseline's
+    folder.
 
     A baseline that equals `method` in every field would repeat its run, and is left out.
     """
@@ -199,7 +202,7 @@ def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dic
 def build_method_like(
     name: str, method: Algorithm[Any, Any], fields: Mapping[str, Any] | None = None
 ) -> Algorithm[Any, Any]:
-    """Builds the method `name` with the local training of `method`, so that both train equally.
+    """Builds the method with this name, with the same options of local training as `method`, so that both train equally.
 
     Each keeps its own policy for buffers, and `fields` override both.
 
@@ -216,7 +219,7 @@ def build_method_like(
 
 
 def load_participants(experiment: Experiment) -> Participants:
-    """Loads the data and divides it into clients.
+    """Loads the data of an experiment and partitions it into clients.
 
     Raises:
         UserError: the data cannot be read, or the partition is impossible.
@@ -260,14 +263,15 @@ def load_participants(experiment: Experiment) -> Participants:
 
 
 def describe_participants(loaded: Participants) -> dict[str, Any]:
-    """Returns the entries of `manifest.json` about the data."""
+    """Returns the facts about clients and data that the run records in `manifest.json`."""
     return {
         "partition_fingerprint": loaded.partition_fingerprint, "class_names": list(map(str, loaded.pool.class_names))
     }  # fmt: skip
 
 
 def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelSpec:
-    """Builds the specification of a network from its section `model`, for the inputs and classes of a data set.
+    """Builds the specification of a network from a `model` section of the configuration, for the inputs and classes of a
+    data set.
 
     Raises:
         UserError: an unknown name or argument, or a vocabulary smaller than that of the data.
@@ -284,7 +288,7 @@ def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelS
 
 
 def rebuild_clients(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, ...], Examples | None]:
-    """Builds the clients and public examples of a run from its configuration.
+    """Builds the clients and public examples of an existing run again, from its configuration.
 
     Raises:
         UserError: the run has clients that were made in Python, or real sites.

@@ -1,4 +1,4 @@
-"""Federations: the public functions `federate` and `resume`, and the loop over rounds.
+"""Defines the public functions `federate` and `resume`, and the loop over rounds.
 
 A round samples a cohort, dispatches messages, runs the clients and aggregates their replies
 (`polyfed.simulation.rounds.training_round.run_round`). Then callbacks evaluate, log, save checkpoints and stop the run.
@@ -16,11 +16,11 @@ from polyfed.core.errors import RunInterrupt
 from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.compressors import Compressor
-from polyfed.simulation.callbacks.base import Callback, list_callbacks
-from polyfed.simulation.callbacks.checkpoint import SaveCheckpoints
-from polyfed.simulation.callbacks.evaluate import Evaluate
-from polyfed.simulation.callbacks.log import Log
-from polyfed.simulation.callbacks.stop import StopOnRequest
+from polyfed.simulation.callbacks.base import Callback, validate_callbacks
+from polyfed.simulation.callbacks.checkpoint import CheckpointSaver
+from polyfed.simulation.callbacks.evaluate import RoundEvaluator
+from polyfed.simulation.callbacks.log import RoundLogger
+from polyfed.simulation.callbacks.stop import UserCallbackRunner
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.factory import build_engine_for_settings
 from polyfed.simulation.monitoring.progress import Progress, resolve_progress
@@ -70,7 +70,7 @@ def federate(
     progress: Progress | bool | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Runs a federation, and returns its metrics and personal models.
+    """Trains clients by federated learning with a method, and returns the run with its metrics and personal models.
 
     Args:
         clients: the participants, each with its own data and network.
@@ -141,7 +141,7 @@ def run_federation(
     callbacks: Iterable[Callback] = (),
     clients_are_checked: bool = False,
 ) -> Run:
-    """Runs a federation as `federate` does, from its settings.
+    """Runs federated training as `federate` does, with the options in a `Settings` object.
 
     Args:
         clients, algorithm, public, out, config, facts, callbacks: as for `federate`.
@@ -150,7 +150,7 @@ def run_federation(
         metrics: as for `federate`; None takes those that the settings name.
         clients_are_checked: as for `build_federation`.
     """
-    callbacks = list_callbacks(callbacks)
+    callbacks = validate_callbacks(callbacks)
     metrics = settings.metrics or None if metrics is None else metrics
     federation = build_federation(
         clients, algorithm, settings, public, metrics, clients_are_checked=clients_are_checked
@@ -176,7 +176,8 @@ def resume(
     progress: Progress | bool | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Continues a run that was stopped, from its newest whole checkpoint. The result equals that of an uninterrupted run.
+    """Continues a run that was interrupted, from its newest intact checkpoint; the result equals that of an uninterrupted
+    run.
 
     Args:
         out: the run directory.
@@ -219,15 +220,15 @@ def resume_federation(
     callbacks: Iterable[Callback] = (),
     clients_are_checked: bool = False,
 ) -> Run:
-    """Continues a run as `resume` does.
+    """Continues an interrupted run as `resume` does, with a given progress display.
 
     Args:
         out, clients, algorithm, public, metrics, callbacks: as for `resume`.
         progress: the progress display.
-        execution: settings of where to continue that replace the run's own, such as those of `Settings.execution`.
+        execution: settings of where to continue that replace the run's own, such as those of `Settings.execution_settings`.
         clients_are_checked: as for `run_federation`.
     """
-    callbacks = list_callbacks(callbacks)
+    callbacks = validate_callbacks(callbacks)
     out = expand_user_path(out, "the run directory")
     config = read_config(out)
     directory = RunDirectory.open(out)
@@ -260,7 +261,8 @@ def run_rounds(
     engine: Engine | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Runs the rounds that are left. Whatever ends the run early, the newest complete state is saved first.
+    """Runs the remaining rounds of a run, and returns the finished run. Whatever ends the run early, the newest complete
+    state is saved first.
 
     Args:
         federation: clients, method and settings.
@@ -279,11 +281,11 @@ def run_rounds(
         engine = engine or _build_engine(federation, checkpoint, directory, progress)
         stack.callback(engine.close)
         predictions = PredictionStore(federation.clients, None if directory is None else directory.path)
-        predictions.resume_after(earlier_records)
+        predictions.load_rounds_of_history(earlier_records)
         stack.callback(progress.stop)
         run = RunState(federation, engine, progress, predictions, directory, checkpoint, list(earlier_records))
-        save_checkpoints = SaveCheckpoints(run)
-        run.callbacks = (Evaluate(run), Log(run), save_checkpoints, StopOnRequest(run, callbacks))
+        checkpoint_saver = CheckpointSaver(run)
+        run.callbacks = (RoundEvaluator(run), RoundLogger(run), checkpoint_saver, UserCallbackRunner(run, callbacks))
         try:
             for callback in run.callbacks:
                 callback.on_start(run.history)
@@ -299,7 +301,7 @@ def run_rounds(
             for callback in run.callbacks:
                 callback.on_end()
         except BaseException as stop:
-            save_checkpoints.save()
+            checkpoint_saver.save()
             if isinstance(stop, KeyboardInterrupt) and directory is not None:
                 raise RunInterrupt(
                     f"interrupted; {run.checkpoint.round} of {run.settings.rounds} rounds are saved: continue with "

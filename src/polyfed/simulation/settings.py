@@ -17,7 +17,7 @@ _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s/:]+):\d{1,5}")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Holds the options of a run; the method and the data come beside them.
+    """Holds the options of a run that do not depend on the method or the data, such as rounds, seed, engine and device.
 
     Args:
         rounds: communication rounds.
@@ -147,12 +147,12 @@ class Settings:
             )
 
     @property
-    def execution(self) -> dict[str, Any]:
-        """Returns the settings of where a run computes, by name."""
+    def execution_settings(self) -> dict[str, Any]:
+        """Returns the settings that say where and how a run computes (engine, workers, device, ...), by name."""
         return {name: getattr(self, name) for name in EXECUTION_FIELDS}
 
     def cohort_size(self, num_clients: int) -> int:
-        """Returns the number of clients in a round.
+        """Returns the number of clients that take part in a round, of `num_clients` in all.
 
         Raises:
             UserError: `clients_per_round` or `min_replies` asks for more clients than there are.

@@ -1,4 +1,5 @@
-"""Audits the traffic of a method: finds the facts about a client that its replies reveal, by changing one fact at a time.
+"""Audits what a method's messages reveal: finds the facts about a client that its replies reveal, by changing one fact at a
+time.
 
 The floating-point numbers in a reply depend on the client's data, and are what `Algorithm.discloses` declares. Names, shapes
 and types of the tensors, integers in them, and the scalars that the method needs, can reveal more, such as the number of
@@ -30,7 +31,8 @@ NETWORK_FACTS = ("width", "depth", "layer types")
 
 @final
 class Counts(nn.Module):
-    """Passes its inputs on, and has buffers of each kind: integer, boolean and floating-point, one outside the state dict.
+    """Passes its inputs on unchanged, and counts minibatches and examples in buffers, to show whether a method sends
+    buffers. The buffers are of each kind: integer, boolean and floating-point, one outside the state dict.
 
     >>> Counts().train()(torch.zeros(5, 2)).shape
     torch.Size([5, 2])
@@ -48,7 +50,7 @@ class Counts(nn.Module):
         self.register_buffer("mean", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the inputs, of any shape; in training changes the buffers."""
+        """Returns the inputs unchanged, of any shape; in training it updates the buffers."""
         if self.training:
             self.steps += 1
             self.rows += len(x)
@@ -60,7 +62,7 @@ class Counts(nn.Module):
 def audit_network(
     width: int = 8, depth: int = 1, norm: bool = True, inputs: int = 6, outputs: int = 3, tied: bool = True
 ) -> nn.Module:
-    """Builds a network of the audit: hidden layers of one width, with norm layers or without.
+    """Builds a small network for the audit, with hidden layers of one width, with or without normalisation layers.
 
     `tied` adds two layers that share their weight.
     """
@@ -76,27 +78,27 @@ def audit_network(
 
 
 def wide_network() -> nn.Module:
-    """Builds the network with twelve units instead of eight."""
+    """Builds the audit's network with hidden layers of twelve units instead of eight."""
     return audit_network(width=12)
 
 
 def deep_network() -> nn.Module:
-    """Builds the network with two hidden layers instead of one."""
+    """Builds the audit's network with two hidden layers instead of one."""
     return audit_network(depth=2)
 
 
 def network_without_norms() -> nn.Module:
-    """Builds the network without norm layers."""
+    """Builds the audit's network without normalisation layers."""
     return audit_network(norm=False)
 
 
 def untied_network() -> nn.Module:
-    """Builds the network without shared weights, for methods that slice widths."""
+    """Builds the audit's network without shared weights, for methods that slice layers to a smaller width."""
     return audit_network(tied=False)
 
 
 def wide_untied_network() -> nn.Module:
-    """Builds the network without shared weights, with twelve units."""
+    """Builds the audit's network without shared weights, with hidden layers of twelve units."""
     return audit_network(width=12, tied=False)
 
 
@@ -108,7 +110,7 @@ NETWORK_VARIANTS: Mapping[str, Architecture] = {
 
 
 def build_audit_clients(model: Architecture | None = audit_network, image: bool = False) -> list[Client]:
-    """Builds four clients with 24 training examples each.
+    """Builds the four clients of the audit, with 24 random training examples each.
 
     The others have between them every network that the first may change to, so that the change brings no new network into
     the federation.
@@ -124,7 +126,7 @@ def build_audit_clients(model: Architecture | None = audit_network, image: bool 
 
 
 def with_fact_changed(client: Client, fact: str) -> Client:
-    """Returns the client with one of its facts changed."""
+    """Returns a copy of the client with one fact changed (its number of examples or the width of its network, say)."""
     x, y = client.train.input_tensor, client.train.y
     if fact in NETWORK_VARIANTS:
         return with_client_fields(client, model=NETWORK_VARIANTS[fact])
@@ -138,7 +140,7 @@ def with_fact_changed(client: Client, fact: str) -> Client:
 
 
 def with_client_fields(client: Client, **changes: Any) -> Client:
-    """Returns the client with other values of its fields."""
+    """Returns a copy of the client in which the given fields have new values."""
     changed: Client = replace(client, **changes)
     return changed
 
@@ -188,7 +190,8 @@ def _sends_class_counts(
     public: Examples | None,
     others_replies: dict[str, Message],
 ) -> bool:
-    """Returns whether the same row of a tensor is in proportion to the first site's class counts, whatever these are."""
+    """Returns whether a row of a reply's tensors is always proportional to the client's numbers of examples by
+    class."""
     client, *other_clients = clients
     x, places_by_case = client.train.input_tensor, []
     for counts in ((12, 8, 4), (5, 7, 12)):  # as many examples in both, and of each class some
@@ -200,7 +203,8 @@ def _sends_class_counts(
 
 
 def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, int, int]]:
-    """Returns the rows and columns, each as (group, tensor, dimension, number), that are a multiple of the counts."""
+    """Returns the rows and columns of a reply's tensors that are proportional to `counts`, each as (group, tensor,
+    dimension, number)."""
     places = set()
     for group, tree in reply.tensors.items():
         for name, tensor in tree.items():
@@ -214,7 +218,8 @@ def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, in
 
 
 def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
-    """Returns the facts that a method declares: by the scalars that it needs, by `requires` and by `discloses`."""
+    """Returns the facts about a client that a method declares to reveal, by its attributes `scalars_needed`, `requires` and
+    `discloses`."""
     facts = {"number of examples"} if "num_examples" in algorithm.scalars_needed else set()
     if "architecture" in algorithm.discloses or "architectures" in algorithm.requires:
         facts |= set(NETWORK_FACTS)
@@ -234,7 +239,8 @@ def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
 
 
 def find_reply_reach(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> ReplyReach:
-    """Returns how far one client's reply reaches in the next round.
+    """Finds how one client's reply reaches other clients in the next round: not at all, combined with other replies, or
+    unchanged.
 
     Returns:
         "as it is" if another client gets a tensor of the reply unchanged, "combined with others" if another client's
@@ -278,7 +284,7 @@ def find_reply_reach(algorithm: Algorithm[Any, Any], public: Examples | None = N
 
 
 def _with_suitable_network(client: Client, algorithm: Algorithm[Any, Any]) -> Client:
-    """Returns the client with the common network, if its own does not fit the method."""
+    """Returns the client with a network that suits the method: the common network, if its own does not."""
     if "one_architecture" in algorithm.requires:
         return with_client_fields(client, model=audit_network)
     if "one_family" in algorithm.requires and client.model is not None:
@@ -316,9 +322,11 @@ def _reply_signatures(
     public: Examples | None,
     others_replies: dict[str, Message] | None,
 ) -> list[Any]:
-    """What the server sees of the first site's replies in two rounds: forms, whole numbers, the scalars needed and, without
-    `others_replies`, what comes back as it went. `others_replies`: the others' replies of round 1, filled where it is
-    empty; without, the first site is alone."""
+    """Returns what the server sees in the first client's replies in two rounds: shapes and types, integers, and the scalars
+    that the method needs.
+
+    Without `others_replies`, the first client is alone, and the result also shows which tensors come back unchanged.
+    Otherwise `others_replies` holds the other clients' replies of round 1, and is filled if it is empty."""
     rounds = _first_rounds(algorithm, clients, public, others_replies)
     return [_reply_signature(algorithm, message, reply, others_replies is None) for message, reply in rounds]
 
@@ -329,7 +337,8 @@ def _first_rounds(
     public: Examples | None,
     others_replies: dict[str, Message] | None,
 ) -> list[tuple[Message, Message]]:
-    """Returns the messages to the first site in two rounds, each with its reply; `others_replies` as above."""
+    """Returns the messages to the first client in two rounds, each with its reply; `others_replies` as for
+    `_reply_signatures`."""
     federation, exchanges = _build_federation(algorithm, clients, public), list[tuple[Message, Message]]()
     client, *other_clients = clients
     with single_torch_thread():
@@ -367,7 +376,8 @@ def _reply_signature(algorithm: Algorithm[Any, Any], message: Message, reply: Me
 
 
 def contains_client_examples(tensor: Tensor, client: Client) -> bool:
-    """Returns whether a tensor has an input of the client among its rows, or equals the labels of one of its sets."""
+    """Returns whether a tensor contains a client's data: one of its inputs as a row, or the labels of one of its
+    sets."""
     for data in (client.train, client.test, client.val, client.global_test):
         if data is None:
             continue

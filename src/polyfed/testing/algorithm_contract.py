@@ -85,7 +85,7 @@ class _InterruptAfter(Progress):
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
         """Does nothing."""
 
-    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
+    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
         """Does nothing."""
 
     def finish_round(self, record: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ def test_the_order_of_arrival_does_not_change_a_bit(order, weighted, known):
     method, weights = FedAvg(weighted=weighted), dict(SIZES) if weighted else None
     intake = ReplyAggregator(method, {"model": {}}, list("abcd"), SIZES if known else {})
     for client in order:
-        intake.add(client, reply(client))
+        intake.add_reply(client, reply(client))
     found = intake.aggregate(None, drop=False)[0]["model"]["w"]
     expected = weighted_mean({i: reply(i).tensors["model"] for i in "abcd"}, weights)["w"]
     assert torch.equal(found, expected)
@@ -45,7 +45,7 @@ def test_the_order_of_arrival_does_not_change_a_bit(order, weighted, known):
 def test_a_client_that_is_lost_does_not_hold_up_the_others(lost):
     intake, came = ReplyAggregator(FedAvg(), {"model": {}}, list("abcd"), SIZES), [i for i in "dcba" if i not in lost]
     for client in came:
-        intake.add(client, reply(client))
+        intake.add_reply(client, reply(client))
     for client in lost:
         intake.mark_missing(client)
     expected = weighted_mean({i: reply(i).tensors["model"] for i in came}, {i: SIZES[i] for i in came})["w"]
@@ -118,12 +118,12 @@ def test_clients_that_train_but_were_not_drawn_do_not_count():
 
 def test_replies_whose_networks_differ_have_no_mean():
     intake = ReplyAggregator(FedProx(), {"model": {}}, ["a", "b"], SIZES)
-    intake.add("a", reply("a"))
+    intake.add_reply("a", reply("a"))
     other = Message({"model": {"w": torch.zeros(3)}}, {"num_examples": 1})
     with pytest.raises(
         pf.UserError, match=r"FedProx: the tensors of 'b' are not those of 'a': tensor 'model/w' has shape \(3,\)"
     ):
-        intake.add("b", other)
+        intake.add_reply("b", other)
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ class Rounds(Progress):
     def start(self, *_):
         self.began = True
 
-    def update_clients(self, *_):
+    def show_clients_done(self, *_):
         pass
 
-    finish_round = say = warn = stop = update_clients
+    finish_round = say = warn = stop = show_clients_done
 
 
 def outcome(name, factory, public=24, out=None, **fields):

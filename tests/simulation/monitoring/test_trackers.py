@@ -29,7 +29,7 @@ class Paper(Logger):
     def check_reachable(self):
         pass
 
-    def open(self, folder, title, rounds_done):
+    def open_and_get_last_logged_round(self, folder, title, rounds_done):
         self.file = folder / "paper.jsonl"
         self.title = title
         return max(logged(folder), default=0)

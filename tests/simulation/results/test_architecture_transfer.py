@@ -45,8 +45,11 @@ def test_a_new_task_is_learned_and_samplers_stay(run, parts):
     assert run.table()[-1]["accuracy"] > 0.9
     task = pf.Client("turned", None, images(40, turn=1), images(60, turn=1, seed=5))
     done = transfer_network(run, "c0", task, parts=parts)
-    assert done.after["accuracy"] > done.before["accuracy"] + 0.2
-    assert float((done.model(task.test.x).argmax(1) == task.test.labels).double().mean()) == done.after["accuracy"]
+    assert done.scores_after_retraining["accuracy"] > done.scores_before_retraining["accuracy"] + 0.2
+    assert (
+        float((done.model(task.test.x).argmax(1) == task.test.labels).double().mean())
+        == done.scores_after_retraining["accuracy"]
+    )
     before, after = run.model("c0").state_dict(), done.model.state_dict()
     assert before.keys() == after.keys()  # the same operations: the architecture is the one that was found
     for name, tensor in before.items():
@@ -62,7 +65,7 @@ def test_the_run_is_left_as_it_was(quick):
     one, other = (
         transfer_network(quick, "c0", pf.Client("t", None, images(20, 1), images(20, 1)), steps=3) for _ in range(2)
     )
-    assert one.after == other.after
+    assert one.scores_after_retraining == other.scores_after_retraining
     assert all(torch.equal(t, before[n]) for n, t in quick.model("c0").state_dict().items())
 
 

@@ -182,10 +182,10 @@ def test_metrics_after_the_checkpoint_and_half_lines_are_dropped(tmp_path):
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "se')
     assert [r["round"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
-    assert [r["round"] for r in directory.truncate_after(2)] == [1, 2]
+    assert [r["round"] for r in directory.truncate_metrics_after(2)] == [1, 2]
     assert [r["round"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     with pytest.raises(UserError, match="does not hold rounds 1 to 5"):
-        directory.truncate_after(5)
+        directory.truncate_metrics_after(5)
     directory.close()
 
 

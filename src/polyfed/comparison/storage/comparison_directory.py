@@ -19,7 +19,13 @@ from polyfed.comparison.storage.results_schema import ComparisonDescription, res
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.simulation.storage.directory import list_changes, read_config, read_manifest, read_metrics, to_plain_values
+from polyfed.simulation.storage.directory import (
+    list_changed_files,
+    read_config,
+    read_manifest,
+    read_metrics,
+    to_plain_values,
+)
 from polyfed.simulation.storage.paths import safe_file_name
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
@@ -202,7 +208,7 @@ def load_finished_history(
         raise UserError(
             f"{folder} does not hold the run that belongs there: {differs}; remove it, or choose another --out"
         )
-    if changed := list_changes(folder, include_outputs=False):
+    if changed := list_changed_files(folder, include_outputs=False):
         raise UserError(f"{changed[0]}. A comparison reads finished runs: make this one again by removing {folder}")
     history = read_metrics(folder / "metrics.jsonl")
     if manifest and not manifest.get("files"):
@@ -212,7 +218,7 @@ def load_finished_history(
         return None
     if not all(isinstance(record.get(part), dict) for record in history for part in ("clients", "summary")):
         return None
-    if list_changes(folder):
+    if list_changed_files(folder):
         return None  # models or predictions, which are written again
     models = [folder / "models" / f"{safe_file_name(client)}.safetensors" for client in clients]
     return history if all(path.is_file() and path.stat().st_size > 0 for path in models) else None

@@ -15,12 +15,12 @@ from polyfed.core.algorithm import Client
 from polyfed.core.io.validation import validation_error
 from polyfed.simulation.checks.table_schemas import (
     SCHEMA_ADVICE,
-    class_names_of,
-    columns_by_name,
+    column_definitions_by_name,
     describe_table_differences,
     find_deviating_pair,
     needs_common_inputs,
-    tables_by_part,
+    table_class_names,
+    table_preprocessors_by_part,
 )
 
 COLUMNS = "columns"  # an entry of `disclose`
@@ -65,16 +65,16 @@ def summarize_table(
         discloses: `Algorithm.discloses` of the method.
     """
     shared = needs_common_inputs(needs, discloses)
-    if not tables_by_part(client.train) or not (shared or discloses):
+    if not table_preprocessors_by_part(client.train) or not (shared or discloses):
         return {}
     if adds_noise:
         return {"table": {}}
-    classes = short_hash(run, "", class_names_of(client.train))
+    classes = short_hash(run, "", table_class_names(client.train))
     if not shared:
         return {"table": {"classes": classes}}
     columns: dict[str, list[Any]] = {
         name: [short_hash(run, name, categories), missing]
-        for name, (categories, missing) in columns_by_name(client.train).items()
+        for name, (categories, missing) in column_definitions_by_name(client.train).items()
     }
     summary: TableSummary = {"whole": short_hash(run, sorted(columns.items()), list(columns), classes)}
     if with_names and len(columns) <= _MAX_COLUMNS:

@@ -34,7 +34,7 @@ from polyfed.simulation.federate import run_rounds
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.client_registry import ClientRegistry
-from polyfed.simulation.rounds.federation import Federation, describe_deciding_metric
+from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
 from polyfed.simulation.rounds.resume import rewind_to_checkpoint
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
@@ -232,7 +232,7 @@ class DeploymentServer:
                         "seed": self.settings.seed,
                         "deployment": self.run,
                         "sites": list(federation.client_registry.ids),
-                        "score": describe_deciding_metric(federation),
+                        "score": deciding_metric_manifest_entry(federation),
                         **resolved_fields_for_manifest(self.algorithm, start.state),
                         **(
                             {"prepared": self.preprocessing, "preparation": dict(self.preprocessing_facts)}

@@ -36,7 +36,7 @@ from polyfed.report.export.trained_model import (
     trained_model_of_run,
 )
 from polyfed.simulation.results.run import Run
-from polyfed.simulation.results.saved_model import SavedModel, prediction_columns
+from polyfed.simulation.results.saved_model import SavedModel, convert_outputs_to_columns
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import build_method, describe_method_and_settings
 from polyfed.simulation.storage.directory import encode_json, package_versions
@@ -245,7 +245,7 @@ class ExportedModel:
         self._prepared.warn_of_changed_constants(stored, f"the rows for client {self._client!r}")
         with single_torch_thread(), torch.inference_mode():
             outputs: Tensor = self._script(stored)
-        return prediction_columns(outputs, self._prepared)
+        return convert_outputs_to_columns(outputs, self._prepared)
 
 
 def _load_script(script: Path) -> Any:

@@ -1,1 +1,1 @@
-"""Callbacks follow a run round by round: they evaluate, save checkpoints, log and stop; users add their own."""
+"""Holds callbacks, which follow a run round by round: they evaluate, save checkpoints, log or stop; users add more."""

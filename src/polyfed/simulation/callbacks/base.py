@@ -1,4 +1,4 @@
-"""The base of all callbacks: hooks that the loop over rounds calls."""
+"""Defines the base class of callbacks, whose methods the training loop calls before, during and after the rounds."""
 
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from polyfed.core.errors import UserError
 
 
 class Callback(ABC):
-    """Follows a run round by round, and may stop it. A subclass overrides the hooks that it needs.
+    """Follows a run round by round, and can stop it; a subclass overrides the methods that it needs.
 
     A record is the object that `metrics.jsonl` gets for a round: scores, losses and bytes by client, and their summary. No
     hook receives examples, networks or messages. Hooks must not change the records.
@@ -25,7 +25,8 @@ class Callback(ABC):
     """
 
     def on_start(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Called before the first round that is left. An object that keeps something from round to round sets it here.
+        """Runs once before the first round of this session (round 1, or the next round of a resumed run). A callback that
+        keeps values from round to round resets them here.
 
         Args:
             records: of the rounds before, empty unless the run is resumed.
@@ -33,11 +34,11 @@ class Callback(ABC):
         return
 
     def on_aggregated(self, round_number: int) -> None:
-        """Called when the server has aggregated the replies of a round, which is still to be evaluated."""
+        """Runs after the server has aggregated the replies of a round, and before the round is evaluated."""
         return
 
     def on_round(self, record: Mapping[str, Any]) -> bool | None:
-        """Called when the record of a round is complete.
+        """Runs when a round is complete, after its evaluation if it has one; returns True to stop the run.
 
         Returns:
             True to stop the run after this round. (Between real sites the next round has begun by then; it is the last.)
@@ -45,12 +46,12 @@ class Callback(ABC):
         return None
 
     def on_end(self) -> None:
-        """Called when the run has ended, after its last round or stopped by a callback, and its results are written."""
+        """Runs once after the last round, or after a callback has stopped the run, when all results are written."""
         return
 
 
-def list_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Returns the callbacks that a user gave as a tuple.
+def validate_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """Checks the callbacks that a user gave, and returns them as a tuple.
 
     Raises:
         UserError: it is no list, or an entry is no object of a subclass of `Callback`.

@@ -1,4 +1,4 @@
-"""Saves checkpoints while a run goes on, and its personal models and predictions at the end."""
+"""Saves checkpoints during a run, and the personal models and predictions at its end."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,9 @@ from polyfed.simulation.storage.directory import read_config
 
 
 @final
-class SaveCheckpoints(Callback):
-    """Saves the state of a run every `checkpoint_every` rounds, after the last round and after each best round.
+class CheckpointSaver(Callback):
+    """Saves a checkpoint of a run every `checkpoint_every` rounds, after the last round, and after each round that the
+    setting `keep` selects.
 
     A run without a directory saves nothing; the state after its best round is kept in memory.
     """
@@ -27,7 +28,7 @@ class SaveCheckpoints(Callback):
         self._binding: integrity.Binding = {}
 
     def on_start(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Loads the state after the best round of a run that is resumed."""
+        """Loads the checkpoint of the round that the setting `keep` selects, if the run is resumed."""
         run, directory = self._run, self._run.directory
         if directory is None:
             return
@@ -39,7 +40,7 @@ class SaveCheckpoints(Callback):
             directory.add_to_manifest({name: {} for name in outdated})
 
     def on_aggregated(self, round_number: int) -> None:
-        """Saves the state, if a checkpoint is due."""
+        """Saves a checkpoint if one is due after this round."""
         run = self._run
         state, keep = run.checkpoint, run.settings.keep
         kept_round = keep if isinstance(keep, int) else run.history[-1]["best_round"] if run.history else None
@@ -51,7 +52,7 @@ class SaveCheckpoints(Callback):
             self.save()
 
     def save(self) -> None:
-        """Saves the newest state, unless the run has no directory or the state is saved already."""
+        """Saves the run's newest state as a checkpoint, unless it is saved already or the run has no directory."""
         run, directory, state = self._run, self._run.directory, self._run.checkpoint
         if directory is None or state.round <= self._saved_round:
             return
@@ -67,7 +68,8 @@ class SaveCheckpoints(Callback):
         run.changed_clients.clear()
 
     def on_end(self) -> None:
-        """Writes the personal models after the round that is kept, and the predictions."""
+        """Writes the clients' personal models, after the round that the setting `keep` names, and their predictions to the
+        run directory."""
         run, directory, keep = self._run, self._run.directory, self._run.settings.keep
         if run.best is None and keep in ("best", "loss"):
             criterion = "score" if keep == "best" else "loss"
@@ -81,7 +83,7 @@ class SaveCheckpoints(Callback):
         run.predictions.write_client_files()
         if directory is not None:
             files = integrity.hash_files(directory.path, ("models", "predictions"))
-            directory.add_to_manifest({"files": files, **run.describe_stop()})
+            directory.add_to_manifest({"files": files, **run.stop_manifest_entry()})
 
 
 def _rounds_of(state: Checkpoint | None) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from polyfed.simulation.rounds.training_round import evaluate_clients, is_evalua
 
 
 @final
-class Evaluate(Callback):
-    """Evaluates the personal models after each round for which the settings ask it.
+class RoundEvaluator(Callback):
+    """Evaluates the clients' personal models every `evaluate_every` rounds and after round `rounds`.
 
     Where the engine overlaps evaluation with training, only the last round is evaluated here; each other round waits for
     the training of the next one, and its record stays incomplete until then.
@@ -19,13 +19,14 @@ class Evaluate(Callback):
         self._run = run
 
     def on_aggregated(self, round_number: int) -> None:
-        """Evaluates the round, or leaves it to the next."""
+        """Evaluates all clients after this round, or postpones that to the training of the next round if the engine does
+        both at once."""
         run, after = self._run, self._run.aggregated
         if not is_evaluation_round(run.settings, round_number):
             run.finish_round(after, None)
             return
         if run.overlaps_evaluation:
-            run.advance(after)
+            run.set_newest_state(after)
             if round_number < run.last_round:
                 return
         run.finish_round(after, evaluate_clients(run.federation, after, run.engine, run.progress))

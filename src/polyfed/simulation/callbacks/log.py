@@ -1,4 +1,4 @@
-"""Reports each round to the progress display, and writes what a method keeps of its initial state for plots."""
+"""Reports each round to the progress display, and writes the method's initial arrays for plots."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -10,21 +10,21 @@ from polyfed.simulation.rounds.run_state import RunState
 
 
 @final
-class Log(Callback):
-    """Passes records and their warnings to the `Progress` of a run."""
+class RoundLogger(Callback):
+    """Shows each round's record and its warnings on the progress display of a run."""
 
     def __init__(self, run: RunState) -> None:
         self._run = run
 
     def on_start(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Shows where the run begins."""
+        """Starts the progress display, and writes the method's initial arrays for plots."""
         run = self._run
         run.progress.start(registry_name(run.federation.algorithm), run.settings.rounds, len(records))
         if run.checkpoint.round == 0:
             run.write_analysis(run.checkpoint, run.federation.client_registry.ids)
 
     def on_round(self, record: Mapping[str, Any]) -> None:
-        """Shows the record, and warns once when training losses become infinite or NaN."""
+        """Shows the record of the round, and warns once when training losses become infinite or NaN."""
         progress, history = self._run.progress, self._run.history
         progress.finish_round(record)
         for sentence in record["warnings"]:

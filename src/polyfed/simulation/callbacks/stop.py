@@ -9,8 +9,8 @@ from polyfed.simulation.rounds.run_state import RunState
 
 
 @final
-class StopOnRequest(Callback):
-    """Passes each hook to the user's callbacks, in their order.
+class UserCallbackRunner(Callback):
+    """Calls the user's callbacks at every step of a run, in their order, and stops the run if one of them asks for it.
 
     Raises:
         UserError: in each hook, if one of the callbacks raises an exception.
@@ -20,23 +20,24 @@ class StopOnRequest(Callback):
         self._run, self._callbacks = run, callbacks
 
     def on_start(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Passes the records of a run that is resumed."""
+        """Calls `on_start` of every user callback with the records of the rounds before."""
         for callback in self._callbacks:
             self._call(callback, "on_start", tuple(records))
 
     def on_aggregated(self, round_number: int) -> None:
-        """Passes the number of the round."""
+        """Calls `on_aggregated` of every user callback with the number of the round."""
         for callback in self._callbacks:
             self._call(callback, "on_aggregated", round_number)
 
     def on_round(self, record: Mapping[str, Any]) -> None:
-        """Passes the record to every callback; the first that returns True counts as who stopped the run."""
+        """Calls `on_round` of every user callback with the round's record, and stops the run after this round if one
+        returns True. The first callback that returns True is recorded as the one that stopped the run."""
         for callback in self._callbacks:
             if self._call(callback, "on_round", record):
-                self._run.stop(type(callback).__name__)
+                self._run.request_stop(type(callback).__name__)
 
     def on_end(self) -> None:
-        """Says on the progress display who stopped the run."""
+        """Shows which callback stopped the run, if one did, and calls `on_end` of every user callback."""
         run = self._run
         if run.stopped_by is not None:
             run.progress.say(f"{run.stopped_by} stopped the run after round {run.last_round} of {run.settings.rounds}")

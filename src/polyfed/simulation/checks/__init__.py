@@ -1,1 +1,1 @@
-"""Checks of clients, networks, data and settings before the first round."""
+"""Checks clients, networks, data and settings before the first round."""

@@ -1,4 +1,4 @@
-"""Checks before the first round that a method can create the private state of each client."""
+"""Checks before the first round that the method can create the private state of each client."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,8 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Creates the private state of one client for each architecture and form of inputs, and discards it.
+    """Checks that the method can create the initial private state of the clients, by creating one for each architecture and
+    shape of inputs.
 
     Raises:
         UserError: the method refuses this network: its last layer has no bias, say.

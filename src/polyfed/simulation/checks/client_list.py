@@ -1,4 +1,4 @@
-"""Converts the clients that a caller gives, in any iterable, to a list."""
+"""Converts the clients that a caller passes, in any iterable, to a list."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from polyfed.core.errors import UserError
 
 
 def list_clients(clients: Any) -> list[Client]:
-    """Returns the clients of any iterable (list, generator, `dict.values()`, array of objects) as a list.
+    """Returns the clients as a list, from any iterable of them (list, generator, `dict.values()`, array of objects).
 
     Raises:
         UserError: one client, a mapping, something that cannot be iterated, an empty iterable, or one that holds anything

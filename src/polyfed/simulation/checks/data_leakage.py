@@ -1,4 +1,4 @@
-"""Warns of data leakage: test examples that are training examples too, whose scores say nothing about new data.
+"""Warns of data leakage: test examples that are also training examples, so that their scores say nothing about new data.
 
 Two examples are equal if their stored inputs are equal byte for byte. Inputs that repeat by nature (few categories,
 constants) are no leakage: the warning depends on how many more test examples occur among training examples than
@@ -46,7 +46,7 @@ _KINDS = {
 @final
 @dataclass(frozen=True)
 class _Leak:
-    """Describes leaked examples of a client: `num_leaked` of its `number` examples are training examples.
+    """Describes the leaked examples of a client: `num_leaked` of its `number` examples are also training examples.
 
     Attributes:
         client: id of the client.
@@ -66,7 +66,7 @@ class _Leak:
 
 
 def warn_of_test_leakage(clients: Sequence[Client]) -> None:
-    """Warns once (`UserWarning`) if test examples were trained on.
+    """Warns once (`UserWarning`) if clients are tested or validated on examples that are also training examples.
 
     It warns if at least two different test or validation examples of a client, and 5 % of them, are among its own
     training examples, or as many test examples among those of other clients. Clients are compared with each other if
@@ -104,8 +104,8 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
 
 @contextmanager
 def limit_leak_warnings() -> Iterator[None]:
-    """Limits the warnings within this context to one: a comparison splits the same data several times, and holds out
-    parts of them.
+    """Limits the warnings of data leakage to one within this context. A comparison needs this: it splits the same data
+    several times, and holds out parts of them.
 
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
     >>> with warnings.catch_warnings(record=True) as told, limit_leak_warnings():
@@ -123,7 +123,8 @@ def limit_leak_warnings() -> Iterator[None]:
 
 
 def _groups(clients: Sequence[Client]) -> Iterator[list[Client]]:
-    """Splits the clients into groups that have few enough examples to be compared with each other."""
+    """Splits the clients into groups with few enough examples for all clients of a group to be compared with each
+    other."""
     group: list[Client] = []
     num_examples = 0
     for client in clients:
@@ -137,7 +138,7 @@ def _groups(clients: Sequence[Client]) -> Iterator[list[Client]]:
 
 
 def _find_leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
-    """Finds leaked examples within each client and, if `between`, between clients."""
+    """Finds the leaked examples within each client and, if `between` is True, also those shared between clients."""
     number = len(clients)
     train, owner = _concat_hashes(dict(enumerate(client.train for client in clients)))
     train_keys = _keys_by_client(train, owner)
@@ -170,7 +171,7 @@ def _find_leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
 def _suspicious_counts(
     alike: NDArray[np.bool_], keys: Hashes, whose: NDArray[np.int64], least: NDArray[np.float64]
 ) -> dict[int, int]:
-    """Returns the number of leaked examples of each client that has enough of them to warn.
+    """Returns client position -> number of leaked examples, for the clients with enough leaked examples for a warning.
 
     Args:
         alike: for each example, whether it is a training example.
@@ -187,24 +188,27 @@ def _suspicious_counts(
 
 
 def _concat_hashes(sets: Mapping[int, Examples]) -> tuple[Hashes, NDArray[np.int64]]:
-    """Returns the hashes of the examples of several sets, and the position of the client of each."""
+    """Concatenates the hashes of all examples of several clients; also returns, for each example, the position of its
+    client."""
     whose = np.repeat(np.fromiter(sets, np.int64), [len(data) for data in sets.values()])
     return np.concatenate([_hashes(data) for data in sets.values()]), whose
 
 
 def _keys_by_client(hashes: Hashes, whose: NDArray[np.int64]) -> Hashes:
-    """Combines hashes and clients to numbers that are equal only for equal examples of one client."""
+    """Combines each example's hash with its client's position into one number, equal only for equal examples of one
+    client."""
     return hashes * 0x9E3779B97F4A7C1 + whose * 0x2545F4914F6CDD1D
 
 
 def _count_occurrences(ranked: Hashes, values: Hashes) -> NDArray[np.int64]:
-    """Counts how often each value occurs in the ascending array `ranked`."""
+    """Counts how often each of `values` occurs in the sorted array `ranked`."""
     counts: NDArray[np.int64] = np.searchsorted(ranked, values, side="right") - np.searchsorted(ranked, values)
     return counts
 
 
 def _same_rows(data: Examples, train: Examples) -> NDArray[np.bool_]:
-    """Returns which examples are the same rows of the same stored tensor as a training example, not just equal by chance."""
+    """Returns for each example whether it is the same row of the same stored tensor as a training example, and not just
+    equal to one."""
     if _storage_keys(data.x) != _storage_keys(train.x):
         return np.zeros(len(data), bool)
     rows, used = (np.arange(len(d)) if d.index is None else d.index.cpu().numpy() for d in (data, train))
@@ -216,7 +220,7 @@ def _storage_keys(x: Any) -> list[Any]:
 
 
 def _hashes(examples: Examples) -> Hashes:
-    """Returns a hash for the stored input of each example, equal for equal inputs of one structure, type and shape."""
+    """Returns a hash of the stored input of each example; inputs of equal content, type and shape have equal hashes."""
     if isinstance(examples.x, Tensor):
         return _hash_part(examples, examples.x)
     hashes = np.zeros(len(examples), np.int64)

@@ -1,4 +1,4 @@
-"""Computes short hashes of clients, examples and networks: a run may only be resumed with the same."""
+"""Computes hashes of clients, examples and networks, by which a resumed run checks that they have not changed."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from polyfed.simulation.checks.requirements import architecture_keys_by_client, 
 
 
 def initial_weights_fingerprint(clients: Sequence[Client]) -> str:
-    """Returns a short hash of the initial weights of the clients' networks at seed 0.
+    """Returns a short hash of the initial weights of all clients' networks, as built with seed 0.
 
     It tells networks with the same architecture but other weights of their own apart. Networks whose initial weights
     differ at each call, because they draw from more than torch's generator, are not hashed.
@@ -39,15 +39,15 @@ def _hash_state_dict(module: nn.Module) -> bytes:
 
 
 def _describe_loss(client: Client) -> str:
-    """Describes a client's own loss in a few words; empty for the default one of the task."""
+    """Describes the loss function that a client sets for itself; "" if it uses the default loss of its task."""
     if isinstance(client.loss, nn.Module):
         return repr(client.loss) + hash_tensors(client.loss.state_dict())
     return "" if client.loss is None else stable_repr(client.loss)
 
 
 def former_version_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str:
-    """Returns why a run with this fingerprint cannot be resumed, if a former version of polyfed made it of these clients;
-    else ""."""
+    """Returns an error message if an earlier version of polyfed started the run with these clients, so that it cannot be
+    resumed; "" if not."""
     modules = {c.id: cached_module(c.model).module for c in clients if c.model is not None}
     further_names_of = next(filter(None, map(first_name_by_alias, modules.values())), None)
     if not further_names_of:
@@ -66,7 +66,7 @@ def former_version_error(run_fingerprint: str, clients: Sequence[Client], public
 def data_fingerprint(
     clients: Sequence[Client], public: Examples | None = None, architecture_by_client: Mapping[str, str] | None = None
 ) -> str:
-    """Returns a short hash of every example of every client, of ids, tasks and architectures, and of the public examples.
+    """Returns a short hash of all clients (ids, tasks, architectures, every example) and of the public examples.
 
     A run may only be resumed with the same.
 

@@ -20,7 +20,8 @@ _SENT = frozenset({"weights", "hypernetwork"})
 
 
 def cached_module_of(client: Client) -> CachedModule:
-    """Returns the cached module of a client's network. Raises a `UserError` if a part of its state cannot be sent."""
+    """Returns the cached copy of a client's network, after checking that its whole state can be sent. Raises a `UserError`
+    if a part of its state cannot be sent."""
     assert client.model is not None
     try:
         return cached_module(client.model)
@@ -36,8 +37,9 @@ def cached_module_of(client: Client) -> CachedModule:
         ) from error
 
 
-def check_network_internals(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Raises a `UserError` if a network has tensors that cannot be sent, or lacks what the method looks for in it."""
+def check_network_tensors_and_layers(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
+    """Checks that all tensors of the clients' networks can be sent, and that the networks have the layers that the method
+    needs. Raises a `UserError` if not."""
     checked_keys: set[tuple[str, str]] = set()
     for client in clients:
         cached = cached_module_of(client)
@@ -76,7 +78,8 @@ def check_single_example_batches(
     examples_by_field: Mapping[str, Examples | None],
     factory: Architecture | None = None,
 ) -> None:
-    """Raises a `UserError` if a network would be trained on a minibatch of one example, and cannot be.
+    """Checks that no network that needs larger minibatches (because of BatchNorm, say) would be trained on a minibatch of
+    one example. Raises a `UserError` if one would be.
 
     Args:
         clients: their networks are tried.

@@ -1,4 +1,5 @@
-"""Checks before the first round that the federation suits the method, and that the networks suit their data."""
+"""Checks before the first round that the clients meet the method's requirements, and that the networks fit their
+data."""
 
 import fnmatch
 from collections import Counter
@@ -32,14 +33,18 @@ from polyfed.core.training.losses import sampling_weights
 from polyfed.simulation.checks.client_init import check_client_init
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.data_leakage import warn_of_test_leakage
-from polyfed.simulation.checks.networks import cached_module_of, check_network_internals, check_single_example_batches
+from polyfed.simulation.checks.networks import (
+    cached_module_of,
+    check_network_tensors_and_layers,
+    check_single_example_batches,
+)
 from polyfed.simulation.checks.table_schemas import check_public_table, check_table_schemas
 from polyfed.simulation.checks.trial_forward import check_trains_on_one_example, output_shape
 
 
 def check_clients(clients: Sequence[Client]) -> None:
-    """Checks that there are clients, all with different ids and one task, and warns of test examples that were trained
-    on.
+    """Checks that there are clients, that their ids differ and their task is the same, and warns of test examples that are
+    training examples.
 
     Raises:
         UserError: no clients, something that is no client, an id that occurs twice, or several tasks.
@@ -57,8 +62,8 @@ def check_clients(clients: Sequence[Client]) -> None:
 
 
 def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
-    """Raises a `UserError` if the federation lacks something in `algorithm.requires`; it names clients and suitable
-    methods."""
+    """Checks that the clients and public examples meet all requirements of the method (`algorithm.requires`). Raises a
+    `UserError` that names the clients at fault, and methods that would suit them."""
     if "public_data" in algorithm.requires and public is None:
         raise UserError(
             f"{registry_name(algorithm)} needs public examples that are no client's data; give public=... (federate) "
@@ -74,7 +79,8 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
 
 
 def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Checks the part of `check_requirements` that concerns the clients alone: their networks and the form of their data."""
+    """Checks that the clients' networks and the form of their data suit the method; public examples are not checked
+    here."""
     requirements, name = algorithm.requires, registry_name(algorithm)
     check_declared_words(algorithm, type(algorithm).__name__)
     check_table_schemas(clients, algorithm)
@@ -107,7 +113,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
     architecture_by_client = {
         client.id: architecture_without_ranks(algorithm, cached_module_of(client)) for client in clients
     }
-    check_network_internals(clients, algorithm)
+    check_network_tensors_and_layers(clients, algorithm)
     check_single_example_batches(clients, algorithm, {"batch_size": None})
     if "one_representation" in requirements:
         widths = {client.id: representation_width(client) for client in clients}
@@ -151,7 +157,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
 
 
 def representation_width(client: Client) -> int:
-    """Returns the number of inputs of the last linear layer of a client's network."""
+    """Returns the width of a network's representation: the number of inputs of its last linear layer."""
     assert client.model is not None
     network = cached_module(client.model).module
     try:
@@ -161,7 +167,7 @@ def representation_width(client: Client) -> int:
 
 
 def client_data_spec(client: Client) -> DataSpec:
-    """Returns the input shape of a client's network and the number of logits that its labels need.
+    """Returns the shape of a client's inputs and the number of logits that its labels need.
 
     Raises:
         UserError: the network takes several tensors, which a `DataSpec` cannot describe.
@@ -174,19 +180,20 @@ def client_data_spec(client: Client) -> DataSpec:
 
 
 def num_outputs_needed(client: Client) -> int:
-    """Returns the number of logits that this client's labels need."""
+    """Returns the number of logits that a client's network needs for its labels."""
     if client.task == "classification":
         return 1 + max(int(data.labels.max()) for data in example_sets(client).values())
     return client.train.labels.shape[1]
 
 
 def _first_input(client: Client) -> Any:
-    """Returns the input of the first example, as the network gets it."""
+    """Returns the client's first example as the network would receive it."""
     return client.train.batch(torch.zeros(1, dtype=torch.int64, device=client.train.device))[0]
 
 
 def common_data_spec(clients: Sequence[Client], name: str = "the method") -> DataSpec:
-    """Returns the data spec that all clients share; the number of classes is that of the largest label.
+    """Returns the input shape and number of classes that suit the data of all clients. The number of classes is one more
+    than the largest label of any client.
 
     Raises:
         UserError: input shapes or numbers of outputs differ.
@@ -208,7 +215,7 @@ def _describe_inputs(examples: Examples) -> str:
 
 
 def _check_public(clients: Sequence[Client], public: Examples) -> None:
-    """Checks that public examples reach the networks in the same form, and prepared alike, as each client's own inputs."""
+    """Checks that public examples have the form and preprocessing of each client's own inputs."""
     compared: list[tuple[Any, Any]] = []
     if not len(public):
         raise UserError("public holds no examples; give some (public=..., or --data.public_fraction)")
@@ -239,14 +246,15 @@ def _are_equal_inputs(a: Any, b: Any) -> bool:
 
 
 def architecture_keys_by_client(clients: Sequence[Client]) -> dict[str, str]:
-    """Returns client id -> short name of its architecture, for clients that have a network."""
+    """Returns client id -> short name of the client's architecture, for all clients that have a network."""
     return {client.id: cached_module_of(client).architecture for client in clients if client.model is not None}
 
 
 def check_networks_run(
     clients: Sequence[Client], num_outputs: int | None = None, factory: Architecture | None = None
 ) -> None:
-    """Runs two examples through a copy of each network, once for each distinct pair of architecture and form of inputs.
+    """Checks that the networks run on their data, by passing two examples through a copy of each network. Clients with the
+    same architecture and form of inputs are checked once.
 
     Args:
         clients: their networks are tried.
@@ -299,15 +307,15 @@ def check_networks_run(
 
 
 def _common_tensor(first: nn.Module, second: nn.Module) -> str | None:
-    """Returns the name of a tensor that two networks share; frozen parameters, which never change, may be shared. None if
-    there is none."""
+    """Returns the name of a tensor that two networks share, though they must be independent; None if they share none.
+    Frozen parameters may be shared, since they never change."""
     first_ids = {id(tensor) for tensor in (*first.parameters(), *first.buffers())}
     second_tensors = (*((n, p) for n, p in second.named_parameters() if p.requires_grad), *second.named_buffers())
     return next((name for name, tensor in second_tensors if id(tensor) in first_ids), None)
 
 
 def check_training_options(clients: Sequence[Client], options: LocalTraining) -> None:
-    """Checks that every client has what the options of local training need.
+    """Checks that every client has the data and parameters that the options of local training need.
 
     Raises:
         UserError: no validation examples to stop by, no classes to weight, no column of weights, or no parameter with a
@@ -342,7 +350,7 @@ def _describe_outputs(shape: tuple[int, ...]) -> str:
 
 
 def example_sets(client: Client) -> dict[str, Examples]:
-    """Returns the client's sets of examples by name: "train", "test" and, if it has them, "val" and "global_test"."""
+    """Returns a client's examples by split: "train", "test" and, if the client has them, "val" and "global_test"."""
     sets = {"train": client.train, "test": client.test, "val": client.val, "global_test": client.global_test}
     return {name: data for name, data in sets.items() if data is not None}
 
@@ -366,8 +374,8 @@ _FINGERPRINT_NAMES = {"TablePreprocessor(": "Prepared(", "LazyImageDecoder(": "D
 
 
 def stable_repr(transform: Any) -> str:
-    """Describes a transform by a text that is the same in every process: the `repr` of a plain function includes its
-    address."""
+    """Returns a text that describes a transform and is the same in every process. (The `repr` of a plain function is not:
+    it includes the function's address.)"""
     if isinstance(transform, PartwiseTransform):
         return str({name: stable_repr(part_transform) for name, part_transform in transform.transforms.items()})
     if not is_dataclass(transform):

@@ -1,5 +1,5 @@
-"""Checks before round 1 that the tables of several clients can be trained on together; errors name the columns that
-differ.
+"""Checks before round 1 that the clients' tables have the same columns and classes, where training them together needs
+that; errors name the columns that differ.
 
 Categories, classes and values are never shown. Tables are compared by their columns in order, their categories, where
 cells may be empty, and their classes. All of this must agree where networks are averaged or read the same public
@@ -25,7 +25,7 @@ _LONGEST, _SHOWN = 60, 5  # characters of a name, names in a sentence
 
 
 def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str]) -> bool:
-    """Returns whether the networks of different clients must read inputs of the same meaning.
+    """Returns whether a method needs every column of the inputs to have the same meaning at all clients.
 
     So it is if networks are averaged, if all clients train a common network beside their own (its weights are sent,
     while the clients' own may be of any architecture), or if they read public examples.
@@ -44,8 +44,9 @@ def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str])
     return trains_shared_model or bool(requirements & _ONE_FORM)
 
 
-def tables_by_part(examples: Examples) -> dict[str, TablePreprocessor]:
-    """Returns the preprocessing of each part of the inputs that is a table; the name of a single part is ""."""
+def table_preprocessors_by_part(examples: Examples) -> dict[str, TablePreprocessor]:
+    """Returns the table preprocessing of each part of the inputs that is a table: name of the part -> preprocessing. The
+    name is "" if the inputs have a single part."""
     transform = examples.transform
     parts = transform.transforms if isinstance(transform, PartwiseTransform) else {"": transform}
     return {
@@ -53,28 +54,31 @@ def tables_by_part(examples: Examples) -> dict[str, TablePreprocessor]:
     }
 
 
-def columns_by_name(examples: Examples) -> dict[str, tuple[tuple[str, ...] | None, bool]]:
-    """Returns name -> (categories, whether cells may be empty) of each column; columns of a part are named PART/COLUMN."""
+def column_definitions_by_name(examples: Examples) -> dict[str, tuple[tuple[str, ...] | None, bool]]:
+    """Returns the columns of the tables that examples come from: name -> (categories, whether cells may be empty). Columns
+    of a part of the inputs are named PART/COLUMN."""
     return {
         f"{part}/{column.name}" if part else column.name: (column.categories, column.missing)
-        for part, table in tables_by_part(examples).items()
+        for part, table in table_preprocessors_by_part(examples).items()
         for column in table.columns
     }
 
 
-def class_names_of(examples: Examples) -> tuple[str, ...]:
-    """Returns the names of a table's classes, labels or targets; empty if the inputs are no table."""
-    return next((table.classes for table in tables_by_part(examples).values()), ())
+def table_class_names(examples: Examples) -> tuple[str, ...]:
+    """Returns the names of the classes, labels or targets of the table that examples come from; empty if they come from no
+    table."""
+    return next((table.classes for table in table_preprocessors_by_part(examples).values()), ())
 
 
 def have_same_columns(first: Examples, second: Examples) -> bool:
-    """Returns whether two sets of examples come from tables with the same columns and classes in the same order, or both
-    from none."""
+    """Returns whether two sets of examples come from tables with the same columns and classes in the same order; True also
+    if neither comes from a table."""
     return _schema_key(first) == _schema_key(second)
 
 
 def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Checks that the clients' tables have in common what the method needs (see the module).
+    """Checks that the clients' tables agree in the columns and classes that the method needs in common. The module's
+    docstring says which those are.
 
     Tables that have yet to agree on one preprocessing need the same columns only: categories and classes are merged.
 
@@ -83,22 +87,27 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
     """
     for client in clients:
         _check_sets_of_client(client)
-    tables = {client.id: client.train for client in clients if tables_by_part(client.train)}
+    tables = {client.id: client.train for client in clients if table_preprocessors_by_part(client.train)}
     if not tables:
         return
     table_by_client = {
-        i: table for i, train in tables.items() for part, table in tables_by_part(train).items() if not part
+        i: table
+        for i, train in tables.items()
+        for part, table in table_preprocessors_by_part(train).items()
+        if not part
     }
     if needs_common_preprocessing(list(table_by_client.values())):
         merge_table_definitions(table_by_client)
         return
     if not needs_common_inputs(algorithm.requires, algorithm.discloses):
-        _check_same_schema({i: class_names_of(train) for i, train in tables.items()}, tables, classes_alone=True)
+        _check_same_schema({i: table_class_names(train) for i, train in tables.items()}, tables, classes_alone=True)
         return
     if ids_without_table := [client.id for client in clients if client.id not in tables]:
         raise UserError(f"client {ids_without_table[0]!r} has no table, as {next(iter(tables))!r} has; {SCHEMA_ADVICE}")
     _check_same_schema({i: _schema_key(train) for i, train in tables.items()}, tables)
-    scopes = {i: tuple(table.scope for table in tables_by_part(train).values()) for i, train in tables.items()}
+    scopes = {
+        i: tuple(table.scope for table in table_preprocessors_by_part(train).values()) for i, train in tables.items()
+    }
     if pair := find_deviating_pair(scopes):
         raise UserError(
             f"the numbers of client {pair[1]!r} are scaled differently from those of {pair[0]!r}: preprocess='federated' "
@@ -107,17 +116,17 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
 
 
 def check_public_table(client: Client, public: Examples) -> None:
-    """Checks that a client's inputs and the public examples come from tables with the same columns and scaling, or both
-    from none.
+    """Checks that a client's inputs and the public examples come from tables with the same columns and scaling, or neither
+    from a table.
 
     Raises:
         UserError: they do not.
     """
-    ours, theirs = tables_by_part(client.train), tables_by_part(public)
+    ours, theirs = table_preprocessors_by_part(client.train), table_preprocessors_by_part(public)
     if ours.keys() != theirs.keys():
         subject = "the public examples (public=...) are" if theirs else f"the inputs of client {client.id!r} are"
         raise UserError(f"{subject} rows of a table, and the others are not; {_PUBLIC}")
-    client_schema, public_schema = ({"columns": columns_by_name(part)} for part in (client.train, public))
+    client_schema, public_schema = ({"columns": column_definitions_by_name(part)} for part in (client.train, public))
     if list(client_schema["columns"].items()) != list(public_schema["columns"].items()):
         raise UserError(
             f"the public examples (public=...) are of another table than client {client.id!r}: "
@@ -134,8 +143,8 @@ _PUBLIC = "take both from one table: pf.data.split_table(..., preprocess='federa
 
 
 def find_deviating_pair(marks: Mapping[str, Hashable]) -> tuple[str, str] | None:
-    """Finds two clients that differ: one with the most frequent value, and the first with another. None if all values are
-    equal.
+    """Returns the ids of two clients with different values: one with the most frequent value, and one that deviates from
+    it; None if all values are equal.
 
     >>> find_deviating_pair({"a": 1, "b": 2, "c": 2}), find_deviating_pair({"a": 1})
     (('b', 'a'), None)
@@ -146,7 +155,7 @@ def find_deviating_pair(marks: Mapping[str, Hashable]) -> tuple[str, str] | None
 
 
 def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[str, Any]) -> list[str]:
-    """Describes the differences between two tables, each in a few words.
+    """Returns a list of short phrases, each of which names one difference between the columns or classes of two tables.
 
     Args:
         reference, deviant: `columns`, name -> (categories or their hash, whether cells may be empty); and `classes`.
@@ -176,18 +185,19 @@ def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[st
 
 
 def _schema_key(examples: Examples) -> Hashable:
-    return tuple(columns_by_name(examples).items()), class_names_of(examples)
+    return tuple(column_definitions_by_name(examples).items()), table_class_names(examples)
 
 
 def _check_sets_of_client(client: Client) -> None:
-    """Checks that a client's training, test and validation examples come from the same kind of table."""
+    """Checks that a client's training, test and validation examples come from tables with the same columns and
+    classes."""
     for name, part in (("test", client.test), ("val", client.val), ("global_test", client.global_test)):
         if part is None or have_same_columns(client.train, part):
             continue
-        if not tables_by_part(client.train) or not tables_by_part(part):
+        if not table_preprocessors_by_part(client.train) or not table_preprocessors_by_part(part):
             continue  # prepared by hand: only the form of inputs is checked
         training_schema, set_schema = (
-            {"columns": columns_by_name(examples), "classes": class_names_of(examples)}
+            {"columns": column_definitions_by_name(examples), "classes": table_class_names(examples)}
             for examples in (client.train, part)
         )
         raise UserError(
@@ -199,14 +209,15 @@ def _check_sets_of_client(client: Client) -> None:
 def _check_same_schema(
     marks: Mapping[str, Hashable], tables: Mapping[str, Examples], *, classes_alone: bool = False
 ) -> None:
-    """Raises a `UserError` that describes the difference if not all clients have the same mark."""
+    """Checks that all clients have the same mark (a value that stands for the columns and classes of a table). Raises a
+    `UserError` that describes the difference if not."""
     if (pair := find_deviating_pair(marks)) is None:
         return
     if classes_alone:
         sentences = ["its classes are others, or in another order"]
     else:
         reference, deviant = (
-            {"columns": columns_by_name(tables[i]), "classes": class_names_of(tables[i])} for i in pair
+            {"columns": column_definitions_by_name(tables[i]), "classes": table_class_names(tables[i])} for i in pair
         )
         sentences = describe_table_differences(reference, deviant)
     raise UserError(f"client {pair[1]!r} has another table than {pair[0]!r}: {'; '.join(sentences)}; {SCHEMA_ADVICE}")

@@ -1,4 +1,4 @@
-"""Runs a few examples through a network before the first round to find out whether it works and what it returns."""
+"""Tests a network before the first round, by running it on a few examples."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...]:
-    """Returns the shape of a network's output for one example.
+    """Runs a network on one example, and returns the shape of its output, without the batch dimension.
 
     Args:
         module: the network; a copy of it is run, so that nothing in it changes.
@@ -57,7 +57,7 @@ def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...
 
 
 def check_trains_on_one_example(module: nn.Module, data: Examples, name: str, why: str, cure: str) -> None:
-    """Raises a `UserError` if the network cannot be trained on a batch of one example.
+    """Checks that a network can be trained on a minibatch of one example (BatchNorm cannot). Raises a `UserError` if not.
 
     Args:
         module: the network.
@@ -89,7 +89,8 @@ def _mode_suffix(training: bool) -> str:
 
 
 def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool) -> str:
-    """Explains why a network failed on these inputs; wrong types of weights or inputs come first."""
+    """Returns the error message for a network that failed on its inputs, with the likely cause. Wrong types of weights or
+    inputs are considered first."""
     types = {p.dtype for p in module.parameters() if p.is_floating_point()}
     parts = [part for _, part in named_leaves(x)]
     # Integers are suspects only if the error names types: they are correct inputs for tokens.
@@ -105,7 +106,7 @@ def _failure_message(module: nn.Module, x: Any, error: Exception, training: bool
 
 
 def _describe_batch(x: Any) -> str:
-    """Describes the batch that the network got."""
+    """Describes the shapes and types of the minibatch on which a network was run."""
     if isinstance(x, Tensor):
         return f"a batch of shape {tuple(x.shape)} ({x.dtype})"
     keys = "keyword" if isinstance(x, dict) else "positional"

@@ -1,4 +1,4 @@
-"""Defines the interface of engines: the tasks that they run, and the results that they return."""
+"""Defines the interface of engines: the tasks that they run for clients, and the results that they return."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,8 @@ Phase = Literal["local", "evaluate", "export"]
 @final
 @dataclass(frozen=True)
 class ClientTask:
-    """Describes one client's work: train ("local"), evaluate its personal model, or export its weights ("export").
+    """Describes one task of a client: to train ("local"), to evaluate its personal model ("evaluate"), or to export its
+    weights ("export").
 
     Attributes:
         phase: "local", "evaluate" or "export".
@@ -45,19 +46,19 @@ class ClientTask:
 
     @property
     def transmitted_message(self) -> Message:
-        """Returns the message as it is sent, compressed or not."""
+        """Returns the message in the form in which it is sent to the client, compressed or not."""
         return self.message if self.compressed_message is None else self.compressed_message
 
     @property
     def reply_seed(self) -> int:
-        """Returns the seed for compressing the reply."""
+        """Returns the random seed for compressing the client's reply."""
         return derive_seed(self.run_seed, self.round, self.client, "compress")
 
 
 @final
 @dataclass(frozen=True)
 class TaskResult:
-    """Holds the result of a task: reply and private state, or metrics, or weights; or else `failure`.
+    """Holds the result of a client's task: reply and private state, or metrics, or weights; or else the error in `failure`.
 
     Attributes:
         task: the task.
@@ -87,12 +88,12 @@ class TaskResult:
     masked: bool = False
 
     def with_seconds(self, seconds: float) -> "TaskResult":
-        """Returns this result with the time that it took."""
+        """Returns a copy of this result with the time that the task took."""
         return replace(self, seconds=seconds)
 
 
 class Engine(ABC):
-    """Runs the tasks of clients: in this process, in worker processes, on a cluster, or at real sites."""
+    """Runs clients' tasks: in this process, in worker processes, on a cluster, or at real sites."""
 
     max_block_bytes: ClassVar[int] = 256 * 2**20
     """Most bytes of messages in one call of `run`: tasks come in blocks of at most this size, or one task at a time."""
@@ -103,16 +104,17 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs all tasks and yields each result as it arrives, in any order. The failure of a client is a result."""
+        """Runs all tasks and yields the result of each as soon as it is finished, in any order. If a client fails, its
+        result has the error in `failure`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases processes and memory; the engine cannot be used afterwards."""
+        """Releases the engine's processes and memory; it cannot be used afterwards."""
 
 
 def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> list[Client]:
-    """Returns the clients with their data on `device`; a tensor that several clients share is moved once and stays
-    shared."""
+    """Returns copies of the clients with their data on `device`. A tensor that several clients share is moved once and
+    stays shared."""
     if device.type == "cpu":
         return list(clients)
     moved_stores: dict[int, torch.Tensor] = {}
@@ -135,11 +137,13 @@ def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> l
 
 
 def count_examples_of_phase(phase: Phase, client: Client) -> int:
-    """Returns the number of examples that a task of this phase processes, a proxy for how long it takes."""
+    """Returns the number of examples that a client processes in a task of this phase, as an estimate of the task's
+    duration."""
     sets = [client.train] if phase == "local" else [client.test, client.val, client.global_test]
     return sum(len(data) for data in sets if data is not None)
 
 
 def sort_longest_first(tasks: Sequence[ClientTask], clients: Mapping[str, Client]) -> list[ClientTask]:
-    """Sorts tasks by descending work, so that no long task starts last; ties by client id."""
+    """Sorts tasks by the number of examples that they process, largest first, so that no long task starts last; ties by
+    client id."""
     return sorted(tasks, key=lambda task: (-count_examples_of_phase(task.phase, clients[task.client]), task.client))

@@ -1,4 +1,5 @@
-"""Measures for `engine="auto"` whether clients are trained faster as one stacked cohort or one by one."""
+"""Measures for `engine="auto"` whether clients train faster together, their networks stacked into one computation, or one
+by one."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ _STEPS = 2
 @final
 @dataclass(frozen=True)
 class EngineChoice:
-    """Holds the choice that "auto" made.
+    """Holds how clients are trained with `engine="auto"`, together or one by one, and the measurements that decided it.
 
     Attributes:
         engine: "cohort" or "one by one".
@@ -50,11 +51,11 @@ class EngineChoice:
 
     @property
     def uses_cohorts(self) -> bool:
-        """Returns whether clients are trained together."""
+        """Returns whether clients are trained together, their networks stacked into one computation."""
         return self.engine == "cohort"
 
     def __str__(self) -> str:
-        """Describes the choice for users."""
+        """Describes in a sentence how clients are trained, and why."""
         gains = ", ".join(f"{gain:.1f}" for gain in (self.gains or {}).values())
         measurement = f"measured: {gains} times as fast together"
         if self.uses_cohorts:
@@ -85,7 +86,7 @@ def benchmark_engines(
     device: torch.device,
     tasks: Callable[[Sequence[str]], Sequence[ClientTask]],
 ) -> EngineChoice:
-    """Measures whether "auto" should train the clients of this run together.
+    """Measures whether the clients of a run train faster together or one by one, and returns the choice.
 
     It should if a round has at least `MIN_CLIENTS` of one architecture, the method's training can be stacked, and two
     steps of it are at least `MIN_SPEEDUP` times as fast together.
@@ -108,13 +109,14 @@ def benchmark_engines(
         calls = [_first_fit(engine, task) for task in tasks([client.id for client in members])]
         fit_calls = [call for call in calls if call is not None]
         if len(fit_calls) == len(members):
-            gains[architecture_hash(fit_calls[0].module)] = round(measure_speedup(fit_calls, device), 2)
+            gains[architecture_hash(fit_calls[0].module)] = round(measure_cohort_speedup(fit_calls, device), 2)
     apart = tuple(sorted(name for name, speedup in gains.items() if speedup < MIN_SPEEDUP))
     return EngineChoice("cohort" if len(apart) < len(gains) else "one by one", gains, apart)
 
 
 def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
-    """Returns a client's first call of `fit`; None if that call cannot be stacked with those of others."""
+    """Returns the arguments of a client's first call of `fit`; None if that call cannot be stacked with the calls of other
+    clients."""
     deferred_run = DeferredRun(stop_at_first_call=True)
     try:
         with deferring_calls(deferred_run):
@@ -125,8 +127,9 @@ def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
 
 
 @grad_enabled()
-def measure_speedup(calls: Sequence[FitCall], device: torch.device) -> float:
-    """Returns how many times as fast a training step of these clients is together; 0 if they cannot be trained together."""
+def measure_cohort_speedup(calls: Sequence[FitCall], device: torch.device) -> float:
+    """Returns how many times faster a training step of these clients is together than one by one; 0 if they cannot be
+    trained together."""
     short_calls = [replace(call, options=replace(call.options, local_epochs=1, local_steps=_STEPS)) for call in calls]
     first = short_calls[0]
     if len(group_fit_calls(short_calls)) > 1:
@@ -152,7 +155,7 @@ def measure_speedup(calls: Sequence[FitCall], device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the shortest of several timings, after one warm-up call that fills caches.
+    """Returns how long a function takes: the shortest of several timings, after one warm-up call that fills caches.
 
     On a CPU it counts this thread's processor seconds, which other programs do not affect.
     """

@@ -1,4 +1,5 @@
-"""Trains clients of one architecture together: their networks are stacked, and each training step is one step for all.
+"""Trains clients of one architecture together: stacks their networks, so that each training step is one computation for all
+of them.
 
 Small networks spend more time in Python and in launching operations than in arithmetic; a hundred at once cost little
 more than one. Each client gets the result that it would get alone, up to rounding.
@@ -48,7 +49,7 @@ class _PendingTask:
 
 @final
 class CohortEngine(Engine):
-    """Runs the tasks of a round together, in this process.
+    """Trains clients of the same architecture together in this process, in one computation for their stacked networks.
 
     Some clients are computed one by one, as by `InProcessEngine`: those whose architecture or options fewer than three
     share, networks that are not known to allow stacking, and calls of `fit` with functions of the method's own. If a
@@ -81,7 +82,8 @@ class CohortEngine(Engine):
         }
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs all tasks together, in the order of client ids, and yields each result when its client has finished."""
+        """Runs all tasks together, clients in the order of their ids, and yields each result when its client has
+        finished."""
         waiting = [
             _PendingTask(task, DeferredRun(runs_alone=task.client in self._sequential_ids))
             for task in sorted(tasks, key=lambda task: task.client)
@@ -97,7 +99,8 @@ class CohortEngine(Engine):
             waiting = still_pending
 
     def _advance(self, pending: _PendingTask) -> TaskResult | None:
-        """Runs a client up to its next deferred call. Returns its result, or None if it waits for a stacked computation."""
+        """Runs a client's task up to its next deferred call; returns its result, or None if it waits for a stacked
+        computation."""
         started = time.perf_counter()
         pending.deferred_run.restart()
         try:
@@ -109,7 +112,7 @@ class CohortEngine(Engine):
         return result.with_seconds(pending.seconds + time.perf_counter() - started)
 
     def _compute_deferred_calls(self, waiting: Sequence[_PendingTask]) -> None:
-        """Computes the deferred calls of all waiting clients, those that can be stacked together."""
+        """Computes the deferred calls of all waiting clients, and combines those that can be stacked."""
         training = [pending for pending in waiting if isinstance(pending.deferred_run.pending_call, FitCall)]
         fit_calls = [
             pending.deferred_run.pending_call
@@ -132,8 +135,8 @@ class CohortEngine(Engine):
     def _compute_together(
         self, members: Sequence[_PendingTask], compute: Callable[[], Sequence[FitCallResult | list[torch.Tensor]]]
     ) -> None:
-        """Computes the calls of these clients together and gives each client its result; if that fails, marks them to run
-        alone."""
+        """Computes the calls of these clients together and hands each client its result; if that fails, marks the clients
+        to run alone."""
         started = time.perf_counter()
         outputs: Sequence[FitCallResult | list[torch.Tensor]] = ()
         if len(members) >= MIN_COHORT_SIZE:
@@ -158,8 +161,9 @@ class CohortEngine(Engine):
             self._on_fallback(reason)
 
     def predict(self, task: ClientTask, examples: Any) -> torch.Tensor:
-        """Predicts as `InProcessEngine.predict` does."""
+        """Returns the outputs of a client's personal network for these examples, as `InProcessEngine.predict` computes
+        them."""
         return self._single_engine.predict(task, examples)
 
     def close(self) -> None:
-        """Does nothing: there is nothing to release."""
+        """Does nothing, since this engine holds no processes or files."""

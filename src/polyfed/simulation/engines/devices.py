@@ -1,4 +1,4 @@
-"""Chooses the device that clients compute on, and checks that an engine's packages are installed."""
+"""Chooses the device on which clients compute, and checks that the packages an engine needs are installed."""
 
 import torch
 
@@ -7,13 +7,13 @@ from polyfed.simulation.settings import Settings
 
 
 def check_engine_installed(engine: str) -> None:
-    """Raises a `UserError` if the engine needs a package that is not installed."""
+    """Checks that the package that an engine needs is installed; raises a `UserError` if not."""
     if engine == "ray":
         check_extra_installed("ray", "ray", "engine='ray'", "take engine='auto'")
 
 
 def client_device(settings: Settings) -> torch.device:
-    """Returns the device that the clients of a run compute on.
+    """Returns the torch device on which the clients of a run compute.
 
     With Ray the cluster's nodes may differ from this machine, so that it is CUDA if workers have GPUs, else the CPU.
 
@@ -26,7 +26,7 @@ def client_device(settings: Settings) -> torch.device:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device with this name: "auto" (CUDA if available, else CPU), "cpu", "cuda", "cuda:1", "mps", or another
+    """Returns the torch device for a name: "auto" (CUDA if available, else CPU), "cpu", "cuda", "cuda:1", "mps", or another
     that this version of torch knows.
 
     Raises:
@@ -47,7 +47,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _available(kind: str) -> bool:
-    """Returns whether this machine has devices of this kind."""
+    """Returns whether this machine has a device of this kind ("cuda", say)."""
     if kind in ("cpu", "mps"):
         return kind == "cpu" or torch.backends.mps.is_available()
     module = getattr(torch, kind, None)  # torch.cuda, torch.xpu, or the module of a third-party backend

@@ -1,4 +1,4 @@
-"""Builds the engine that a run asks for: this process, a pool of processes, or a Ray cluster."""
+"""Builds the engine that a run asks for: in this process, in a pool of processes, or on a Ray cluster."""
 
 import pickle
 import warnings
@@ -34,7 +34,7 @@ def build_engine(
     reply_compression: Compressor | None = None,
     choice: EngineChoice | None = None,
 ) -> Engine:
-    """Builds an engine for these clients.
+    """Builds the engine with this name for these clients.
 
     Args:
         name: "inprocess"; "pool"; "cohort", many clients stacked, in this process or in each worker of a pool; "ray"; or
@@ -86,7 +86,7 @@ def _build_local_engine(
     uses_cohorts: bool,
     sequential: Sequence[str],
 ) -> Engine:
-    """Builds the engine for this process."""
+    """Builds an engine that runs clients in this process, together or one by one."""
     if uses_cohorts:
         return CohortEngine(algorithm, clients, device, metrics, reply_compression, sequential=sequential)
     return InProcessEngine(algorithm, clients, device, metrics, reply_compression)
@@ -99,7 +99,7 @@ def build_engine_for_settings(
     metrics: Sequence[Metric] = (),
     choice: EngineChoice | None = None,
 ) -> Engine:
-    """Builds the engine that a run's settings ask for; `choice` is what "auto" measured."""
+    """Builds the engine that the settings of a run ask for; `choice` is the measured choice of `engine="auto"`."""
     device = client_device(settings)
     ray_options = settings.ray_address, settings.gpus_per_worker
     reply_compression = parse_compressor(settings.compress)
@@ -109,8 +109,8 @@ def build_engine_for_settings(
 
 
 def unpicklable_client_error(clients: Sequence[Client]) -> str | None:
-    """Returns why a client cannot be sent to a process that was not forked: its first model factory or loss that cannot
-    be pickled. None if all can."""
+    """Returns an error message if a client's model factory or loss cannot be pickled, so that the client cannot be sent to
+    another process; None if all can."""
     owned = [("model factory", client.model) for client in clients] + [("loss", client.loss) for client in clients]
     for kind, thing in {id(thing): (kind, thing) for kind, thing in owned}.values():
         try:

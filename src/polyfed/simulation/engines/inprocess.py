@@ -1,4 +1,5 @@
-"""Runs clients one after the other in this process: for debugging, for a single device, and inside each worker of a pool."""
+"""Runs clients one after the other in this process: for debugging, for a single device, and inside each worker of a
+pool."""
 
 import time
 import traceback
@@ -39,7 +40,7 @@ from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, move
 
 @final
 class InProcessEngine(Engine):
-    """Runs tasks in the given order in this process, so that a debugger and tracebacks reach the client's code.
+    """Runs tasks one after the other in this process, so that a debugger and tracebacks reach the client's code.
 
     Args:
         algorithm, clients, device: what is computed, for whom, and where.
@@ -61,7 +62,7 @@ class InProcessEngine(Engine):
         self._clients = {client.id: client for client in move_clients_to_device(clients, device)}
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs one task after the other.
+        """Runs the tasks in the given order, and yields the result of each.
 
         An exception of the method or of a client's network becomes a failure with round, client and phase, and with
         the exception as its cause.
@@ -111,7 +112,7 @@ class InProcessEngine(Engine):
     def _evaluate(
         self, model: torch.nn.Module, task: ClientTask, message: Message, client_state: Any, loss: Loss
     ) -> tuple[MetricValues, dict[str, Tensor]]:
-        """Returns metrics and outputs of the personal network.
+        """Evaluates a client's personal network; returns its metrics, and its outputs by split.
 
         If the method fits the network to validation examples, each of these gets the output of a network fitted
         without it.
@@ -129,7 +130,7 @@ class InProcessEngine(Engine):
         return metrics | {f"val_{name}": value for name, value in row.items()}, outputs | {"val": val_outputs}
 
     def predict(self, task: ClientTask, examples: Examples) -> torch.Tensor:
-        """Returns the outputs of a client's personal network for these examples, computed as at evaluation.
+        """Returns the outputs of a client's personal network for these examples, computed as in an evaluation.
 
         Returns:
             float32 on the CPU, shape (n, ...).
@@ -155,11 +156,11 @@ class InProcessEngine(Engine):
             raise ClientError(task.round, task.client, "predict", reason, traceback.format_exc()) from error
 
     def close(self) -> None:
-        """Does nothing: there is nothing to release."""
+        """Does nothing, since this engine holds no processes or files."""
 
 
 def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTree) -> None:
-    """Raises an error if a built-in method leaves NaN or infinite values in the private state.
+    """Checks that a built-in method has left no NaN or infinite values in a client's private state.
 
     A network that stays with its client may diverge while everything it sends is finite. A run never resumes from such
     a state (see `StateValidator`), so none may create one. Methods of your own may keep what they like.
@@ -176,6 +177,6 @@ def _check_finite(algorithm: Algorithm[Any, Any], reply: Any, client_state: PyTr
 
 
 def _exported_weights(task: ClientTask, model: torch.nn.Module, description: Mapping[str, Any] | None) -> TaskResult:
-    """Returns the result with the network's weights, copied to the CPU."""
+    """Returns the result of an export task: the weights of the client's network, copied to the CPU."""
     weights = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     return TaskResult(task, weights=weights, description=description)

@@ -1,4 +1,4 @@
-"""Converts clients and tensors for an object store that keeps one copy per machine, which several processes read in
+"""Converts clients and tensors for Ray's object store, which keeps one copy per machine that several processes read in
 place."""
 
 import warnings
@@ -32,8 +32,8 @@ class FlatTensor(NamedTuple):
 
 
 def flatten_tensor(tensor: Tensor) -> FlatTensor:
-    """Returns a tensor's own elements, without the storage that it may be a small view of, and without a copy where
-    possible.
+    """Converts a tensor to raw bytes, without copying it where possible. If the tensor is a view of a larger storage, only
+    its own elements are included.
 
     The order of its dimensions in memory stays, since rounding in later computations may depend on it.
 
@@ -51,7 +51,7 @@ def flatten_tensor(tensor: Tensor) -> FlatTensor:
 
 
 def unflatten_tensor(stored: FlatTensor, *, copy: bool = False) -> Tensor:
-    """Restores a tensor; without `copy` it shares memory with `stored` and must not be written to.
+    """Restores a tensor from raw bytes; unless `copy` is True, it shares memory with `stored` and must not be written to.
 
     >>> unflatten_tensor(flatten_tensor(torch.tensor([[1.5, 2.0]])), copy=True)
     tensor([[1.5000, 2.0000]])
@@ -70,7 +70,7 @@ def unflatten_tensor(stored: FlatTensor, *, copy: bool = False) -> Tensor:
 
 @final
 class _StoredParts(NamedTuple):
-    """Holds inputs of several parts, each as a `FlatTensor` or a reference."""
+    """Holds inputs of several parts, each as raw bytes or as a reference to an object in the store."""
 
     form: InputSpec
     parts: tuple[Any, ...]
@@ -87,7 +87,8 @@ _StoredSet = tuple[Any, Any, Any, Any, Any, Any]
 
 @final
 class StoredClient(NamedTuple):
-    """Holds a client whose tensors are replaced by `FlatTensor`s, or by references to large ones in the store."""
+    """Holds a client whose tensors are replaced by raw bytes (`FlatTensor`), or by references to large tensors in the
+    store."""
 
     id: str
     model: Architecture | None
@@ -110,8 +111,8 @@ class StoredClient(NamedTuple):
 
 
 def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -> list[StoredClient]:
-    """Converts clients for the store. A tensor that several clients share is converted once; a large one is stored by
-    `put`.
+    """Converts clients for the store: replaces their tensors by raw bytes, or by the references that `put` returns for
+    large tensors. A tensor that several clients share is converted once.
 
     >>> x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
     >>> a, b = store_clients([Client(name, None, (x, y), (x, y)) for name in "ab"], put=lambda large: large)
@@ -150,8 +151,8 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
 
 @final
 class SharedTensors:
-    """Puts the tensors that several tasks receive into the object store: one object for all tensors with the same
-    receivers.
+    """Puts tensors that several tasks receive into the object store once, instead of sending them with each task. All
+    tensors with the same receivers become one object.
 
     Attributes:
         names: `id(tensor)` -> its name in the object.
@@ -177,6 +178,6 @@ class SharedTensors:
             for position in receiver_positions:
                 self._references[id(tasks[position])].append(reference)
 
-    def references_for(self, task: ClientTask) -> list[Any]:
-        """Returns the references to the objects that hold this task's tensors."""
+    def references_of_task(self, task: ClientTask) -> list[Any]:
+        """Returns the references to the objects in the store that hold the tensors of this task."""
         return self._references[id(task)]

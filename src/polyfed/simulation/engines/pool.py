@@ -41,13 +41,14 @@ _ORPHAN_CHECK_SECONDS = 2.0
 
 
 def can_fork(device: torch.device) -> bool:
-    """Returns whether workers are forked: on Linux, and not with CUDA, which does not survive a fork."""
+    """Returns whether worker processes are started by fork: on Linux, unless they use CUDA, which does not survive a
+    fork."""
     return sys.platform == "linux" and device.type == "cpu"
 
 
 @dataclass
 class _TaskBatch:
-    """Holds tasks that a worker gets at once, in the order in which it answers, and the number of the attempt."""
+    """Holds the tasks that a worker gets at once, in the order in which it answers, and the number of the attempt."""
 
     tasks: deque[ClientTask]
     attempt: int = 1
@@ -55,7 +56,7 @@ class _TaskBatch:
 
 @dataclass
 class _PoolWorker:
-    """Describes a worker process of the pool.
+    """Describes a worker process of the pool: its pipe, the tensors that it holds, and its unfinished tasks.
 
     Attributes:
         process: the process.
@@ -72,7 +73,7 @@ class _PoolWorker:
 
 @final
 class PoolEngine(Engine):
-    """Runs tasks in a pool of worker processes; clients with the most examples go first.
+    """Runs tasks in a pool of worker processes on this machine; clients with the most examples go first.
 
     Args:
         algorithm, clients: given to each worker when it starts.
@@ -139,7 +140,8 @@ class PoolEngine(Engine):
         return _PoolWorker(process, parent_end)
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Yields results as workers finish. A task whose worker died twice is a failure."""
+        """Runs the tasks in the worker processes, and yields each result as soon as it is finished. A task whose worker
+        died twice is a failure."""
         ordered = sort_longest_first(tasks, self._clients)
         # Tasks are dealt in turn, so that batches take equally long; without cohorts a batch is one task.
         number = max(len(self._workers), -(-len(ordered) // MAX_COHORT_SIZE)) if self._uses_cohorts else len(ordered)
@@ -168,7 +170,7 @@ class PoolEngine(Engine):
                 yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
 
     def _handle_dead_worker(self, position: int, waiting: deque[_TaskBatch]) -> Iterator[TaskResult]:
-        """Replaces a worker that died and reschedules its tasks.
+        """Replaces a worker that died, and reschedules its tasks or reports them as failed.
 
         The task that it worked on is tried again, or fails after the last attempt; tasks that it had not begun are
         rescheduled without counting an attempt. Tasks of a cohort are rescheduled one by one, so that a client that
@@ -195,7 +197,7 @@ class PoolEngine(Engine):
             yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
 
     def _restart_worker(self, position: int) -> _PoolWorker:
-        """Replaces a dead worker by a new one, and returns the dead one."""
+        """Starts a new worker in place of a dead one, and returns the dead one."""
         dead = self._workers.pop(position)  # before the fork, which must not inherit a closed pipe
         dead.pipe.close()
         dead.process.join()
@@ -203,11 +205,11 @@ class PoolEngine(Engine):
         return dead
 
     def _take_incidents(self, task: ClientTask) -> tuple[str, ...]:
-        """Returns the deaths of workers during this client's tasks that are not reported yet."""
+        """Returns a message for each worker that died during this client's tasks and has not been reported yet."""
         return tuple(self._incidents.pop(task.client, ()))
 
     def close(self) -> None:
-        """Ends the workers; one that does not leave within a second is killed."""
+        """Ends the worker processes; kills a worker that does not end within a second."""
         for worker in self._workers:
             worker.pipe.close()
         for worker in self._workers:
@@ -251,7 +253,7 @@ def _tensor_names(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
 def _encode_tasks(
     tasks: Sequence[ClientTask], new_tensors: Mapping[int, torch.Tensor], held_names: Mapping[int, str]
 ) -> bytes:
-    """Encodes tasks as bytes. Tensors that the worker does not hold yet are included; the others are named."""
+    """Encodes tasks as bytes; tensors that the worker already holds are sent as names only."""
     names = {**held_names, **_tensor_names(new_tensors)}
     return serialize_state(
         {
@@ -288,7 +290,8 @@ def _run_worker(
     uses_cohorts: bool,
     sequential: Sequence[str],
 ) -> None:
-    """Runs a worker: reads tasks, runs them, answers in their order, and exits when the parent is gone."""
+    """Runs in a worker process: reads tasks, runs them, answers in their order, and exits when the parent process is
+    gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C: it saves the run and closes the pipe
     for connection in inherited:
         connection.close()

@@ -1,4 +1,4 @@
-"""Runs clients on the workers (actors) of a Ray cluster, or of a Ray that is started on this machine.
+"""Runs clients on the workers (actors) of a Ray cluster, or of a Ray instance that is started on this machine.
 
 Everything goes into Ray's object store once: the clients when the engine starts, one copy per node, from which workers
 read their data in place (a method that wrote into a client's examples would be killed for it); a tensor that several
@@ -44,7 +44,7 @@ from polyfed.simulation.engines.ray_cluster import (
     count_worker_slots,
     describe_cluster_resources,
     describe_worker_death,
-    log_worker_deaths,
+    set_worker_death_logging,
 )
 from polyfed.simulation.engines.result_codec import pack_result, unpack_result
 
@@ -61,7 +61,7 @@ _WorkerPayload = tuple[
 
 @dataclass
 class _RayWorker:
-    """Describes a worker of the cluster.
+    """Describes a worker of the cluster: its actor, and its unfinished tasks.
 
     Attributes:
         actor: handle of the Ray actor.
@@ -78,7 +78,7 @@ class _RayWorker:
 
 @final
 class RayEngine(Engine):
-    """Runs tasks on Ray actors with a core each; clients with the most examples go first.
+    """Runs tasks on Ray actors with one core each; clients with the most examples go first.
 
     Args:
         algorithm, clients: put into the object store when the engine starts.
@@ -125,7 +125,7 @@ class RayEngine(Engine):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Returns the process ids of the workers on their nodes, once all have started."""
+        """Returns the process ids of the workers on their nodes; waits until all workers have started."""
         return [pid for pid, _ in ray.get([worker.actor.where.remote() for worker in self._workers])]
 
     def _start_worker(self) -> _RayWorker:
@@ -133,7 +133,8 @@ class RayEngine(Engine):
         return _RayWorker(actor, actor.start.remote(self._payload))
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Yields results as workers finish. A task whose worker died twice is a failure.
+        """Runs the tasks on the workers, and yields each result as soon as it is finished. A task whose worker died twice
+        is a failure.
 
         Raises:
             UserError: a worker cannot read the clients: a module of theirs is missing on its node.
@@ -168,17 +169,17 @@ class RayEngine(Engine):
                 yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
 
     def _send_tasks(self, waiting: deque[tuple[ClientTask, int]], shared: SharedTensors) -> None:
-        """Gives a task to every idle worker, and a second one ahead while enough tasks are left for all."""
+        """Sends a task to every idle worker, and a second one ahead while enough tasks are left for all workers."""
         for depth, reserve in ((1, 0), (2, len(self._workers))):
             for worker in self._workers:
                 if worker.ready is None and len(worker.tasks) < depth and len(waiting) > reserve:
                     task, attempt = waiting.popleft()
                     encoded_task = serialize_state(_encode_task(task), shared.names)
-                    reference = worker.actor.run.remote(self._call, shared.references_for(task), encoded_task)
+                    reference = worker.actor.run.remote(self._call, shared.references_of_task(task), encoded_task)
                     worker.tasks.append((reference, task, attempt))
 
     def _wait_for_worker(self) -> int:
-        """Waits until a worker has started or has finished its task, and returns its position."""
+        """Waits until a worker has started or has finished its task, and returns the worker's position."""
         busy = any(worker.tasks for worker in self._workers)
         expected = {(w.tasks[0][0] if w.tasks else w.ready): i for i, w in enumerate(self._workers)}
         expected.pop(None, None)  # workers without work
@@ -191,7 +192,7 @@ class RayEngine(Engine):
         return expected[ready_references[0]]
 
     def _check_started(self, position: int) -> None:
-        """Takes a worker into service if it has started; replaces it if its start failed."""
+        """Marks a worker as ready if it has started; replaces it if its start failed."""
         worker = self._workers[position]
         try:
             pid, node = ray.get(worker.ready)
@@ -210,7 +211,7 @@ class RayEngine(Engine):
     def _handle_dead_worker(
         self, position: int, waiting: deque[tuple[ClientTask, int]], cause: str
     ) -> Iterator[TaskResult]:
-        """Replaces a worker that died and reschedules its tasks.
+        """Replaces a worker that died, and reschedules its tasks or reports them as failed.
 
         The task that it worked on is tried again, or fails after the last attempt; tasks that it had not begun are
         rescheduled without counting an attempt.
@@ -228,34 +229,35 @@ class RayEngine(Engine):
             yield TaskResult(task, failure=failure, incidents=self._take_incidents(task))
 
     def _restart_worker(self, position: int) -> _RayWorker:
-        """Replaces a worker by a new one and kills the old one if it still lives; returns the old one."""
+        """Replaces a worker by a new one, kills the old one if it is still alive, and returns it."""
         old_worker = self._workers[position]
         ray.kill(old_worker.actor)
         self._workers[position] = self._start_worker()
         return old_worker
 
     def _take_incidents(self, task: ClientTask) -> tuple[str, ...]:
-        """Returns the deaths of workers during this client's tasks that are not reported yet."""
+        """Returns a message for each worker that died during this client's tasks and has not been reported yet."""
         return tuple(self._incidents.pop(task.client, ()))
 
     def close(self) -> None:
-        """Kills the actors, and disconnects from Ray if this engine connected: a Ray that was started for it ends too."""
+        """Kills the workers, and disconnects from Ray if this engine connected to it. A Ray instance that was started for
+        this engine ends too."""
         if ray.is_initialized():
             for worker in self._workers:
                 ray.kill(worker.actor)
             if self._owns_ray:
                 ray.shutdown()
-                log_worker_deaths(True)
+                set_worker_death_logging(True)
         self._workers.clear()
         self._payload = None
 
 
 class _Actor:
-    """Runs tasks on a node of the cluster; it holds the clients that it was asked for and the shared tensors of this call
-    of `run`."""
+    """Runs tasks on a node of the cluster; keeps the clients that it has loaded, and the tensors that tasks of this call of
+    `run` share."""
 
     def start(self, payload: _WorkerPayload) -> tuple[int, str]:
-        """Receives the method and the clients; returns process id and node."""
+        """Loads the method and the clients; returns the worker's process id and the address of its node."""
         torch.set_num_threads(1)
         self._algorithm, clients, device, classes, self._options, allowed = payload
         inherit_trust(allowed)
@@ -269,7 +271,7 @@ class _Actor:
         return self.where()
 
     def where(self) -> tuple[int, str]:
-        """Returns the process id and the address of the node."""
+        """Returns the worker's process id and the address of its node."""
         return os.getpid(), ray.util.get_node_ip_address()
 
     def run(self, call: int, references: list[Any], data: bytes) -> bytes:
@@ -295,7 +297,7 @@ class _Actor:
         return self._engines[client]
 
     def _load_tensor(self, reference: Any) -> Tensor:
-        """Returns a tensor on the worker's device; a tensor that several clients share is loaded once."""
+        """Loads a stored tensor to the worker's device; a tensor that several clients share is loaded once."""
         key = id(reference) if isinstance(reference, FlatTensor) else reference
         if key not in self._tensors:
             stored = reference if isinstance(reference, FlatTensor) else ray.get(reference)
@@ -304,7 +306,7 @@ class _Actor:
 
 
 def _encode_task(task: ClientTask) -> dict[str, Any]:
-    """Encodes a task as a state that `serialize_state` can write."""
+    """Converts a task to a nested dict of plain values and tensors, which `serialize_state` can write."""
     return {
         "task": [task.phase, task.round, task.client, task.seed, task.run_seed],
         "down": task.message.tensors,
@@ -316,8 +318,8 @@ def _encode_task(task: ClientTask) -> dict[str, Any]:
 def _put_payload(
     algorithm: Algorithm[Any, Any], clients: Sequence[Client], device: str, options: _WorkerOptions
 ) -> Any:
-    """Puts method, clients and settings into the store as one object; large tensors are objects of their own, fetched
-    when needed."""
+    """Puts the method, clients and settings into the object store for the workers, and returns the reference. Large tensors
+    become objects of their own, which workers fetch when needed."""
     stored_clients = store_clients(clients, ray.put)
     try:
         pickler = _ClassNamePickler()
@@ -332,8 +334,7 @@ def _put_payload(
 
 
 class _ClassNamePickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Collects classes that travel by value and whose qualified name cloudpickle does not keep, such as
-    `build.<locals>.Net`.
+    """Collects classes that are pickled by value and whose qualified name cloudpickle loses, such as `build.<locals>.Net`.
 
     An architecture's fingerprint, from which its initial weights derive, includes that name.
     """
@@ -351,7 +352,7 @@ class _ClassNamePickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def _raise_unreadable(error: RayTaskError) -> NoReturn:
-    """Raises a `UserError` for a worker that cannot unpickle the clients."""
+    """Raises a `UserError` that explains why a worker could not unpickle the clients."""
     # Ray may have put a traceback in front of the message.
     sentence = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[-1]
     raise UserError(

@@ -1,4 +1,5 @@
-"""Connects to a Ray cluster, counts the workers that fit it, and describes its resources and the deaths of workers."""
+"""Connects to a Ray cluster, counts the workers that fit on it, and describes its resources and the deaths of
+workers."""
 
 import logging
 import os
@@ -18,7 +19,8 @@ _RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
 
 
 def connect_to_ray(address: str, workers: int | str) -> bool:
-    """Starts or joins Ray without output, unless this process is connected already; returns whether it connected."""
+    """Joins or starts a Ray cluster, unless this process is connected to one already; returns whether this call
+    connected."""
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -45,12 +47,12 @@ def connect_to_ray(address: str, workers: int | str) -> bool:
     finally:
         if sigterm_handler is not None:
             signal.signal(signal.SIGTERM, sigterm_handler)
-    log_worker_deaths(False)
+    set_worker_death_logging(False)
     return True
 
 
-def log_worker_deaths(enabled: bool) -> None:
-    """Sets whether Ray prints a paragraph to standard output for each worker that dies.
+def set_worker_death_logging(enabled: bool) -> None:
+    """Sets whether Ray prints a message to standard output for each worker that dies.
 
     It would stand among the results, and the engine reports deaths itself. Ray has no public switch for it.
     """
@@ -59,7 +61,7 @@ def log_worker_deaths(enabled: bool) -> None:
 
 
 def count_worker_slots(gpus_per_worker: float) -> int:
-    """Returns how many workers fit the cluster's current cores and GPUs, at least one."""
+    """Returns the number of workers that fit on the cores and GPUs of the cluster, at least one."""
     total = ray.cluster_resources()
     slots = int(total.get("CPU", 0))
     if gpus_per_worker:
@@ -70,7 +72,7 @@ def count_worker_slots(gpus_per_worker: float) -> int:
 
 
 def describe_cluster_resources() -> str:
-    """Describes the cluster's cores and GPUs, and how many of them are free."""
+    """Describes the cores and GPUs of the cluster, and how many of them are free."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{total.get(kind, 0):g} {name} ({free.get(kind, 0):g} free)" for kind, name in _RESOURCES.items())
 

@@ -9,7 +9,7 @@ from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 
 def pack_result(result: TaskResult) -> bytes:
-    """Encodes a result as bytes; a result that cannot be encoded becomes a failure that says why."""
+    """Encodes a task result as bytes; a result that cannot be encoded becomes a failure that says why."""
     try:
         return _pack(result)
     except (TypeError, ValueError) as error:
@@ -37,7 +37,7 @@ def _pack(result: TaskResult) -> bytes:
 
 
 def unpack_result(data: bytes, task: ClientTask) -> TaskResult:
-    """Decodes the result of `task` from the bytes of `pack_result`."""
+    """Decodes the result of `task` from the bytes that `pack_result` returned."""
     body = deserialize_state(data)
     reply = None if body["reply"] is None else Message(body["reply"]["tensors"], body["reply"]["scalars"])
     failure = None

@@ -1,1 +1,1 @@
-"""Monitors a run: progress display, trackers, norms of updates, and validation losses."""
+"""Monitors a run: progress display, experiment trackers, norms of updates, and validation losses."""

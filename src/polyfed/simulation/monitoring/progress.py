@@ -14,35 +14,35 @@ from polyfed.simulation.monitoring.update_norms import norms_by_client
 
 
 class Progress(ABC):
-    """Receives the events of a run and shows them; all output goes to standard error."""
+    """Shows the progress of a run to the user, on standard error; a subclass decides how."""
 
     @abstractmethod
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Is called when the run begins, or resumes after `rounds_done` rounds."""
+        """Starts the display, when a run begins or resumes after `rounds_done` rounds."""
 
     @abstractmethod
-    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Is called when another client of the current round has finished."""
+    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
+        """Shows how many clients have finished in the current round."""
 
     @abstractmethod
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Is called when a round is complete; `record` is what `metrics.jsonl` gets."""
+        """Shows that a round is complete; `record` is the round's record in `metrics.jsonl`."""
 
     @abstractmethod
     def say(self, sentence: str) -> None:
         """Shows a sentence to the user."""
 
     def warn(self, sentence: str) -> None:
-        """Is called for a serious problem that `say` has shown already; does nothing more by default."""
+        """Warns of a serious problem, beyond showing the sentence with `say`; does nothing by default."""
         return
 
     @abstractmethod
     def stop(self) -> None:
-        """Is called when the run has ended, with or without an error."""
+        """Ends the display, when the run has ended, with or without an error."""
 
 
 def _mean_score(record: Mapping[str, Any]) -> str:
-    """Formats the mean over clients of the metric that decides; empty if the round has none."""
+    """Formats a round's mean score over clients, in the metric that decides; returns "" if the round has no score."""
     for score in [record["score"]] if "score" in record else DEFAULT_METRIC.values():
         if score in record.get("summary", {}):
             return f"{score} {record['summary'][score]['mean']:.3f}"
@@ -50,13 +50,13 @@ def _mean_score(record: Mapping[str, Any]) -> str:
 
 
 def _megabytes(record: Mapping[str, Any]) -> str:
-    """Formats the traffic so far in MB (2^20 bytes)."""
+    """Formats the bytes sent and received so far in MB (2^20 bytes)."""
     return f"{(record['bytes_down_total'] + record['bytes_up_total']) / 2**20:.1f} MB"
 
 
 @final
 class SilentProgress(Progress):
-    """Shows nothing.
+    """Shows no progress at all.
 
     Args:
         warns: whether serious problems become Python warnings, since nothing else shows them.
@@ -66,16 +66,16 @@ class SilentProgress(Progress):
         self._warns = warns
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Does nothing."""
+        """Does nothing: this progress display is silent."""
 
-    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Does nothing."""
+    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
+        """Does nothing: this progress display is silent."""
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Does nothing."""
+        """Does nothing: this progress display is silent."""
 
     def say(self, sentence: str) -> None:
-        """Does nothing."""
+        """Does nothing: this progress display is silent."""
 
     def warn(self, sentence: str) -> None:
         """Emits a Python warning, if `warns` is set."""
@@ -83,12 +83,12 @@ class SilentProgress(Progress):
             warnings.warn(sentence, RuntimeWarning, stacklevel=5)
 
     def stop(self) -> None:
-        """Does nothing."""
+        """Does nothing: this progress display is silent."""
 
 
 @final
 class LineProgress(Progress):
-    """Prints a line for each round, for logs.
+    """Prints one line for each round, as suits a log.
 
     Args:
         stream: where to print; None is standard error.
@@ -100,14 +100,14 @@ class LineProgress(Progress):
         self._title, self._rounds, self._done, self._start = "", 0, 0, 0.0
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Notes when the run began."""
+        """Notes when the run began, to estimate the remaining time."""
         self._title, self._rounds, self._done, self._start = title, rounds, rounds_done, time.monotonic()
 
-    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Does nothing: a line for each client would flood the log."""
+    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
+        """Does nothing, since a line for each client would flood the log."""
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Prints round, mean score, traffic and remaining time."""
+        """Prints a line with the round, mean score, traffic and remaining time."""
         rounds_played = record["round"] - self._done
         seconds_left = (time.monotonic() - self._start) / rounds_played * (self._rounds - record["round"])
         parts = [f"{self._title}: round {record['round']}/{self._rounds}"]
@@ -120,16 +120,16 @@ class LineProgress(Progress):
             self.say(f"round {record['round']}: norms of updates: {listed}")
 
     def say(self, sentence: str) -> None:
-        """Prints the sentence on a line."""
+        """Prints the sentence as a line."""
         print(sanitise_for_terminal(sentence), file=self._stream, flush=True)
 
     def stop(self) -> None:
-        """Does nothing."""
+        """Does nothing, since printed lines stay."""
 
 
 @final
 class ProgressBar(Progress):
-    """Shows a rich progress bar: round, clients done, mean score, traffic, remaining time."""
+    """Shows a progress bar on a terminal: rounds, clients done, mean score, traffic and remaining time."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -145,16 +145,16 @@ class ProgressBar(Progress):
         self._summary = ""
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Shows the bar."""
+        """Shows the bar, at `rounds_done` of `rounds`."""
         self._bar.update(self._task, description=sanitise_for_terminal(title), total=rounds, completed=rounds_done)
         self._bar.start()
 
-    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Updates the number of clients done in this round."""
+    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
+        """Shows how many clients have finished in the current round."""
         self._bar.update(self._task, state=f"{phase} {clients_done}/{total} clients  {self._summary}")
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Advances the bar by a round."""
+        """Advances the bar by one round, and shows the round's mean score and traffic."""
         self._summary = "  ".join(part for part in (_mean_score(record), _megabytes(record)) if part)
         self._bar.update(self._task, completed=record["round"], state=self._summary)
 
@@ -163,12 +163,12 @@ class ProgressBar(Progress):
         self._bar.console.print(sanitise_for_terminal(sentence), markup=False, highlight=False)
 
     def stop(self) -> None:
-        """Removes the bar."""
+        """Removes the bar from the terminal."""
         self._bar.stop()
 
 
 def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: bool = False) -> Progress:
-    """Builds the progress for the command line: a bar if standard error is a terminal, else lines or nothing.
+    """Builds the progress display of the command line: a bar if standard error is a terminal, else lines or nothing.
 
     Args:
         quiet: shows nothing at all.
@@ -183,7 +183,7 @@ def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: b
 
 
 def resolve_progress(progress: Progress | bool | None, *, quiet: bool = False) -> Progress:
-    """Returns the progress of a run started in Python.
+    """Returns the progress display for the argument `progress` of `federate` or `resume`.
 
     That is `progress` itself, or a bar on a terminal if it is None or True, or nothing if it is False or `quiet` is
     True.

@@ -35,12 +35,12 @@ class Logger(ABC):
 
     @abstractmethod
     def check_reachable(self) -> None:
-        """Raises an error if nothing can be logged there, before anything has been computed."""
+        """Checks that the tracking service can be reached, before anything is computed; raises an error if not."""
 
     @abstractmethod
-    def open(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Opens the log of a run that begins, or resumes after `rounds_done` rounds; returns the last round that is
-        logged already."""
+    def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
+        """Opens the log of a run that begins, or resumes after `rounds_done` rounds; returns the last round that is in the
+        log already."""
 
     @abstractmethod
     def log(self, round: int, values: Mapping[str, float]) -> None:
@@ -53,13 +53,14 @@ class Logger(ABC):
 
 @final
 class TensorBoard(Logger):
-    """Writes event files to the run directory, for `tensorboard --logdir`."""
+    """Logs a run's numbers to TensorBoard's event files in the run directory, for `tensorboard --logdir`."""
 
     def check_reachable(self) -> None:
-        """Does nothing: the run directory is writable anyway."""
+        """Does nothing, since the run directory is writable anyway."""
 
-    def open(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Continues the existing files; their rounds after `rounds_done` are purged."""
+    def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
+        """Opens the run's event files, drops their rounds after `rounds_done`, and returns the last round that they
+        hold."""
         has_events = any((folder / TENSORBOARD_FOLDER).glob("events.*"))
         last_logged = min(rounds_done, self._last_logged_round(folder / TENSORBOARD_FOLDER)) if has_events else 0
         create_private_folder(folder / TENSORBOARD_FOLDER)
@@ -74,28 +75,29 @@ class TensorBoard(Logger):
         return max((e.step for e in events.Scalars(_MARK)), default=0) if _MARK in events.Tags()["scalars"] else 0
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Writes a scalar for each number to disk at once: a killed run would lose what is buffered."""
+        """Writes a scalar for each number to disk at once: a killed run would lose buffered numbers."""
         for name, value in sorted(values.items(), key=_is_mark):
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
 
     def close(self, *, finished: bool) -> None:
-        """Closes the file."""
+        """Closes the event files."""
         self._writer.close()
 
 
 @final
 class MLflow(Logger):
-    """Logs to a run of MLflow, with the configuration as its parameters."""
+    """Logs a run's numbers to a run of MLflow, whose parameters are the run's configuration."""
 
     def check_reachable(self) -> None:
-        """Asks the server for the experiment."""
+        """Checks that the MLflow server answers, by asking it for the experiment."""
         self._mlflow = importlib.import_module("mlflow")
         self._entities, self._client = importlib.import_module("mlflow.entities"), self._mlflow.MlflowClient()
         self._client.get_experiment_by_name(_experiment_name())
 
-    def open(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Continues the run that `mlflow.json` names, or creates one if there is none or the server no longer has it."""
+    def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
+        """Opens the MLflow run that `mlflow.json` names, or creates one if there is none or the server no longer has it;
+        returns the last logged round."""
         run_id = self._existing_run_id(folder)
         if run_id is not None:
             self._id = run_id
@@ -113,7 +115,8 @@ class MLflow(Logger):
         return 0
 
     def _existing_run_id(self, folder: Path) -> str | None:
-        """Returns the id of the run that `mlflow.json` names, if the server still has it; else None."""
+        """Returns the id of the MLflow run that `mlflow.json` names; None if there is none, or the server no longer has
+        it."""
         try:
             run_id = read_mlflow_run_id(folder)
             if run_id is not None:
@@ -123,7 +126,7 @@ class MLflow(Logger):
         return run_id
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Logs a metric for each number, with the round as step."""
+        """Logs each number as an MLflow metric, with the round as its step."""
         timestamp_ms = int(1000 * time.time())
         ordered = sorted(values.items(), key=_is_mark)
         metrics = [self._entities.Metric(_mlflow_name(name), value, timestamp_ms, round) for name, value in ordered]
@@ -131,7 +134,7 @@ class MLflow(Logger):
             self._client.log_batch(self._id, metrics=part)
 
     def close(self, *, finished: bool) -> None:
-        """Marks the run as finished or killed."""
+        """Marks the MLflow run as finished, or as killed if rounds are missing."""
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
@@ -140,13 +143,15 @@ def _experiment_name() -> str:
 
 
 def ensure_mlflow_experiment(client: Any) -> str:
-    """Returns the id of MLflow's experiment for these runs, and creates it if needed; `client` is an `MlflowClient`."""
+    """Returns the id of the MLflow experiment for these runs, and creates the experiment if needed; `client` is an
+    `MlflowClient`."""
     experiment = client.get_experiment_by_name(_experiment_name())
     return str(experiment.experiment_id if experiment else client.create_experiment(_experiment_name()))
 
 
 def read_mlflow_run_id(folder: Path) -> str | None:
-    """Returns the id of the MLflow run that a run directory is linked to; None without a link, or if it is damaged."""
+    """Returns the id of the MLflow run to which a run directory was logged; None if it was not, or the file `mlflow.json`
+    is damaged."""
     try:
         link = parse_json(read_file(folder / MLFLOW_LINK_FILE))
     except (OSError, ValueError):
@@ -170,7 +175,7 @@ LOGGERS: Mapping[str, type[Logger]] = {"tensorboard": TensorBoard, "mlflow": MLf
 
 @final
 class Tracker(Progress):
-    """Passes a run's numbers to loggers, and all events to another progress.
+    """Logs each round of a run to tracking services, and passes all events to another progress display.
 
     A logger that fails is dropped for the rest of the run, with a warning: a server that is down should not end a
     federation.
@@ -187,24 +192,24 @@ class Tracker(Progress):
         self._rounds = self._last_round = 0
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Opens the loggers, and logs the earlier rounds that they lack."""
+        """Opens the loggers, and logs earlier rounds that are missing there."""
         self._display.start(title, rounds, rounds_done)
         self._rounds, self._last_round = rounds, rounds_done
         records = [record for record in read_metrics(self._folder / "metrics.jsonl") if record["round"] <= rounds_done]
         for name, logger in self._loggers.items():
             try:
-                self._open[name] = logger, logger.open(self._folder, title, rounds_done)
+                self._open[name] = logger, logger.open_and_get_last_logged_round(self._folder, title, rounds_done)
             except Exception as error:
                 self._drop_logger(name, error)
         for record in records:
             self._log(record)
 
-    def update_clients(self, phase: str, clients_done: int, total: int) -> None:
-        """Passes the event to the display."""
-        self._display.update_clients(phase, clients_done, total)
+    def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
+        """Passes the numbers of finished clients to the display."""
+        self._display.show_clients_done(phase, clients_done, total)
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Logs the numbers of a round."""
+        """Logs the numbers of the round, and passes its record to the display."""
         self._display.finish_round(record)
         self._last_round = record["round"]
         self._log(record)
@@ -214,7 +219,7 @@ class Tracker(Progress):
         self._display.say(sentence)
 
     def stop(self) -> None:
-        """Closes the loggers."""
+        """Closes the loggers, and stops the display."""
         for name, (logger, _) in list(self._open.items()):
             try:
                 logger.close(finished=self._last_round == self._rounds)
@@ -239,7 +244,8 @@ class Tracker(Progress):
 
 
 def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress | None = None) -> Progress:
-    """Builds a progress that tracks a run, for `federate(..., out=out, progress=build_tracker("tensorboard", out))`.
+    """Builds a progress display that also logs the run to these services ("tensorboard", "mlflow"). It is for
+    `federate(..., out=out, progress=build_tracker("tensorboard", out))`.
 
     Args:
         names: "tensorboard" or "mlflow", or several, as a list or separated by commas.
@@ -261,7 +267,7 @@ def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress
 
 
 def validate_logger_names(names: str | Sequence[str]) -> list[str]:
-    """Returns the names as a list, checked: each is known and its package is installed.
+    """Checks that each named tracking service is known and its package installed; returns the names as a list.
 
     Raises:
         UserError: one is not.
@@ -275,7 +281,7 @@ def validate_logger_names(names: str | Sequence[str]) -> list[str]:
 
 
 def list_loggers_of_run(out: str | Path) -> list[str]:
-    """Lists the loggers that a run directory was tracked with before, so that a resumed run continues with them."""
+    """Lists the tracking services to which a run was logged before, so that a resumed run continues with them."""
     return [
         name
         for name, mark in (("tensorboard", TENSORBOARD_FOLDER), ("mlflow", MLFLOW_LINK_FILE))
@@ -284,7 +290,7 @@ def list_loggers_of_run(out: str | Path) -> list[str]:
 
 
 def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record of `metrics.jsonl` by their path.
+    """Flattens a record of `metrics.jsonl`: returns path -> number, for every number in its nested mappings.
 
     >>> flatten_numbers({"round": 3, "train_loss": None, "summary": {"accuracy": {"mean": 0.5}}, "failures": []})
     {'round': 3.0, 'summary/accuracy/mean': 0.5}
@@ -294,7 +300,7 @@ def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flatten(content: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values of nested mappings, each with its path."""
+    """Yields (path, value) for every value in nested mappings."""
     for key, value in content.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, separator, f"{prefix}{key}{separator}")

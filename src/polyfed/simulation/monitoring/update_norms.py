@@ -1,4 +1,4 @@
-"""Measures how much each client changes the weights it received, and describes which rounds deserve a warning.
+"""Measures how much each client changes the weights that it received, and describes the rounds that deserve a warning.
 
 The norm of a reply is Euclidean, over its floating-point tensors. A group that the message has under the same name
 counts by its change; any other group (class means, outputs on public examples, updates) counts as it is. A large norm
@@ -23,7 +23,8 @@ _NOBODY = "no client has a finite"
 
 
 def update_norm(reply: Message, message: Message, differences: Iterable[str] = ()) -> float | None:
-    """Returns the Euclidean norm of a client's update; None for a reply without floating-point tensors.
+    """Returns the Euclidean norm of a client's update, the difference of its reply from the message; None for a reply
+    without floating-point tensors.
 
     Args:
         reply: of a client, decompressed; adapters may be of a lower rank than those in `message`.
@@ -48,7 +49,8 @@ def update_norm(reply: Message, message: Message, differences: Iterable[str] = (
 
 
 def _change(sent: Tensor, received: Tensor | None) -> Tensor:
-    """Subtracts the received tensor. A client with adapters of a lower rank had received the first components only."""
+    """Returns a sent tensor minus the received one. A client with adapters of a lower rank had received the first
+    components only."""
     sent = sent.to(torch.promote_types(sent.dtype, torch.float32))  # a difference in half precision may overflow
     if received is None or received.dim() != sent.dim():
         return sent
@@ -57,7 +59,8 @@ def _change(sent: Tensor, received: Tensor | None) -> Tensor:
 
 
 def find_outlying_norms(norms: Mapping[str, float]) -> dict[str, float]:
-    """Returns the clients whose norm is at least `OUTLIER_FACTOR` times the median of the others', with that multiple.
+    """Finds clients with much larger updates than the others: client id -> its norm divided by the median norm of the
+    others, where that is at least `OUTLIER_FACTOR`.
 
     >>> (find_outlying_norms({"a": 2.0, "b": 1.0, "c": 300.0}), find_outlying_norms({"a": 2.0}),
     ...  find_outlying_norms({"a": 0.0, "b": 1.0}))
@@ -73,7 +76,8 @@ def find_outlying_norms(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns each client's norm in a record of `metrics.jsonl`; records of early versions and of secure sums have none.
+    """Returns client id -> norm of the client's update, from a round's record in `metrics.jsonl`. Records of early versions
+    and of secure sums have no norms.
 
     >>> norms_by_client({"clients": {"a": {"update_norm": 1.5}, "b": {"loss": 1.0}}})
     {'a': 1.5}
@@ -82,7 +86,8 @@ def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_round_warnings(record: Mapping[str, Any]) -> list[str]:
-    """Describes what is wrong with a round, in sentences: losses that are not finite, and norms that stand out.
+    """Returns a warning, as a sentence, for each problem of a round: losses that are not finite, and updates with an
+    unusually large norm.
 
     >>> rows = {"a": {"loss": None, "update_norm": 1.0}, "b": {"loss": 0.5, "update_norm": 40.0}}
     >>> describe_round_warnings({"round": 2, "clients": rows})
@@ -93,7 +98,7 @@ def describe_round_warnings(record: Mapping[str, Any]) -> list[str]:
 
 
 def describe_diverged_losses(records: Sequence[Mapping[str, Any]]) -> str:
-    """Describes the losses that are not finite for any client in the last record; empty if there are none.
+    """Returns a sentence about each loss of the last record that is NaN or infinite for all clients; "" if there is none.
 
     >>> describe_diverged_losses([{"round": 2, "clients": {"a": {"loss": None}, "b": {"loss": None}}}])
     'round 2: no client has a finite test loss; the training has diverged, or an update has ruined the model'

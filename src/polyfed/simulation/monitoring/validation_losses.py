@@ -8,7 +8,7 @@ LossCurve = Sequence[tuple[int, float]]  # (round, loss), in the order of rounds
 
 
 def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Returns client id -> evaluated round -> mean loss on its validation examples, where it is finite.
+    """Returns each client's finite validation losses from the records of a run: client id -> round -> mean loss.
 
     Args:
         history: the records of `metrics.jsonl`.
@@ -26,8 +26,8 @@ def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def pool_losses(losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int]) -> list[tuple[int, float]]:
-    """Returns the mean loss over all validation examples, each counted once, at the rounds at which every client has a
-    loss.
+    """Returns the mean loss over all clients' validation examples together, as (round, loss), for the rounds in which every
+    client has a loss.
 
     Args:
         losses: client id -> round -> loss.
@@ -45,7 +45,7 @@ def pool_losses(losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, i
 
 
 def round_of_lowest_loss(curve: LossCurve) -> int | None:
-    """Returns the round with the lowest loss, the first of equals; None for an empty curve.
+    """Returns the round with the lowest loss, or the first of several equally low; None for an empty curve.
 
     >>> round_of_lowest_loss([(1, 0.5), (2, 0.25), (3, 0.25)])
     2
@@ -54,7 +54,8 @@ def round_of_lowest_loss(curve: LossCurve) -> int | None:
 
 
 def round_of_lowest_pooled_loss(history: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> int | None:
-    """Returns the round with the lowest pooled loss, the first of equals; None if no client has a loss.
+    """Returns the round with the lowest mean loss over all clients' validation examples, or the first of several equally
+    low; None if no client has a loss.
 
     A round in which a client lacks the loss that it had before is never better.
 

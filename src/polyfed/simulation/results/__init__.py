@@ -1,1 +1,1 @@
-"""Results of a run: metrics, models, predictions, and analyses that continue from its final state."""
+"""Holds the results of a run: metrics, models, predictions, and analyses that start from its final state."""

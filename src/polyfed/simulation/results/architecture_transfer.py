@@ -1,5 +1,5 @@
-"""Transfers a searched architecture to a new task: adapts a client's network of a FedPNAS run with few examples of the
-task, samplers frozen (FedPNAS, section 4, Table 2)."""
+"""Transfers a searched architecture to a new task: retrains a client's network of a FedPNAS run on a few examples of the
+task, with the architecture samplers frozen (FedPNAS, section 4, Table 2)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,16 +25,16 @@ Parts = Literal["personal", "all"]
 @final
 @dataclass(frozen=True, eq=False)
 class TransferResult:
-    """Holds the result of a transfer to a new task.
+    """Holds a network that was transferred to a new task, and its scores before and after retraining.
 
     Attributes:
-        before: score and loss of the client's network on the new test examples before adaptation.
-        after: the same after adaptation to the new training examples.
-        model: the adapted network, independent of the run, in evaluation mode on the CPU.
+        scores_before_retraining: score and loss of the client's network on the new task's test examples.
+        scores_after_retraining: the same after retraining on the new training examples.
+        model: the retrained network, independent of the run, in evaluation mode on the CPU.
     """
 
-    before: MetricValues
-    after: MetricValues
+    scores_before_retraining: MetricValues
+    scores_after_retraining: MetricValues
     model: nn.Module
 
 
@@ -49,7 +49,8 @@ def transfer_network(
     parts: Parts = "all",
     seed: int = 0,
 ) -> TransferResult:
-    """Retrains the network of one client on a new task, with the samplers frozen.
+    """Retrains the network that architecture search found for a client on a new task, with the architecture samplers
+    frozen.
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
@@ -95,7 +96,7 @@ def transfer_network(
 
 @single_torch_thread()
 def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> MetricValues:
-    """Returns the scores of a client's own network after adapting its personal stack for a number of epochs.
+    """Returns the scores of a client's network after training its personal layers for a number of epochs.
 
     `epochs` replaces the run's `finetune_epochs`: it shows what FedDSNAS, which has no such phase, would score with
     that of FedPNAS. The run is not changed and need not be repeated: nothing that the clients sent depends on the
@@ -123,7 +124,7 @@ def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> Metr
 
 
 def _require_search_method(run: Run, client_id: str) -> SupernetMethod:
-    """Returns the run's method; raises a `UserError` if it is no architecture search, or the run has no such client."""
+    """Returns the method of a run; raises a `UserError` if it is no architecture search, or the run has no such client."""
     method = run.federation.algorithm
     if not isinstance(method, SupernetMethod):
         raise UserError(
@@ -136,7 +137,8 @@ def _require_search_method(run: Run, client_id: str) -> SupernetMethod:
 
 
 def _check_task_fits(client: Client, task: Client, model: nn.Module) -> None:
-    """Raises a `UserError` if the new task has other inputs than the run's network, or labels that it has no output for."""
+    """Checks that the network can be used for a new task: same form of inputs, and an output for each label. Raises a
+    `UserError` if not."""
     run_spec, new_spec = client_data_spec(client), client_data_spec(task)
     if run_spec.inputs != new_spec.inputs or client.task != task.task:
         raise UserError(

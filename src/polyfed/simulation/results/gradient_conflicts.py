@@ -1,5 +1,5 @@
-"""Measures which clients of a FedPNAS run the federated gradient conflicts with: α_i of eq. 5 at the server's θ after the
-last round."""
+"""Measures for which clients of a FedPNAS run the averaged gradient conflicts with their own (α_i of eq. 5), at the
+server's parameters θ after the last round."""
 
 from dataclasses import replace
 from typing import final
@@ -25,7 +25,8 @@ _ROWS = 256
 def measure_gradient_conflicts(
     run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0
 ) -> tuple[tuple[str, ...], StepWeights]:
-    """Returns α_i for every client of a run, and the two sides of Proposition 1.
+    """Measures how much the averaged gradient of a FedPNAS run agrees with each client's own gradient. Returns the weight
+    α_i of every client, and the two sides of Proposition 1.
 
     g_i is the gradient on the client's own training examples at the server's θ, g̃_i that after one inner step of the
     method (`eta`, `inner`). All clients draw the same operations, in both passes; BatchNorm uses batch statistics.
@@ -72,7 +73,7 @@ def measure_gradient_conflicts(
 
 @final
 class _ClientGradients:
-    """Computes the two gradients of one client, g_i and g̃_i."""
+    """Computes two gradients of a client: g_i at the server's parameters, and g̃_i after one inner step."""
 
     def __init__(self, method: MetaSupernetMethod, client: Client, rows: int, seed: int) -> None:
         # Without second-order terms the second pass leaves g̃ itself.
@@ -83,7 +84,8 @@ class _ClientGradients:
 
     @grad_enabled()
     def mean_gradients(self, message: Message, draws: int) -> tuple[Tensor, Tensor]:
-        """Returns (g_i, g̃_i) as flat vectors, averaged over the draws."""
+        """Returns a client's two gradients (g_i, g̃_i) as flat vectors, averaged over random draws of the architecture's
+        operations."""
         gradients_by_draw = [
             self.gradients_of_draw(message, derive_seed(self.seed, "conflicts", draw)) for draw in range(draws)
         ]
@@ -91,7 +93,7 @@ class _ClientGradients:
         return local, ahead
 
     def gradients_of_draw(self, message: Message, seed: int) -> tuple[Tensor, Tensor]:
-        """Returns (g_i, g̃_i) for one draw of operations."""
+        """Returns a client's two gradients (g_i, g̃_i) for one random draw of the architecture's operations."""
         supernet = supernet_of(self.method.load_supernet(message, {}, self.client)).train()
         personal = [p for n, p in supernet.named_parameters() if n.startswith("personal.")]
         criterion, passes = self.method.criterion(self.client), list[Tensor]()

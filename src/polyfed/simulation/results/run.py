@@ -1,4 +1,4 @@
-"""Defines the result of a run: its metrics as a table, and each client's personal model and predictions."""
+"""Defines `Run`, the result of a run: its metrics as a table, and each client's personal model and predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Run:
-    """Holds the result of a finished run.
+    """Holds the result of a finished run: metrics of each round, personal models and predictions.
 
     Attributes:
         federation: method, clients and settings.
@@ -54,17 +54,19 @@ class Run:
 
     @property
     def kept_checkpoint(self) -> Checkpoint:
-        """Returns the state after the round of `keep`, which models, `predict` and by default `predictions` use."""
+        """Returns the checkpoint after the round that the setting `keep` selects. `model`, `predict` and by default
+        `predictions` use this state."""
         return self.best or self.last
 
     @property
     def best_round(self) -> int | None:
-        """Returns the round with the best mean validation score, or with `keep="loss"` the lowest loss; None if no client
+        """Returns the round with the best mean validation score (with `keep="loss"`: the lowest loss); None if no client
         has validation examples."""
         return self.federation.best_round(self.history)
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics as rows: one for each client, sorted by id (numeric ids by number), then one of means.
+        """Returns the metrics after the last or best round as rows: one for each client, sorted by id (numeric ids by
+        number), then one with the means.
 
         Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
         `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,
@@ -104,7 +106,8 @@ class Run:
         return rows
 
     def model(self, client: str) -> nn.Module:
-        """Returns the personal network of a client after the last round (or that of `keep`), the one that was evaluated.
+        """Returns a client's personal network, as evaluated after the last round or the round that the setting `keep`
+        selects.
 
         It is independent of the run, in evaluation mode on the CPU.
 
@@ -136,7 +139,7 @@ class Run:
             return deep_copy(model).eval()
 
     def predict(self, client: str, x: Any) -> Tensor:
-        """Returns the outputs of a client's personal network for new inputs, computed as at evaluation, in batches.
+        """Returns the outputs of a client's personal network for new inputs, computed in minibatches as in an evaluation.
 
         Args:
             client: its id.
@@ -171,8 +174,8 @@ class Run:
         )
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
-        """Returns the outputs of a client's personal network for its own test or validation examples when a round was
-        evaluated.
+        """Returns the outputs of a client's personal network for its own test or validation examples, stored when a round
+        was evaluated.
 
         Args:
             client: its id.
@@ -186,10 +189,12 @@ class Run:
         self._check_client(client, "predictions")
         if self.prediction_store is None:
             raise UserError("no predictions of this run were kept")
-        return self.prediction_store.get(client, split, self.kept_checkpoint.round if round is None else round)
+        return self.prediction_store.get_predictions(
+            client, split, self.kept_checkpoint.round if round is None else round
+        )
 
     def _check_client(self, client: str, folder: str) -> None:
-        """Raises a `UserError` if this process has no such client."""
+        """Checks that the run has this client and its data in this process; raises a `UserError` if not."""
         clients = self.federation.clients
         if client not in clients:
             if client in self.federation.client_registry.ids:
@@ -197,7 +202,7 @@ class Run:
             raise UserError(f"no client {client!r} in this run; {did_you_mean(client, clients)}")
 
     def _engine_and_task(self, client: str) -> tuple[InProcessEngine, ClientTask]:
-        """Builds an engine for one client, and the task that exports its network from the kept state."""
+        """Builds an engine for one client, and the task that exports the client's network from the kept checkpoint."""
         self._check_client(client, "models")
         federation = self.federation
         device = choose_device(federation.settings.device)
@@ -206,7 +211,8 @@ class Run:
             return engine, federation.build_single_task("export", client, self.kept_checkpoint)
 
     def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "unseen") -> "WarmStart":
-        """Generates weights for a network that took no part, by the hypernetwork of a run of `flha_ghn`.
+        """Generates weights for the network of a client that took no part in training, with the trained hypernetwork of a
+        run of `flha_ghn`.
 
         The result has its scores before and after one epoch of training the head, and the parameters that could not be
         generated (see `polyfed.simulation.results.unseen_clients`).

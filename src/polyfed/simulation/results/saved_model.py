@@ -1,4 +1,4 @@
-"""Loads a client's model from a run directory together with its preprocessing, and predicts for new rows.
+"""Loads a client's model from a run directory together with its preprocessing, and predicts for new rows of a table.
 
 The data of the run are not read.
 """
@@ -50,7 +50,7 @@ class SavedModel:
     client: str
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """Predicts for the rows of a `pyarrow.Table`.
+        """Returns predictions for the rows of a `pyarrow.Table`, as columns: name -> one value for each row.
 
         Returns:
             Columns: for classes `predicted` and a probability each; for labels a probability each; for regression the
@@ -63,11 +63,11 @@ class SavedModel:
         self.prepared.warn_of_changed_constants(stored, f"the rows for client {self.client!r}")
         with single_torch_thread(), torch.inference_mode():
             outputs = torch.cat([self.network(self.prepared(part)).float() for part in torch.split(stored, _BATCH)])
-        return prediction_columns(self.prepared.unscale_outputs(outputs), self.prepared)
+        return convert_outputs_to_columns(self.prepared.unscale_outputs(outputs), self.prepared)
 
 
-def prediction_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str, list[Any]]:
-    """Converts outputs to columns.
+def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str, list[Any]]:
+    """Converts a network's outputs to the columns of a table of predictions: name -> one value for each row.
 
     For classes these are `predicted` and a probability each; for labels a probability each; for regression the
     targets, which are in their unit already.
@@ -83,7 +83,7 @@ def prediction_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str
 
 
 def load_saved_model(folder: str | Path, client: str | None = None) -> SavedModel:
-    """Loads a client's model from the directory of a run whose data were a table.
+    """Loads a client's model and preprocessing from the directory of a run whose data were a table.
 
     Args:
         folder: the run directory.
@@ -129,7 +129,7 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
 
 
 def _fill_for_evaluation(network: nn.Module, weights: StateDict, folder: str | Path) -> nn.Module:
-    """Loads the weights into the network, in evaluation mode; raises a `UserError` if they do not fit."""
+    """Loads the weights into a network and sets it to evaluation mode; raises a `UserError` if they do not fit."""
     try:
         return fill_module(network, weights).eval()
     except ValueError as error:
@@ -144,8 +144,8 @@ def _build_from_config(
     folder: str | Path,
     method: Algorithm[Any, Any],
 ) -> nn.Module:
-    """Builds the network from the `model` sections of the configuration: the only one whose tensors have the weights'
-    shapes."""
+    """Builds the network from that `model` section of the configuration whose tensors have the shapes of the
+    weights."""
     model = config.get("model")
     if model is None:
         raise UserError(

@@ -1,4 +1,5 @@
-"""Generates weights for the networks of unseen clients with a trained graph hypernetwork (FLHA-GHN, section 5.4).
+"""Generates weights for the networks of clients that took no part in training, with a trained graph hypernetwork (FLHA-GHN,
+section 5.4).
 
 This needs nothing but the server's state of a `flha_ghn` run, from a `Run` or a run directory. `compute_warm_start`
 generates the weights and scores them, before and after the method's epoch on the head; `training_curve` trains on from
@@ -49,7 +50,7 @@ _HELD_OUT = 0.2  # share of an unseen client's data, if it has no test set
 @final
 @dataclass(frozen=True, eq=False)
 class TrainedServer:
-    """Holds what a warm start needs of a run.
+    """Holds the trained hypernetwork of a `flha_ghn` run, as method, server state and settings.
 
     Attributes:
         algorithm: the method.
@@ -73,7 +74,7 @@ class TrainedServer:
 @final
 @dataclass(frozen=True, eq=False)
 class WarmStart:
-    """Holds an unseen client's network with weights from a trained hypernetwork.
+    """Holds an unseen client's network with weights that a trained hypernetwork generated, and its test scores.
 
     Attributes:
         model: after the method's epoch on the linear head; independent of the run, in evaluation mode on the CPU.
@@ -101,8 +102,8 @@ class WarmStart:
 @final
 @dataclass(frozen=True)
 class TrainingCurves:
-    """Holds an unseen client's test score after 0..E epochs of training its whole network, from the warm start and from
-    scratch.
+    """Holds an unseen client's test scores after 0, 1, ... epochs of training its whole network, once from generated weights
+    ("warm") and once from scratch.
 
     A score that is not defined, of a training that diverged, is None.
 
@@ -117,13 +118,13 @@ class TrainingCurves:
 
     @property
     def epochs(self) -> int:
-        """Returns the number of epochs E."""
+        """Returns the number of epochs E of both curves."""
         return len(self.warm) - 1
 
     @property
     def epochs_to_match_scratch(self) -> int | None:
-        """Returns the first epoch after which the warm start is at least as good as training from scratch is after E
-        epochs; None if it never is."""
+        """Returns after how many epochs the network with generated weights first scores at least as high as the network
+        from scratch after all epochs; None if it never does."""
         goal = self.scratch[-1]
         if goal is None:
             return None
@@ -132,7 +133,7 @@ class TrainingCurves:
 
 @grad_enabled()  # the state is trained further
 def load_trained_server(out: str | Path) -> TrainedServer:
-    """Loads the server's state of a `flha_ghn` run after its last saved round.
+    """Loads the trained hypernetwork from the last saved round of a `flha_ghn` run.
 
     It reads the run directory alone, not the clients or their data, and changes nothing there.
 
@@ -161,7 +162,7 @@ def load_trained_server(out: str | Path) -> TrainedServer:
 
 
 def _require_flha_ghn(algorithm: Algorithm[Any, Any], where: str) -> FLHAGHN:
-    """Returns the method; raises a `UserError` if it is not FLHA-GHN."""
+    """Checks that the method is FLHA-GHN, and returns it; raises a `UserError` if not."""
     if not isinstance(algorithm, FLHAGHN):
         raise UserError(
             f"{where}: {registry_name(algorithm)} cannot give weights to a network that took no part; use a run of flha_ghn "
@@ -179,7 +180,7 @@ def build_unseen_client(
     task: Task = "classification",
     seed: int = 0,
 ) -> tuple[Client, int]:
-    """Builds an unseen client, and returns it with the number of examples of `data` that were held out for testing.
+    """Builds a client that took no part in training; also returns how many examples of `data` were held out for testing.
 
     Args:
         model: builds its network, as `Client.model`.
@@ -224,7 +225,7 @@ def _hold_out_test(data: Examples, seed: int, name: str) -> tuple[Examples, Exam
 
 
 def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int = 0) -> WarmStart:
-    """Generates weights for a network that took no part from the graph of its layers, and scores them.
+    """Generates weights for an unseen client's network from the graph of its layers, and scores the network.
 
     Nothing is trained but the unseen client's linear head, for one epoch ("Inference and local refinement"). The
     method itself generates and refines, as for its own clients: an unseen client with the id, network and data of a
@@ -270,7 +271,7 @@ def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int =
 
 
 def _check_unseen_client(client: Client) -> None:
-    """Raises a `UserError` for mistakes that can be found before any work starts."""
+    """Checks an unseen client for mistakes that can be found before any work starts; raises a `UserError` for them."""
     if client.model is None:
         raise UserError(f"client {client.id!r} has no network (model=None); a warm start gives weights to one")
     check_networks_run([client])
@@ -289,7 +290,7 @@ def _copy_state_dict(network: nn.Module) -> dict[str, Tensor]:
 
 
 def initial_weights(server: TrainedServer, client: Client) -> StateDict:
-    """Returns the weights with which this client would start without a hypernetwork.
+    """Returns the weights with which this client would start to train without a hypernetwork.
 
     They are the run's common initial draw for its architecture, with which every method starts, `local` among them.
     """
@@ -307,7 +308,7 @@ def training_curve(
     seed: int = 0,
     device: str = "auto",
 ) -> list[MetricValues]:
-    """Returns the scores on the client's test examples after 0, 1, ..., `epochs` epochs of training its whole network.
+    """Trains a client's whole network, and returns its scores on the test examples after 0, 1, ..., `epochs` epochs.
 
     Each epoch is a call of `fit` at a constant learning rate, so that momentum starts at zero in each, as in each
     round of a run; BatchNorm's statistics are updated, as in training.
@@ -349,7 +350,8 @@ def training_curve(
 def compare_with_scratch(
     server: TrainedServer, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
 ) -> TrainingCurves:
-    """Returns an unseen client's training curves from its generated weights and from scratch (FLHA-GHN, Figs. 3 and 7).
+    """Trains an unseen client's network from its generated weights and from scratch, and returns both curves of scores
+    (FLHA-GHN, Figs. 3 and 7).
 
     Both use the same minibatches and the options of the run.
 

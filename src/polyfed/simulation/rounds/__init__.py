@@ -1,1 +1,1 @@
-"""One round: sampling, dispatch, replies, aggregation; the start and the resumption of a run."""
+"""Runs one round (sampling, dispatch, replies, aggregation), and starts and resumes runs."""

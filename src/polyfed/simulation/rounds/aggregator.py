@@ -1,4 +1,5 @@
-"""Gives a round's replies to the server half of the method, and leaves out those that would break its state."""
+"""Passes a round's replies to the server half of the method, and leaves out replies that would make the server's state
+invalid."""
 
 import time
 from collections import deque
@@ -16,8 +17,10 @@ from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default
 
 @final
 class ReplyAggregator:
-    """Takes in the valid replies of a round. Where the server half is a mean, each is added to a sum in the order of ids
-    (one that comes early waits) and let go. Otherwise all are held, so that one that breaks the state can be left out.
+    """Collects the valid replies of a round, and computes the server's next state from them.
+
+    If the method averages replies, each reply is added to a sum in the order of client ids (an early one waits) and
+    released. Otherwise all replies are kept until the end, so that one that makes the state invalid can be left out.
 
     Args:
         algorithm: the method.
@@ -48,14 +51,14 @@ class ReplyAggregator:
             expected = {i: float(num_examples.get(i, 1)) for i in self._remaining_ids} if has_all_counts else None
             self._sum = algorithm.empty_sum(expected)
 
-    def add(self, client: str, reply: Message) -> None:
-        """Takes in the reply of a client; that of a client outside the cohort (`everyone_trains`) is let go."""
+    def add_reply(self, client: str, reply: Message) -> None:
+        """Adds the reply of a client; the reply of a client outside the cohort (`everyone_trains`) is discarded."""
         if client in self._cohort_ids:
             self._replies[client] = reply
             self._sum_waiting_replies()
 
     def mark_missing(self, client: str) -> None:
-        """Notes that no reply of this client will come."""
+        """Marks a client as one that will not reply in this round."""
         self._missing_ids.add(client)
         self._sum_waiting_replies()
 
@@ -73,7 +76,7 @@ class ReplyAggregator:
         self.seconds += time.perf_counter() - started
 
     def aggregate(self, server: ServerContext, *, drop: bool) -> tuple[Any, dict[str, str]]:
-        """Computes the server's next state.
+        """Computes the server's next state from the replies; also returns the clients whose replies were left out.
 
         Args:
             server: what the server knows.
@@ -120,7 +123,8 @@ class ReplyAggregator:
         return next_state, _nonfinite_error(next_state, self._state), None
 
     def _find_bad_replies(self, replies: Mapping[str, Message], server: ServerContext) -> dict[str, str]:
-        """Finds replies that break the state by themselves; if there is none, the one without which it stays whole."""
+        """Finds the replies that make the server's state invalid: client id -> reason. Those are replies that do so by
+        themselves; if there is none, the one without which the state stays valid."""
         bad_alone = {i: flaw for i in sorted(replies) if (flaw := self._try_aggregate({i: replies[i]}, server)[1])}
         if bad_alone or len(replies) == 1:
             return bad_alone
@@ -131,7 +135,8 @@ class ReplyAggregator:
 
 
 def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]:
-    """Finds replies whose tensors have another form than those of most clients: with them there is no mean."""
+    """Finds the replies whose tensors differ in names, shapes or types from those of most clients, and so cannot be
+    averaged: client id -> reason."""
     ids_by_spec: dict[str, list[str]] = {}
     for i in sorted(replies):
         ids_by_spec.setdefault(
@@ -143,7 +148,8 @@ def _find_incompatible_replies(replies: Mapping[str, Message]) -> dict[str, str]
 
 
 def _nonfinite_error(after: Any, before: Any) -> str | None:
-    """Returns a complaint if a tensor that the round has changed is not finite, otherwise None."""
+    """Returns an error message if a tensor that the round has changed has NaN or infinite values; None if all are
+    finite."""
     unchanged_ids = {id(tensor) for tensor in iter_tensors(before)}
     for tensor in iter_tensors(after):
         if id(tensor) not in unchanged_ids and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

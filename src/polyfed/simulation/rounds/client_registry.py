@@ -1,4 +1,4 @@
-"""Holds what the server knows about the clients."""
+"""Defines `ClientRegistry`, which holds all that the server knows about the clients."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ from polyfed.simulation.checks import requirements
 @final
 @dataclass(frozen=True)
 class ClientRegistry:
-    """Describes the clients to the server: no examples, and no more about their networks than the method requires.
+    """Holds what the server knows about the clients: no examples, and no more about their networks than the method
+    requires.
 
     Attributes:
         ids: sorted.
@@ -48,7 +49,7 @@ class ClientRegistry:
 
     @classmethod
     def from_clients(cls, clients: Sequence[Client], requires: Set[str]) -> "ClientRegistry":
-        """Builds the registry of clients that are simulated."""
+        """Builds the registry of simulated clients."""
         architecture_by_client, models, catalogue = {}, {}, None
         if requires & {"one_architecture", "architectures"}:
             architecture_by_client = requirements.architecture_keys_by_client(clients)

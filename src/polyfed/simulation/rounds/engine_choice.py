@@ -14,7 +14,8 @@ from polyfed.simulation.storage.directory import RunDirectory
 def resolve_auto_engine(
     federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
 ) -> EngineChoice:
-    """Chooses whether clients are trained as a cohort: reads the choice of a resumed run, or else measures both ways.
+    """Chooses for `engine="auto"` whether clients are trained together or one by one: reads the choice from a resumed run,
+    or else measures both.
 
     Args:
         federation: of the run.

@@ -1,5 +1,5 @@
-"""Preprocessing of tables that is common to all sites, from sums over them: as a method in two rounds, by the way that a
-round of training takes, with the same checks of replies, secure sums and count of bytes.
+"""Fits one preprocessing for the tables of all sites, from sums that the sites send. This runs as a method in two rounds,
+by the way that a round of training takes, with the same checks of replies, secure sums and count of bytes.
 
 In round 1 each site sends how many of its training rows have each column of numbers and the sum of the values, which gives
 the mean; in round 2 the sum of squared differences from it, which gives the variance. Both in float64. Targets of regression
@@ -41,8 +41,11 @@ _ROUNDS = 2
 @final
 @dataclass(frozen=True, kw_only=True)
 class Moments(Averaging):
-    """Means and variances of a table's columns of numbers over the training rows of all sites. The server half needs the sum
-    over sites alone, so that it suits secure sums. Its fields for training have no use.
+    """Computes means and variances of a table's numeric columns over the training rows of all sites, as a method in two
+    rounds.
+
+    The server half needs the sum over sites alone, so that it suits secure sums. The method's fields for training have no
+    use.
 
     Args:
         size: columns of numbers, and targets of regression.
@@ -56,12 +59,13 @@ class Moments(Averaging):
     weighted: bool = False
 
     def server_init(self, server: ServerContext) -> dict[str, Any]:
-        """Nothing is known."""
+        """Returns the server's state before round 1: zeros for all means and variances."""
         zeros = torch.zeros(self.size, dtype=torch.float64)
         return {"moments": {"count": zeros, "total": zeros}, "mean": zeros, "variance": zeros, "done": 0}
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """The mean, once it is known; and which of the two rounds it is."""
+        """Returns the message to a client: the mean of each column, once it is known, and which of the two rounds this
+        is."""
         return Message(
             {"moments": server_state["moments"], "known": {"mean": server_state["mean"]}},
             {"done": float(server_state["done"])},
@@ -70,14 +74,16 @@ class Moments(Averaging):
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """The counts and sums of the client's training rows."""
+        """Returns a client's reply: for each column the number of training rows with a value, and their sum (in round 2 the
+        sum of squared differences from the mean)."""
         count, total = count_and_sum_with_targets(
             client.train, message.tensors["known"]["mean"] if message.scalars["done"] else None
         )
         return Message({"moments": {"count": count, "total": total}}), client_state
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Their form; and, where they are read, whether rows can have them."""
+        """Returns the names, shapes and types that a reply must have. Raises a `ValueError` for values that no rows can
+        have, where they are not masked."""
         for name, tensor in reply.tensors.get("moments", {}).items():
             if tensor.is_meta:  # of a masked part, or not read yet
                 continue
@@ -90,20 +96,26 @@ class Moments(Averaging):
     def server_step(
         self, server_state: dict[str, Any], mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> dict[str, Any]:
-        """The mean, then the variance: means over sites of sums and counts have the ratio of the sums themselves."""
+        """Returns the server's next state: with the mean after round 1, with the variance after round 2. Means over sites
+        of sums and of counts have the same ratio as the sums themselves."""
         moment = mean_or_zero(mean["moments"]["count"], mean["moments"]["total"])
         name = "variance" if server_state["done"] else "mean"
         return {**server_state, name: moment, "done": server_state["done"] + 1}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """None: nothing is evaluated."""
+        """Returns a network that passes its inputs on, since nothing is evaluated."""
         return nn.Identity()
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class CommonPreprocessing:
-    """`prepared`, the common preprocessing; `facts`, for `manifest.json`: rounds, bytes that all sites sent and received."""
+    """Holds the preprocessing that all sites share, and the cost of fitting it.
+
+    Attributes:
+        prepared: the common preprocessing.
+        facts: for `manifest.json`: number of rounds, and bytes that all sites sent and received.
+    """
 
     prepared: TablePreprocessor
     facts: Mapping[str, int]
@@ -111,7 +123,8 @@ class CommonPreprocessing:
 
 @single_torch_thread()
 def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure: bool = False) -> CommonPreprocessing:
-    """Preprocessing fitted on the sums over all clients, with the categories and classes of all.
+    """Fits one preprocessing for the tables of all clients, on sums over their rows, with the categories and classes of
+    all.
 
     Args:
         clients: whose examples are of tables of the same columns (`Examples.transform` is a `Prepared`).
@@ -129,17 +142,17 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
 
 
 def build_moments_method(template: TablePreprocessor) -> Moments:
-    """What is asked for tables like this."""
+    """Builds the method that computes the means and variances for tables with the columns of `template`."""
     return Moments(size=len(template.mean) + (len(template.classes) if template.task == "regression" else 0))
 
 
 def build_moments_settings(seed: int, secure: bool) -> Settings:
-    """Of the two rounds, in which every site takes part."""
+    """Builds the settings of the two rounds, in which every client takes part."""
     return Settings(rounds=_ROUNDS, seed=seed, secure=secure)
 
 
 def run_moments_rounds(federation: Federation, engine: Engine, template: TablePreprocessor) -> CommonPreprocessing:
-    """Plays the two rounds; `template` with what they gave."""
+    """Runs the two rounds, and returns `template` with the means and variances that they computed."""
     checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
     for _ in range(_ROUNDS):
         next_checkpoint = run_round(federation, checkpoint, history, engine, SilentProgress(), lambda *_: None)
@@ -155,7 +168,8 @@ def run_moments_rounds(federation: Federation, engine: Engine, template: TablePr
 
 
 def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, count: Tensor) -> None:
-    """Warns of columns whose variance a sum in fixed point cannot tell from 0, or not to a hundredth.
+    """Warns of columns whose variance is too small for the fixed-point numbers of secure sums: not distinguishable from 0,
+    or not exact to a hundredth.
 
     `count` is the mean over sites; each site's sum is rounded to 2^-BITS.
     """
@@ -171,8 +185,8 @@ def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, coun
 
 
 def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
-    """The client, all of its examples coded and prepared alike. A built-in network for its own table is made for the common
-    one.
+    """Returns the client with all of its examples prepared by the common preprocessing. If the client has a built-in
+    network for its own table, the network is replaced by one for the common table.
 
     Raises:
         UserError: the common table is not that of the client.
@@ -191,8 +205,8 @@ def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
 
 
 def with_common_preprocessing(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Client]:
-    """The clients; those of tables that have yet to agree on one preprocessing, such as tables that were read one by one,
-    with the one that they agree on.
+    """Returns the clients with one common preprocessing, if their tables were read one by one and do not share one yet;
+    otherwise unchanged.
 
     Raises:
         UserError: their tables differ, or some have none.

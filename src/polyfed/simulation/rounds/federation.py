@@ -1,4 +1,5 @@
-"""Defines `Federation`: clients, method and settings of a run, from which cohorts, tasks and checks of replies follow."""
+"""Defines `Federation`, which holds clients, method and settings of a run, samples cohorts, builds clients' tasks and
+checks replies."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,11 +53,12 @@ class Federation:
 
     @cached_property
     def client_registry(self) -> ClientRegistry:
-        """Returns what the server knows about the clients."""
+        """Returns the registry of all that the server knows about the clients."""
         return self.remote_clients or ClientRegistry.from_clients(list(self.clients.values()), self.algorithm.requires)
 
     def client_info(self, client: str, round_number: int, phase: Phase = "local") -> ClientInfo:
-        """Returns what the server knows about a client; its architecture only if the method requires it.
+        """Returns what the server knows about one client, for the method's `dispatch`; its architecture only if the method
+        requires it.
 
         The personal network after a round is made from the message that the client would receive in the next round, so
         that in the phases other than "local" the number of the round is one higher. (That download is not counted: a
@@ -69,7 +71,8 @@ class Federation:
         return ClientInfo(client, round_number + 1, self.settings.rounds, architecture, "personal")
 
     def best_round(self, history: Sequence[Mapping[str, Any]]) -> int | None:
-        """Returns the number of the best round, the first of equals; None without validation examples.
+        """Returns the number of the best round, or the first of several equally good; None if there are no validation
+        scores.
 
         The mean validation score decides, or with `keep="loss"` the loss on all validation examples together.
         """
@@ -81,11 +84,11 @@ class Federation:
 
     @property
     def cohort_size(self) -> int:
-        """Returns the number of clients of a round."""
+        """Returns the number of clients that take part in a round."""
         return self.settings.cohort_size(len(self.client_registry.ids))
 
     def initial_checkpoint(self) -> Checkpoint:
-        """Builds the state before round 1.
+        """Builds the state of the run before round 1.
 
         Raises:
             TypeError: the server's state holds a value that a checkpoint cannot restore.
@@ -97,7 +100,8 @@ class Federation:
         return Checkpoint(0, as_contiguous(state), {})
 
     def server_context(self) -> ServerContext:
-        """Returns what the server knows before the first round: no more than the method requires."""
+        """Returns what the server knows before the first round, for the method's server half: no more than the method
+        requires."""
         return self._server_context
 
     @cached_property
@@ -115,12 +119,13 @@ class Federation:
         )
 
     def _common_model(self) -> Architecture:
-        """Returns the network of all clients; where ranks of adapters differ, the one with the largest."""
+        """Returns the architecture that all clients share; if the ranks of their adapters differ, the one with the largest
+        rank."""
         models, mode = self.client_registry.models, lora.adapter_mode(self.algorithm)
         return next(iter(models.values())) if mode is None else lora.network_with_largest_ranks(models, mode)
 
     def sample_cohort(self, round_number: int) -> list[str]:
-        """Samples the clients of a round.
+        """Samples the clients that take part in a round, and returns their ids.
 
         The draw depends on the seed and the round alone, so that every method has the same cohorts.
 
@@ -136,11 +141,11 @@ class Federation:
 
     @cached_property
     def reply_compression(self) -> Compressor | None:
-        """Returns the compression of replies; None if they are not compressed."""
+        """Returns the compressor of clients' replies; None if replies are not compressed."""
         return parse_compressor(self.settings.compress)
 
     def message_compressor(self, checkpoint: Checkpoint) -> BroadcastCompressor:
-        """Returns the compression of messages that are made from the state `checkpoint`.
+        """Returns the compressor of the server's messages to clients in the round after `checkpoint`.
 
         Evaluation after a round and training in the next get the same messages, bit for bit.
         """
@@ -155,7 +160,7 @@ class Federation:
         checkpoint: Checkpoint,
         compressor: BroadcastCompressor | None = None,
     ) -> ClientTask:
-        """Builds one client's task, with the seed that follows from (run seed, round, client, purpose).
+        """Builds one client's task, with a random seed that depends on the run's seed, the round, the client and the phase.
 
         Args:
             phase, client, round_number, checkpoint: of the task.
@@ -190,7 +195,7 @@ class Federation:
         checkpoint: Checkpoint,
         max_bytes: int = Engine.max_block_bytes,
     ) -> Iterator[list[ClientTask]]:
-        """Dispatches a message to each client, and yields the tasks in blocks.
+        """Creates the messages to these clients, and yields the clients' tasks in blocks of limited size.
 
         Args:
             phase, clients, round_number: of the tasks.
@@ -220,7 +225,7 @@ class Federation:
             yield block
 
     def build_single_task(self, phase: Phase, client: str, checkpoint: Checkpoint) -> ClientTask:
-        """Builds the task of a single client, with the same bits as `build_task_blocks` does.
+        """Builds the task of a single client, equal bit for bit to the one that `build_task_blocks` would yield.
 
         A method that makes all clients' messages at once does so here too.
         """
@@ -237,7 +242,7 @@ class Federation:
         return self.build_task(phase, client, checkpoint.round, client_message, checkpoint)
 
     def decode_reply(self, reply: Any, message: Message) -> Any:
-        """Returns the reply to `message` as the server half of the method takes it: decompressed, with adapters unpacked.
+        """Returns a client's reply in the form that the server half of the method takes: decompressed, with full adapters.
 
         An object that is no valid message is returned unchanged, for `reply_error` to refuse.
 
@@ -251,7 +256,7 @@ class Federation:
         )
 
     def decompress_reply(self, reply: Message, message: Message) -> Message:
-        """Decompresses the reply to `message`.
+        """Decompresses a client's reply to `message`.
 
         Raises:
             ValueError: the reply is not compressed as the settings say; the reason is half a sentence.
@@ -261,7 +266,7 @@ class Federation:
     def reply_error(
         self, reply: Message | None, server_state: Any, message: Message, client: str | None = None
     ) -> str | None:
-        """Returns why a reply cannot be accepted, as half a sentence; None if it can.
+        """Returns the reason why a client's reply must be refused, as half a sentence; None if it is valid.
 
         Args:
             reply: the decoded reply.
@@ -310,14 +315,15 @@ class Federation:
 
 
 def build_message_compressor(settings: Settings, round_number: int) -> BroadcastCompressor:
-    """Builds the compression of messages that are made from the server's state after a round."""
+    """Builds the compressor of the server's messages in the round after `round_number`."""
     return BroadcastCompressor(
         parse_compressor(settings.compress_down), derive_seed(settings.seed, round_number, "compress down")
     )
 
 
 def mean_train_loss(scalars_of: Mapping[str, Mapping[str, float]]) -> float | None:
-    """Returns the mean of the clients' training losses, weighted by examples; None if no reply has a loss."""
+    """Returns the mean of the clients' training losses, weighted by their numbers of examples; None if no reply has a
+    loss."""
     reported = [scalars for _, scalars in sorted(scalars_of.items()) if "train_loss" in scalars]
     if not reported:
         return None
@@ -326,7 +332,8 @@ def mean_train_loss(scalars_of: Mapping[str, Mapping[str, float]]) -> float | No
 
 
 def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | None = None) -> int | None:
-    """Returns the round with the best mean score on the clients' validation examples, the first of equals.
+    """Returns the round with the best mean validation score over clients, or the first of several equally good; None if
+    there are no such scores.
 
     Args:
         history: records of rounds.
@@ -351,8 +358,8 @@ def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | N
     return max(scores, key=lambda r: (scores[r], -r)) if scores else None
 
 
-def describe_deciding_metric(federation: Federation) -> dict[str, Any]:
-    """Returns the entry of `manifest.json` about the metric that decides."""
+def deciding_metric_manifest_entry(federation: Federation) -> dict[str, Any]:
+    """Returns the entry of `manifest.json` that names the metric by which rounds are compared."""
     score = federation.metrics[0]
     return {
         "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,

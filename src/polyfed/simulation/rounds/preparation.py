@@ -1,4 +1,4 @@
-"""The start of a run: checks of everything that can be wrong before the first round, and the run directory."""
+"""Prepares a run: checks everything that can be wrong before the first round, and creates the run directory."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
 from polyfed.simulation.engines.devices import check_engine_installed, client_device
 from polyfed.simulation.rounds.federated_preprocessing import with_common_preprocessing
-from polyfed.simulation.rounds.federation import Federation, describe_deciding_metric
+from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage import integrity
@@ -38,7 +38,7 @@ def build_federation(
     resumed: str | Path | None = None,
     clients_are_checked: bool = False,
 ) -> Federation:
-    """Builds the federation of a run, after checking everything that can be checked before the first round.
+    """Checks clients, method, settings and data of a run, and builds its `Federation`.
 
     Args:
         clients, algorithm, settings, public, metrics: of the run.
@@ -88,7 +88,8 @@ def build_federation(
 
 
 def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
-    """Checks that the clients have what the method requires, and that the network it may bring runs on their data.
+    """Checks that the clients meet the method's requirements, and that the method's own network, if it has one, runs on
+    their data.
 
     Raises:
         UserError: they have not, or the network fails.
@@ -101,7 +102,7 @@ def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], publ
 def create_run_directory(
     out: str | Path, federation: Federation, start: Checkpoint, config: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> RunDirectory:
-    """Creates the directory of a run that begins, with its configuration and manifest.
+    """Creates the directory of a new run, with its configuration and manifest.
 
     Args:
         out: the folder, which must not exist or be empty.
@@ -122,7 +123,7 @@ def create_run_directory(
         **facts,
         "seed": federation.settings.seed,
         "data_fingerprint": _data_fingerprint(federation),
-        "score": describe_deciding_metric(federation),
+        "score": deciding_metric_manifest_entry(federation),
         **({"evaluated": evaluated} if evaluated else {}),
         **resolved_fields_for_manifest(federation.algorithm, start.state),
     }
@@ -138,7 +139,7 @@ def create_run_directory(
 
 
 def check_same_clients(directory: RunDirectory, federation: Federation) -> None:
-    """Checks that a run is resumed with the clients that it had.
+    """Checks that a run is resumed with the same clients and data as before.
 
     Raises:
         UserError: the fingerprint of their data is another.

@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a run is resumed: the newest that is whole and belongs to the run."""
+"""Finds the checkpoint from which a run is resumed: the newest that is intact and belongs to the run."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from polyfed.simulation.storage.directory import RunDirectory, read_config, read
 def rewind_to_checkpoint(
     directory: RunDirectory, federation: Federation
 ) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
-    """Loads the newest usable checkpoint of a run, and removes everything newer from its directory.
+    """Loads the newest usable checkpoint of a run, and removes everything newer from the run directory.
 
     If the run keeps another round than the last, the checkpoint of that round must be whole too.
 
@@ -56,7 +56,7 @@ def rewind_to_checkpoint(
             f"{'; '.join(notes)}. Put a copy of what was lost back, or delete the folder "
             f"{directory.checkpoint_folder}: then the run starts again from round 1"
         )
-    history = directory.truncate_after(0 if start is None else start.last_recorded_round)
+    history = directory.truncate_metrics_after(0 if start is None else start.last_recorded_round)
     checkpoints.remove_newer_checkpoints(directory.checkpoint_folder, 0 if start is None else start.round)
     for note in notes:
         warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=3)
@@ -70,7 +70,7 @@ def load_kept_checkpoint(
     latest: Checkpoint,
     expected: Callable[[int], integrity.Binding] | None = None,
 ) -> Checkpoint | None:
-    """Loads the state after the round that `keep` names.
+    """Loads the checkpoint after the round that the setting `keep` selects; None if it selects no round yet.
 
     Args:
         directory, federation: of the run.

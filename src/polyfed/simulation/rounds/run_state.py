@@ -1,4 +1,4 @@
-"""The state of a run: what the loop over rounds and its callbacks read and change."""
+"""Defines `RunState`, which holds what the loop over rounds and its callbacks read and change."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -56,27 +56,28 @@ class RunState:
 
     @property
     def settings(self) -> Settings:
-        """The settings of the run."""
+        """Returns the settings of the run."""
         return self.federation.settings
 
     @property
     def has_rounds_left(self) -> bool:
-        """Returns whether the run goes on."""
+        """Returns whether further rounds are to be run."""
         return self.checkpoint.last_recorded_round < self.last_round
 
     @property
     def overlaps_evaluation(self) -> bool:
-        """Returns whether a round is evaluated during the training of the next; `keep` may need the score before."""
+        """Returns whether a round is evaluated during the training of the next. It is not if `keep` needs the scores
+        before."""
         return self.engine.overlaps_evaluation and self.settings.keep == "last"
 
-    def advance(self, after: Checkpoint) -> None:
-        """Makes `after` the newest state that can be saved."""
+    def set_newest_state(self, after: Checkpoint) -> None:
+        """Sets `after` as the newest state that can be saved, and notes the clients whose private state has changed."""
         before = self.checkpoint.client_states
         self.changed_clients |= {i for i, state in after.client_states.items() if state is not before.get(i)}
         self.checkpoint = after
 
     def finish_round(self, after: Checkpoint, evaluation_results: PhaseResults | None) -> None:
-        """Completes the record of a round, writes it, and calls the callbacks.
+        """Completes the record of a round, writes it to `metrics.jsonl`, and calls the callbacks.
 
         Args:
             after: the state after the round, with the incomplete record.
@@ -88,28 +89,30 @@ class RunState:
         record["analysis"] = self.write_analysis(after, record.pop("replied"))
         keep = self.settings.keep
         round_to_keep = keep if isinstance(keep, int) else record["best_round"]
-        if too_large := self.predictions.add(after.round, outputs, round_to_keep):
+        if too_large := self.predictions.add_round(after.round, outputs, round_to_keep):
             if self.directory is not None:
                 self.directory.add_to_manifest({"predictions": too_large})
             warnings.warn(too_large, RuntimeWarning, stacklevel=7)
         if self.directory is not None:
             self.directory.append_record(record)
         self.history.append(record)
-        self.advance(replace(after, unevaluated_record=None))
+        self.set_newest_state(replace(after, unevaluated_record=None))
         for callback in self.callbacks:
             callback.on_round(record)
 
-    def stop(self, name: str) -> None:
-        """Lets the run end after the current round, in the name of a callback. The first call counts."""
+    def request_stop(self, name: str) -> None:
+        """Ends the run after the current round, and records which callback stopped it; only the first call counts."""
         if self.stopped_by is None and self.current_round < self.settings.rounds:
             self.stopped_by, self.last_round = name, self.current_round
 
-    def describe_stop(self) -> dict[str, Any]:
-        """Returns what `manifest.json` holds if a callback stopped the run, otherwise nothing."""
+    def stop_manifest_entry(self) -> dict[str, Any]:
+        """Returns the entry `stopped` of `manifest.json`: which callback stopped the run, and after which round; an empty
+        dict if none did."""
         return {} if self.stopped_by is None else {"stopped": {"round": self.last_round, "by": self.stopped_by}}
 
     def write_analysis(self, checkpoint: Checkpoint, client_ids: Sequence[str]) -> dict[str, float]:
-        """Writes the arrays that the method keeps of a round for plots.
+        """Writes the arrays that the method provides for plots after a round, and returns the numbers that it provides for
+        the round's record.
 
         Args:
             checkpoint: the state after the round.

@@ -1,4 +1,4 @@
-"""Simulates secure sums: computes the fixed-point sum of a deployment, without the encryption.
+"""Simulates secure aggregation: computes the same fixed-point sum of replies as a deployment, without the encryption.
 
 Each reply is encoded in fixed point (`polyfed.core.messages.fixed_point`), as a site encodes it before masking. The server
 half sees only the sum. So the result equals that of a deployment, bit for bit, and does not depend on the order of replies.
@@ -28,17 +28,18 @@ from polyfed.core.state_dict import StateDict, spec_mismatch
 
 
 def uses_default_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
-    """Returns whether the server half of a method is the default mean of the replies."""
+    """Returns whether the server half of a method is the default mean of the replies, weighted or not."""
     return isinstance(algorithm, Averaging) and type(algorithm).aggregate is Averaging.aggregate
 
 
 def supports_secure_sum(algorithm: Algorithm[Any, Any]) -> bool:
-    """Returns whether the server half of a method needs nothing but the sum of a round's replies."""
+    """Returns whether a method works with secure aggregation: whether its server half needs only the sum of a round's
+    replies."""
     return uses_default_mean(algorithm) and algorithm.aggregates_by_sum
 
 
 def effective_disclosures(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
-    """Returns what the server learns about a client: what the method discloses, or with secure sums only a sum.
+    """Returns what the server learns about a client: all that the method discloses, or only a sum with secure aggregation.
 
     >>> from polyfed.algorithms import FedAvg
     >>> sorted(effective_disclosures(FedAvg(), secure=False)), sorted(effective_disclosures(FedAvg(), secure=True))
@@ -48,7 +49,7 @@ def effective_disclosures(algorithm: Algorithm[Any, Any], secure: bool) -> froze
 
 
 def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[str]:
-    """Returns, in order, the words of what the server learns of a client that a site must have allowed.
+    """Returns the disclosures of a method (such as "weights") that each site must have allowed, in order.
 
     >>> from polyfed.algorithms import IFCA
     >>> disclosures_to_allow(IFCA(), secure=False)
@@ -58,7 +59,7 @@ def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[s
 
 
 def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
-    """Checks that a method can run on secure sums.
+    """Checks that a method can run with secure aggregation, with this number of clients in a round.
 
     Raises:
         UserError: it needs single replies; or a round has one client, whose reply would be the sum.
@@ -85,7 +86,7 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
 
 
 def encode_sum_part(reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int) -> Message:
-    """Encodes a reply in fixed point, as a site does before masking.
+    """Encodes a client's reply in fixed point, as its part of a secure sum, as a site does before masking.
 
     Args:
         reply: the method's reply. Only the averaged groups are encoded, weighted by the number of examples if the method
@@ -105,7 +106,7 @@ def encode_sum_part(reply: Message, algorithm: Algorithm[Any, Any], cohort_size:
 def sum_part_error(
     part: Message | None, algorithm: Algorithm[Any, Any], server_state: Any, message: Message
 ) -> str | None:
-    """Returns why a part cannot be added to a secure sum, as half a sentence; None if it can.
+    """Returns the reason why a client's part cannot be added to a secure sum, as half a sentence; None if it can.
 
     Args:
         part: made by `encode_sum_part`, masked or not.
@@ -128,7 +129,7 @@ def sum_part_error(
 
 @final
 class SecureSum(ReplySum):
-    """Sums replies in the form of parts of a secure sum, in any order.
+    """Sums clients' fixed-point replies of secure aggregation, in any order.
 
     Args:
         method: the method that the replies belong to.
@@ -142,11 +143,11 @@ class SecureSum(ReplySum):
 
     @property
     def client_ids(self) -> Sequence[str]:
-        """The clients whose parts were added, in the order of ids."""
+        """Returns the ids of the clients whose replies were added, in ascending order."""
         return sorted(self._ids)
 
     def add(self, client_id: str, reply: Message) -> None:
-        """Adds a client's reply in the form of a part, as `encode_sum_part` makes it.
+        """Adds a client's reply, encoded in fixed point by `encode_sum_part`.
 
         Raises:
             UserError: its layout differs from that of the first.

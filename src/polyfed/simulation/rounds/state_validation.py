@@ -1,4 +1,4 @@
-"""Validates that a checkpoint holds states of the form that its method gives them.
+"""Validates that the states in a checkpoint have the form that the run's method gives them.
 
 Hashes find accidents. A checkpoint that somebody has put together, with matching hashes, may have tensors of other
 names, shapes or types, values that are not finite, or lack a client: training would fail with a traceback rounds
@@ -34,7 +34,8 @@ _ALIEN = frozenset({"teacher", "common"})  # fedavg_kd, fedkd: other networks wh
 
 @final
 class StateValidator:
-    """Compares checkpoints with the initial states that the federation's method creates on server and clients."""
+    """Validates a checkpoint against the initial states that the run's method creates for the server and the
+    clients."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -46,7 +47,7 @@ class StateValidator:
                 self._initial_server_state = federation.initial_checkpoint().state
 
     def find_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str:
-        """Returns how a checkpoint differs from the states of the method, as half a sentence; empty if it does not.
+        """Returns how a checkpoint differs from the states that the method creates, as half a sentence; "" if it does not.
 
         Args:
             checkpoint: the checkpoint.
@@ -82,7 +83,7 @@ class StateValidator:
         return next((f"the private state of {i!r}: {error_text}" for i, error_text in wrongs if error_text), "")
 
     def _client_state_error(self, client: Client, client_state: PyTree) -> str:
-        """Returns how a client's private state differs from an initial one; empty if it does not."""
+        """Returns how a client's private state differs from the initial one; "" if it does not."""
         known_trees = [_network_state(client), *_parameters_and_buffers(client)] if client.model is not None else []
         key = "" if client.model is None else cached_module(client.model).architecture
         ids = set(self._federation.client_registry.ids)
@@ -104,7 +105,7 @@ class StateValidator:
 
 
 def describe_state_error(wrong: str, folder: object, federation: Federation, round_number: int) -> str:
-    """Returns the error message for a checkpoint whose states have another form than the method's."""
+    """Returns the error message for a checkpoint whose states do not have the form that the method gives them."""
     return (
         f"the checkpoint of round {round_number} in {folder} is not what {registry_name(federation.algorithm)} wrote "
         f"for these clients: {wrong}"
@@ -112,8 +113,8 @@ def describe_state_error(wrong: str, folder: object, federation: Federation, rou
 
 
 def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoint) -> str:
-    """Returns what is wrong with the private state of a client at a site, of which the checkpoint has the round only; or
-    ""."""
+    """Returns what is wrong with the private state of a client that is kept at its site; "" if nothing is. The checkpoint
+    has only the round of such a state."""
     number = client_state.get("round") if isinstance(client_state, dict) and client_state.keys() == {"round"} else None
     if type(number) is int and 1 <= number <= checkpoint.round:
         return ""
@@ -123,7 +124,8 @@ def _remote_state_error(client: str, client_state: PyTree, checkpoint: Checkpoin
 def _state_difference(
     initial: PyTree, state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str = ""
 ) -> str:
-    """Returns how a state differs from the initial one, as half a sentence; empty if it may have grown from it."""
+    """Returns how a state differs from the initial one, as half a sentence; "" if the method can have made it from the
+    initial one."""
     label = place or "it"
     if isinstance(initial, Tensor):
         if not isinstance(state, Tensor):
@@ -154,7 +156,8 @@ def _state_difference(
 def _mapping_difference(
     initial: Mapping[str, Any], state: Mapping[str, Any], known_trees: Sequence[StateDict], ids: set[str], place: str
 ) -> str:
-    """Returns how a mapping differs from the initial one; empty if it may have grown from it."""
+    """Returns how a mapping in a state differs from the initial one; "" if the method can have made it from the initial
+    one."""
     if _is_tree(initial):
         if wrong := _non_tensor_error(state, place):
             return wrong
@@ -188,7 +191,7 @@ def _mapping_difference(
 
 
 def _later_state_error(state: PyTree, known_trees: Sequence[StateDict], ids: set[str], place: str) -> str:
-    """Returns what is wrong with a state that did not exist at the beginning; empty if nothing is."""
+    """Returns what is wrong with a part of a state that did not exist initially; "" if nothing is."""
     if isinstance(state, list):
         return _first_error(
             _later_state_error(value, known_trees, ids, _join_path(place, k)) for k, value in enumerate(state)
@@ -229,14 +232,14 @@ def _network_state(client: Client) -> StateDict:
 
 
 def _parameters_and_buffers(client: Client) -> list[StateDict]:
-    """Returns the trained parameters of a client's network, and its buffers."""
+    """Returns two mappings of names to tensors: the trained parameters of a client's network, and its buffers."""
     assert client.model is not None
     net = cached_module(client.model)
     return [{n: p for n, p in net.module.named_parameters() if n not in net.frozen}, net.buffers]
 
 
 def _trees(nested: PyTree) -> Iterator[StateDict]:
-    """Yields the mappings of names to tensors in a state."""
+    """Yields every mapping of names to tensors in a state."""
     if _is_tree(nested):
         yield nested
     elif isinstance(nested, Mapping | list):

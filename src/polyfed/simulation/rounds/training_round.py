@@ -1,4 +1,4 @@
-"""One round: samples a cohort, dispatches messages, runs the clients, aggregates their replies, writes the record.
+"""Runs one round: samples a cohort, dispatches messages, runs the clients, aggregates their replies, and makes the record.
 
 A simulation evaluates a round before the next begins. Between sites each exchange of messages takes long, so that a round is
 evaluated during the training of the next (`Engine.overlaps_evaluation`): from the same state, with the same seeds and under
@@ -36,7 +36,7 @@ from polyfed.simulation.storage.predictions import OutputsByClient
 @final
 @dataclass
 class PhaseResults:
-    """Collects the results of one phase of a round.
+    """Collects the results of one phase of a round (training or evaluation), by client.
 
     Attributes:
         results: the accepted results, by client.
@@ -61,7 +61,7 @@ class PhaseResults:
 
 
 def failure_sort_key(failure: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the key by which failures are sorted."""
+    """Returns the key that sorts the failures of a round."""
     return failure["client"], failure["phase"], failure["reason"]
 
 
@@ -76,7 +76,8 @@ def run_phase(
     aggregator: ReplyAggregator | None = None,
     evaluation_results: PhaseResults | None = None,
 ) -> PhaseResults:
-    """Runs one phase of a round: dispatches a message to each client, and accepts or refuses each result.
+    """Runs one phase of a round: sends a message to each client, runs the clients' tasks, and accepts or refuses each
+    result.
 
     Args:
         federation, engine, progress: of the run.
@@ -118,7 +119,7 @@ def run_phase(
                 aggregator if destination is phase_results else None,
             )
             done_by_phase[result_phase] += 1
-            progress.update_clients(
+            progress.show_clients_done(
                 result_phase, done_by_phase[result_phase], len(clients if destination is phase_results else all_ids)
             )
         phase_results.seconds_clients += clock() - clients_start
@@ -131,7 +132,7 @@ def run_phase(
 def _validate_reply(
     federation: Federation, result: TaskResult, checkpoint: Checkpoint
 ) -> tuple[Any, Any, float | None]:
-    """Checks a reply and decodes it.
+    """Decodes a client's reply and checks it; raises a `ValueError` if it is not valid.
 
     Returns:
         The reply as the server half of the method takes it; the reply as it travelled; and the norm of its update, None
@@ -166,7 +167,7 @@ def _record_result(
     progress: Progress,
     aggregator: ReplyAggregator | None,
 ) -> None:
-    """Adds one result to the accepted ones or to the failures."""
+    """Adds a client's result to the accepted results or to the failures of the phase."""
     task, failure, reply, transmitted, norm = result.task, result.failure, result.reply, result.reply, None
     if failure is None and task.phase == "local":
         try:
@@ -181,7 +182,7 @@ def _record_result(
         if transmitted is not None and reply is not None and aggregator is not None:
             phase_results.bytes_up[task.client], phase_results.scalars[task.client] = transmitted.nbytes, reply.scalars
             phase_results.norms |= {} if norm is None else {task.client: norm}
-            aggregator.add(task.client, reply)
+            aggregator.add_reply(task.client, reply)
             result = replace(result, reply=None)
         # Without the message: with it, those of all blocks would stay until the end of the phase.
         phase_results.results[task.client] = replace(
@@ -198,14 +199,14 @@ def _record_result(
 
 
 def is_evaluation_round(settings: Settings, number: int) -> bool:
-    """Returns whether all clients are evaluated after a round."""
+    """Returns whether all clients are evaluated after this round."""
     return number % settings.evaluate_every == 0 or number == settings.rounds
 
 
 def evaluate_clients(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, progress: Progress
 ) -> PhaseResults:
-    """Evaluates all clients from the state after a round."""
+    """Evaluates the personal models of all clients after a round, and returns the results."""
     return run_phase(
         federation, engine, "evaluate", list(federation.client_registry.ids), checkpoint.round, checkpoint, progress
     )
@@ -219,7 +220,7 @@ def run_round(
     progress: Progress,
     on_evaluated: Callable[[Checkpoint, PhaseResults], object],
 ) -> Checkpoint:
-    """Runs one round up to its evaluation.
+    """Runs one training round: clients train, and the server aggregates their replies; the round is evaluated later.
 
     Args:
         federation, engine, progress: of the run.
@@ -283,7 +284,7 @@ def run_round(
 def _describe_training(
     training: PhaseResults, reply_ids: Sequence[str], previous_record: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the part of a round's record about training: loss and bytes, of the round and by client."""
+    """Returns the training part of a round's record: losses and bytes, in all and by client."""
     rows: dict[str, dict[str, Any]] = {i: {"bytes_down": size} for i, size in training.bytes_down.items()}
     for i, result in training.results.items():
         scalars = training.scalars.get(i, {})
@@ -309,7 +310,7 @@ def complete_record(
     evaluation_results: PhaseResults | None,
     history: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Any], OutputsByClient]:
-    """Completes the record of a round for `metrics.jsonl`.
+    """Completes the record of a round for `metrics.jsonl` with the results of its evaluation.
 
     Args:
         federation: of the run.
@@ -345,7 +346,7 @@ def complete_record(
 def write_personal_models(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
 ) -> None:
-    """Writes the personal models after a round, `models/ID.safetensors`.
+    """Writes each client's personal model after a round to `models/ID.safetensors`.
 
     With `on_error="skip"` a client whose model cannot be made costs no other client's. It causes a warning of Python, since
     the records of the rounds are complete by now.

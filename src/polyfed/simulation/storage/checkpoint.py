@@ -34,7 +34,7 @@ _SERVER = "server.safetensors"
 
 
 class _ServerFile(TypedDict):
-    """Describes the content of the server's file."""
+    """Describes the content of a checkpoint's file with the server's state."""
 
     round: int
     state: Any
@@ -44,7 +44,8 @@ class _ServerFile(TypedDict):
 
 
 class UnevaluatedRecord(TypedDict):
-    """Describes the record of a round before its evaluation; later records need these fields, and others are passed on."""
+    """Describes the record of a round that has not been evaluated yet. Later records need these fields; other fields are
+    passed on."""
 
     round: int
     seconds: float
@@ -59,7 +60,7 @@ class UnevaluatedRecord(TypedDict):
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds everything that a run needs to resume after `round`.
+    """Holds the state of a run after a round: all that is needed to resume the run.
 
     Attributes:
         round: the last round.
@@ -77,7 +78,7 @@ class Checkpoint:
 
     @property
     def last_recorded_round(self) -> int:
-        """Returns the last round whose record is complete."""
+        """Returns the last round whose record in `metrics.jsonl` is complete."""
         return self.round if self.unevaluated_record is None else self.round - 1
 
 
@@ -89,7 +90,7 @@ def save_checkpoint(
     kept_rounds: Collection[int] = (),
     binding: Binding | None = None,
 ) -> None:
-    """Writes a checkpoint to `folder` and removes all others but the previous one and those of `kept_rounds`.
+    """Writes a checkpoint to `folder`, and removes older ones except the previous one and those of `kept_rounds`.
 
     Args:
         folder: of the checkpoints.
@@ -188,7 +189,7 @@ def load_newest_checkpoint(
 def load_round_checkpoint(
     folder: Path, round_number: int, expected: Callable[[int], Binding] | None = None
 ) -> Checkpoint:
-    """Loads the checkpoint of a round.
+    """Loads the checkpoint of one round.
 
     Raises:
         UserError: it is missing, damaged, or of another run.
@@ -226,7 +227,7 @@ def _client_file(client: str) -> str:
 
 
 def _read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads a checkpoint and checks its hashes."""
+    """Reads a checkpoint and checks the hashes of its files."""
     checksums = _read_checksums(folder)
     if _SERVER not in checksums:
         raise UserError(f"{COMPLETE_FILE} is missing or not readable")
@@ -250,7 +251,8 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _read_unevaluated_record(server: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the record of the round if it was saved before its evaluation; else None."""
+    """Returns the record of a checkpoint's round if the checkpoint was saved before the round's evaluation; else
+    None."""
     if "unfinished" not in server:
         return None
     record: Mapping[str, Any] = parse_json(server["unfinished"])

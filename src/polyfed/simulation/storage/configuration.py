@@ -1,4 +1,4 @@
-"""Converts method and settings of a run to the content of `config.yaml`, and back."""
+"""Converts the method and settings of a run to the content of `config.yaml`, and back."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ _ABSENT = "(absent)"  # stands for a field without a value
 
 
 def describe_method_and_settings(algorithm: Algorithm[Any, Any], settings: Settings) -> dict[str, Any]:
-    """Returns the part of `config.yaml` that every run has: the method with all its fields, and the settings."""
+    """Returns the content of `config.yaml` for a method and settings: the method's name and all its fields, and all
+    settings."""
     return {"algorithm": _describe_method(algorithm), **to_plain_values(dataclasses.asdict(settings), "settings")}
 
 
@@ -34,7 +35,7 @@ def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
 def restore_settings_and_method(
     config: Mapping[str, Any], algorithm: Algorithm[Any, Any] | None
 ) -> tuple[Settings, Algorithm[Any, Any]]:
-    """Restores settings and method of a run from its `config.yaml`.
+    """Restores the settings and the method of a run from its `config.yaml`.
 
     Args:
         config: the content of `config.yaml`.
@@ -66,7 +67,7 @@ def restore_settings_and_method(
 
 
 def build_settings(config: Mapping[str, Any]) -> Settings:
-    """Builds the settings of a configuration.
+    """Builds the settings from a configuration.
 
     Raises:
         UserError: a value of the wrong type or outside its range.
@@ -76,7 +77,7 @@ def build_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a section of a configuration: a mapping with `name` and fields.
+    """Returns a section of a configuration as a mapping with `name` and fields.
 
     Raises:
         UserError: it is missing, or no such mapping.
@@ -89,7 +90,7 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
-    """Builds a method from its name and fields, as in a file.
+    """Builds a method from its name and fields, as they stand in a configuration file.
 
     Raises:
         UserError: an unknown method, or a field that it does not have.
@@ -101,7 +102,7 @@ def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
 
 
 def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
-    """Returns the class of a method: by its name in the registry, or by `module:Name` for a user's own.
+    """Returns the class of a method, by its name in the registry or by `module:Name` for a user's own class.
 
     Raises:
         UserError: there is none.
@@ -115,7 +116,7 @@ def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
 
 
 def restore_metrics(settings: Settings, metrics: Any, task: str, out: Any) -> tuple[Metric, ...]:
-    """Restores the metrics of a run from the names in its `config.yaml`.
+    """Restores the metrics of a run from their names in its `config.yaml`.
 
     Args:
         settings: of the run.

@@ -54,7 +54,7 @@ class Manifest(TypedDict, total=False):
 
 
 class RoundRecord(TypedDict, total=False):
-    """Describes a line of `metrics.jsonl`: what a round cost, and its losses and scores."""
+    """Describes a line of `metrics.jsonl`: the cost, losses and scores of a round."""
 
     round: Required[int]
     bytes_down_total: Required[int]  # to the end of this round, all clients
@@ -70,7 +70,7 @@ class RoundRecord(TypedDict, total=False):
 @final
 @dataclass(frozen=True)
 class RunDirectory:
-    """Manages the folder of one run; the process that writes to it holds a lock."""
+    """Reads and writes the files in the directory of one run, and locks it against other processes."""
 
     path: Path
     _lock: IO[str]
@@ -84,7 +84,7 @@ class RunDirectory:
             UserError: it exists and is not empty, or cannot be written.
         """
         folder = expand_user_path(path, "out")
-        check_not_taken(folder)
+        check_can_become_run_directory(folder)
         try:
             if not folder.exists():
                 create_private_folder(folder, parents=True)
@@ -108,23 +108,23 @@ class RunDirectory:
             raise UserError(f"cannot write to the run directory {folder}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Releases the lock, so that another process can open the run directory."""
         self._lock.close()
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Returns the folder of the checkpoints."""
+        """Returns the path of the folder with the run's checkpoints."""
         return self.path / "checkpoint"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes `config.yaml`. This makes the folder a run directory, so that everything before the first round is
-        written earlier."""
+        """Writes the configuration to `config.yaml`. This file makes the folder a run directory, so everything else that
+        precedes the first round must be written before."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         self.add_to_manifest({"config_sha256": hash_config(parse_yaml(text))})
         write_file_atomically(self.path / "config.yaml", text.encode())
 
     def write_manifest(self, facts: Mapping[str, Any]) -> None:
-        """Writes `manifest.json`: `facts`, package versions, and a description of this machine."""
+        """Writes `manifest.json`: the given facts, package versions, and a description of this machine."""
         import platform
 
         host = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
@@ -138,23 +138,23 @@ class RunDirectory:
         )
 
     def read_manifest(self) -> dict[str, Any]:
-        """Returns the content of `manifest.json`; empty if it is missing or damaged."""
+        """Returns the content of `manifest.json`; an empty dict if it is missing or damaged."""
         return read_manifest(self.path)
 
     def append_record(self, record: Mapping[str, Any]) -> None:
-        """Appends the record of a round to `metrics.jsonl` and syncs it, so that it is on disk before the checkpoint that
-        follows."""
+        """Appends the record of a round to `metrics.jsonl`. The line is synced, so that it is on disk before the checkpoint
+        that follows."""
         line = json.dumps(record, allow_nan=False)
         append_line(self.path / "metrics.jsonl", line)
-        self._metrics_hash.add(f"{line}\n")
+        self._metrics_hash.add_line(f"{line}\n")
 
     @property
     def metrics_sha256(self) -> str:
-        """Returns the running hash of the lines of `metrics.jsonl`, to which checkpoints are bound."""
+        """Returns the hash of all lines of `metrics.jsonl` so far, which each checkpoint stores."""
         return self._metrics_hash.hexdigest()
 
     def write_analysis(self, round_number: int, arrays: Mapping[str, Any]) -> None:
-        """Writes a round's data for plots, arrays and lists of names, to `analysis/round-N.npz`."""
+        """Writes the arrays that the method provides for plots after a round to `analysis/round-N.npz`."""
         import numpy as np
 
         folder = create_private_folder(self.path / "analysis")
@@ -167,9 +167,8 @@ class RunDirectory:
         numbers = [record["round"] for record in read_metrics(self.path / "metrics.jsonl")]
         return next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
 
-    def truncate_after(self, last_round: int) -> list[dict[str, Any]]:
-        """Removes from `metrics.jsonl` the rounds after `last_round` (not covered by a checkpoint, or half a line);
-        returns the rest.
+    def truncate_metrics_after(self, last_round: int) -> list[dict[str, Any]]:
+        """Removes rounds after `last_round` (and an incomplete line) from `metrics.jsonl`; returns the remaining records.
 
         Raises:
             UserError: a round up to `last_round` is missing or damaged.
@@ -190,12 +189,12 @@ class RunDirectory:
         return records
 
     def model_path(self, client: str) -> Path:
-        """Returns the file for a client's personal model."""
+        """Returns the path of the file for a client's personal model."""
         return create_private_folder(self.path / "models") / f"{safe_file_name(client)}.safetensors"
 
 
 def write_weights(path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None) -> None:
-    """Writes weights as a safetensors file and, if there is one, the network's description beside it."""
+    """Writes a network's weights as a safetensors file, and its description, if there is one, beside it."""
     import safetensors.torch  # imported late: it imports torch, which reading a configuration should not need
 
     files = {path: safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}
@@ -206,12 +205,12 @@ def write_weights(path: Path, weights: "StateDict", description: Mapping[str, An
 
 
 def encode_json(content: Any) -> bytes:
-    """Encodes plain values as JSON."""
+    """Encodes a nested structure of plain values as JSON bytes."""
     return json.dumps(content, indent=1).encode()
 
 
 def to_plain_values(value: Any, name: str) -> Any:
-    """Converts a value for YAML and JSON: NumPy scalars become Python's, tuples become lists.
+    """Converts a value for YAML and JSON: NumPy scalars become Python numbers, tuples become lists.
 
     Raises:
         UserError: something that cannot be written, with its place.
@@ -237,7 +236,7 @@ def to_plain_values(value: Any, name: str) -> Any:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads a `config.yaml`, given by its path or by that of its folder.
+    """Reads the `config.yaml` at this path or in this folder, and returns its content.
 
     Raises:
         UserError: it is missing, or no YAML mapping.
@@ -260,7 +259,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def _plainness_error(value: Any, place: str = "") -> str:
-    """Names the first value that is neither text, number, true, false, null, list nor mapping; empty if there is none."""
+    """Returns an error message for the first value that plain YAML cannot hold; "" if there is none."""
     if isinstance(value, dict):
         if wrong := [key for key in value if type(key) not in _PLAIN]:
             return f"a key of {place or 'it'} is a {type(wrong[0]).__name__}"
@@ -273,7 +272,7 @@ def _plainness_error(value: Any, place: str = "") -> str:
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Returns the content of `manifest.json` in a run directory; empty if it is missing or damaged.
+    """Returns the content of `manifest.json` in a run directory; an empty dict if it is missing or damaged.
 
     Raises:
         UserError: there is something else than a file, or it cannot be read.
@@ -289,8 +288,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return {} if validation_error(content, Manifest) else dict(content)
 
 
-def list_changes(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
-    """Lists what was changed in a run directory since the run wrote it, in a sentence for each file (see `integrity`).
+def list_changed_files(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
+    """Returns a sentence for each file of a run directory that was changed after the run wrote it (see `integrity`).
 
     Args:
         folder: the run directory.
@@ -304,7 +303,7 @@ def list_changes(folder: str | Path, *, include_outputs: bool = True) -> list[st
 
 
 def read_metrics(path: Path, strict: Callable[[Any], str] | None = None) -> list[dict[str, Any]]:
-    """Reads the records of a `metrics.jsonl`, see `RoundRecord`; an empty list if the file is missing.
+    """Reads all rounds' records from `metrics.jsonl` (see `RoundRecord`); an empty list if the file is missing.
 
     Args:
         path: the file.
@@ -340,7 +339,7 @@ def read_metrics(path: Path, strict: Callable[[Any], str] | None = None) -> list
 
 
 def read_metrics_text(path: Path) -> str:
-    """Returns the text of a `metrics.jsonl`; empty if it is missing. Bytes that are no text are replaced, which makes
+    """Returns the text of `metrics.jsonl`; "" if it is missing. Bytes that are not valid text are replaced, which makes
     their line invalid JSON."""
     try:
         return read_text_file(path, MAX_ROUNDS_BYTES, errors="replace")
@@ -349,7 +348,7 @@ def read_metrics_text(path: Path) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that affect results."""
+    """Returns package name -> version, for Python and the packages that affect results."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -362,8 +361,8 @@ def package_versions() -> dict[str, str]:
     return version_by_package
 
 
-def check_not_taken(folder: Path) -> None:
-    """Checks that a folder can become a new run directory; creates nothing.
+def check_can_become_run_directory(folder: Path) -> None:
+    """Checks that a folder can become a new run directory: that it is empty or does not exist; creates nothing.
 
     Raises:
         UserError: it exists and is not empty, or is a file, or cannot be read.
@@ -383,7 +382,7 @@ def _unwritable_error(folder: Path, error: OSError) -> UserError:
 
 
 def _is_left_by_a_start(name: str) -> bool:
-    """Returns whether a file of this name may remain from a start that was interrupted before `config.yaml` was written."""
+    """Returns whether a start interrupted before it wrote `config.yaml` can have left a file of this name."""
     return name in (".lock", "manifest.json", BASELINES) or name.startswith(".partial-")
 
 

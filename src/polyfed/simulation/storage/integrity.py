@@ -1,5 +1,4 @@
-"""Binds the files of a run directory together by SHA-256, so that damaged files and files of other runs are not used
-silently.
+"""Detects damaged or exchanged files in a run directory, by SHA-256 hashes that tie its files together.
 
 - `manifest.json` binds the configuration (`config_sha256`) and, at the end, the models and predictions (`files`).
 - `complete.json` of each checkpoint binds the configuration, the data, the metrics of the rounds up to it (a running hash of
@@ -28,7 +27,7 @@ Binding = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" 
 
 
 def hash_config(config: Mapping[str, Any]) -> str:
-    """Returns the hash of the settings in a configuration that affect results.
+    """Returns the hash of those settings in a configuration that affect results.
 
     >>> hash_config({"rounds": 3, "workers": 0}) == hash_config({"workers": 8, "rounds": 3}) != hash_config({"rounds": 4})
     True
@@ -38,8 +37,7 @@ def hash_config(config: Mapping[str, Any]) -> str:
 
 
 def running_hashes_of_lines(text: str) -> list[str]:
-    """Returns the running hashes of the lines of a `metrics.jsonl`: before the first line, after the first, after the
-    second, ...
+    """Returns the hash of the first n lines of `metrics.jsonl`, for n = 0, 1, 2, ...
 
     >>> running_hashes_of_lines("")[0] == hashlib.sha256().hexdigest(), len(running_hashes_of_lines("a\\nb\\n"))
     (True, 3)
@@ -53,7 +51,7 @@ def running_hashes_of_lines(text: str) -> list[str]:
 
 
 def hash_file(path: Path) -> str:
-    """Returns the SHA-256 of a file.
+    """Returns the SHA-256 hash of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -63,13 +61,14 @@ def hash_file(path: Path) -> str:
 
 
 def run_binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
-    """Returns what every checkpoint of a run is bound to: its configuration and its data (in a deployment, the run's id)."""
+    """Returns the hashes that every checkpoint of a run stores to show that it belongs to the run: of its configuration and
+    its data (in a deployment, the run's id)."""
     data = manifest.get("data_fingerprint") or manifest.get("deployment") or ""
     return {"config": hash_config(config), "data": str(data)}
 
 
 def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str:
-    """Returns why a checkpoint does not belong to a run, as a sentence; empty if it does."""
+    """Returns the reason why a checkpoint does not belong to a run, as a sentence; "" if it does."""
     folder = checkpoint.parent.parent
     if bound.get("config") != expected["config"]:
         return (
@@ -89,7 +88,7 @@ def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_num
 def expected_binding_by_round(
     config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str
 ) -> Callable[[int], Binding]:
-    """Returns a function from a round to the binding that a checkpoint after it must have, for a run with these metrics."""
+    """Returns a function that takes a round, and returns the hashes that a checkpoint after that round must store."""
     constant_binding, lines = run_binding(config, manifest), running_hashes_of_lines(metrics)
     return lambda round_number: {
         **constant_binding,
@@ -98,7 +97,7 @@ def expected_binding_by_round(
 
 
 def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Checks that the configuration is the one with which the run began.
+    """Checks that the configuration is the one with which the run began; raises an error if not.
 
     Raises:
         UserError: it was changed, or `manifest.json` is missing or damaged.
@@ -113,7 +112,8 @@ def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Ma
 
 
 def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
-    """Raises an error if the checkpoints are bound to these data, so that it is the manifest that was changed.
+    """Checks that `manifest.json` has not been changed, when a run is resumed with other data than it names. Raises an
+    error if the checkpoints store the hash of the given data, so that the manifest was changed.
 
     Raises:
         UserError: `manifest.json` was changed.
@@ -126,7 +126,7 @@ def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
 
 
 def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
-    """Returns a sentence if the configuration is not the one with which the run began; else ""."""
+    """Returns a sentence if the configuration is not the one with which the run began; "" if it is."""
     if manifest.get("config_sha256") in (None, hash_config(config)):
         return ""
     return (
@@ -138,7 +138,7 @@ def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[st
 def describe_changed_files(
     folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: Binding, include_outputs: bool
 ) -> list[str]:
-    """Describes what was changed in a run directory since the run wrote it, in a sentence for each file.
+    """Returns a sentence for each file of a run directory that was changed after the run wrote it.
 
     Args:
         folder: the run directory.
@@ -184,7 +184,7 @@ def _file_changes(folder: Path, files: Any) -> list[str]:
 
 
 def _is_file_within(path: Path, folder: Path) -> bool:
-    """Returns whether the path is a file that lies in the folder, links resolved."""
+    """Returns whether the path is a file that lies in the folder, with symbolic links resolved."""
     try:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):  # a name that is too long, or a cycle of links
@@ -192,13 +192,14 @@ def _is_file_within(path: Path, folder: Path) -> bool:
 
 
 def hash_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
-    """Returns the hashes of the files in these subfolders of a run directory, by relative path."""
+    """Returns relative path -> SHA-256 hash, for all files in these subfolders of a run directory."""
     paths = [path for part in parts for path in sorted((folder / part).glob("[!.]*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}
 
 
 def read_checkpoint_hashes(folder: Path, part: str) -> dict[str, str]:
-    """Returns a part of `complete.json`, name -> hash; empty if it is missing or damaged."""
+    """Returns a part of a checkpoint's `complete.json`: name -> hash; an empty dict if the file is missing or
+    damaged."""
     try:
         content = parse_json(read_file(folder / COMPLETE_FILE))
     except (OSError, ValueError):
@@ -209,7 +210,8 @@ def read_checkpoint_hashes(folder: Path, part: str) -> dict[str, str]:
 
 
 def read_newest_binding(folder: Path) -> Binding:
-    """Returns the binding of the newest checkpoint that has one, with its "round"; empty without one."""
+    """Returns the hashes that the newest checkpoint stores of the run that it belongs to, with its round as "round"; an
+    empty dict if no checkpoint has any."""
     for candidate in sorted(folder.glob("round-*"), reverse=True):
         number = candidate.name.removeprefix("round-")
         if number.isdecimal() and (bound := read_checkpoint_hashes(candidate, "bound")):
@@ -219,19 +221,19 @@ def read_newest_binding(folder: Path) -> Binding:
 
 @final
 class RunningHash:
-    """Computes the SHA-256 of lines that are added one by one."""
+    """Computes the SHA-256 hash of a text to which lines are added one by one."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
     def restart(self, text: str) -> None:
-        """Begins again with this text."""
+        """Discards the lines so far, and starts again with this text."""
         self._hash = hashlib.sha256(text.encode())
 
-    def add(self, line: str) -> None:
-        """Adds a line."""
+    def add_line(self, line: str) -> None:
+        """Adds a line to the hashed text."""
         self._hash.update(line.encode())
 
     def hexdigest(self) -> str:
-        """Returns the hash of all lines so far."""
+        """Returns the hash of all lines so far, in hexadecimal."""
         return self._hash.hexdigest()

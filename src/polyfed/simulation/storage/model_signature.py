@@ -28,7 +28,7 @@ _DescribedTransform = Normalise | LazyImageDecoder | TablePreprocessor  # transf
 
 
 class ModelInput(TypedDict):
-    """Describes one input tensor of a network.
+    """Describes one input tensor of a network: name, shape, type and preprocessing.
 
     Attributes:
         name: of the input.
@@ -46,7 +46,7 @@ class ModelInput(TypedDict):
 
 
 class BuiltInNetwork(TypedDict):
-    """Describes a network that a `ModelSpec` builds."""
+    """Describes a built-in network of polyfed by its name and arguments, from which a `ModelSpec` builds it."""
 
     name: str
     arguments: dict[str, Any]
@@ -55,7 +55,7 @@ class BuiltInNetwork(TypedDict):
 
 
 class Signature(TypedDict):
-    """Describes the content of `ID.signature.json`.
+    """Describes the content of `ID.signature.json`: inputs, task and architecture of a saved network.
 
     Attributes:
         client: id of the client.
@@ -79,7 +79,7 @@ class Signature(TypedDict):
 
 
 def build_signature(client: Client) -> Signature:
-    """Builds the signature of a client's network from its examples and its model factory.
+    """Builds the description of a client's saved network from the client's examples and its model factory.
 
     >>> client = Client("north", None, (torch.zeros(3, 4), torch.tensor([0, 1, 1])), (torch.zeros(1, 4), torch.tensor([1])))
     >>> build_signature(client)["inputs"], build_signature(client)["examples"]
@@ -121,7 +121,8 @@ def build_signature(client: Client) -> Signature:
 
 
 def _qualified_name(function: Any) -> str:
-    """Returns the module and name of a function; for an object those of its class, which say nothing about its content."""
+    """Returns the module and name of a function, or of an object's class; they say nothing about the object's
+    content."""
     kind = type(function)
     return f"{kind.__module__}.{getattr(function, '__qualname__', kind.__qualname__)}"
 
@@ -129,7 +130,8 @@ def _qualified_name(function: Any) -> str:
 def _describe_inputs(
     x: Any, name: str, described_transforms: "Mapping[str, _DescribedTransform]", inputs: list[ModelInput]
 ) -> Any:
-    """Returns the tree of positions of the tensors in a batch, and appends their descriptions to `inputs`."""
+    """Returns the inputs' nested structure with the position of each tensor, and appends a description of each tensor to
+    `inputs`."""
     if isinstance(x, Tensor):
         transform = described_transforms.get(name)
         if isinstance(transform, LazyImageDecoder):  # the stored inputs are positions of images
@@ -156,7 +158,7 @@ def _describe_inputs(
 
 
 def _network(model: Any) -> BuiltInNetwork | None:
-    """Describes the network that a `ModelSpec` builds; None for any other factory."""
+    """Describes the built-in network that a `ModelSpec` builds; returns None for any other model factory."""
     if not isinstance(model, ModelSpec):
         return None
     try:
@@ -170,7 +172,7 @@ def _network(model: Any) -> BuiltInNetwork | None:
 
 
 def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
-    """Returns the `ModelSpec` that builds the network."""
+    """Returns the `ModelSpec` that builds the network described in a signature file."""
     return ModelSpec(network["name"], network["arguments"], tuple(network["input_shape"]), network["num_classes"])
 
 
@@ -193,7 +195,7 @@ def write_model(path: Path, weights: Mapping[str, Tensor], description: Any, cli
 
 
 def read_signature(path: Path) -> Signature:
-    """Reads a signature file.
+    """Reads the signature file of a saved network.
 
     Raises:
         UserError: it is damaged.

@@ -44,7 +44,7 @@ OutputsByClient = Mapping[str, Mapping[str, Tensor]]  # client -> "test" or "val
 @final
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Holds the predictions of one client's personal network after a round.
+    """Holds the predictions of one client's personal network after a round, with the targets.
 
     Attributes:
         round: counted from 1.
@@ -60,7 +60,7 @@ class Predictions:
 
 
 def read_predictions(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
-    """Reads a client's predictions from a run directory.
+    """Reads the predictions of one client after a round from a run directory.
 
     Args:
         folder: of a run that has ended.
@@ -81,7 +81,7 @@ def read_predictions(folder: str | Path, client: str, *, split: str = "test", ro
 
 
 def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
-    """Lists the rounds for which a run directory holds a client's predictions, in ascending order.
+    """Lists the rounds for which a run directory holds predictions of this client, in ascending order.
 
     Raises:
         UserError: there are none for this client, or the file is damaged.
@@ -90,14 +90,14 @@ def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test
 
 
 def missing_predictions_message(client: str, split: str, round: int | None, available: Sequence[int]) -> str:
-    """Returns the error message for predictions that were not kept."""
+    """Returns the error message for predictions that were not stored."""
     if not available:
         return f"no predictions of client {client!r} on its {split} examples were kept"
     return f"no predictions of client {client!r} after round {round} were kept; give one of {', '.join(map(str, available))}"
 
 
 def _default_round(folder: Path, available: Sequence[int]) -> int | None:
-    """Returns the round that the run keeps; else the last one available."""
+    """Returns the round that the run keeps; if it is not available, the last one that is; None if none is."""
     keep = read_config(folder).get("keep") if (folder / "config.yaml").exists() else None
     if isinstance(keep, int):
         return keep
@@ -121,7 +121,7 @@ def _predictions_file(folder: str | Path, client: str) -> Path:
 
 @final
 class PredictionStore:
-    """Stores the predictions of a run: in its directory, or in memory if it has none.
+    """Stores the predictions of all clients during a run: in the run directory, or in memory if the run has none.
 
     Args:
         clients: client id -> client; empty in a deployment, whose sites keep their own predictions.
@@ -136,8 +136,9 @@ class PredictionStore:
         self._keeps_all = True  # whether all evaluated rounds are kept
         self._has_warned = False
 
-    def resume_after(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """Loads the stored rounds of `history` from the run directory, and removes newer ones."""
+    def load_rounds_of_history(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Loads the stored predictions of the rounds in `history` from the run directory, and removes those of later
+        rounds."""
         if self._folder is None:
             return
         last_round = history[-1]["round"] if history else 0
@@ -155,8 +156,8 @@ class PredictionStore:
         evaluated = {r["round"] for r in history if any("loss" in row for row in r["clients"].values())}
         self._keeps_all = evaluated <= self._sizes.keys() and sum(self._sizes.values()) <= LIMIT_BYTES
 
-    def add(self, number: int, outputs_by_client: OutputsByClient, best: int | None) -> str | None:
-        """Stores an evaluated round, and drops other rounds if there is no room.
+    def add_round(self, number: int, outputs_by_client: OutputsByClient, best: int | None) -> str | None:
+        """Stores the predictions of an evaluated round, and removes those of other rounds if there is no room.
 
         Args:
             number: the round.
@@ -190,7 +191,7 @@ class PredictionStore:
         )
 
     def write_client_files(self) -> None:
-        """Writes the Parquet files of the clients, and removes the files by round."""
+        """Writes the predictions to one Parquet file for each client, and removes the files for each round."""
         if self._folder is None or not (self._folder / _SPOOL).is_dir():
             return  # nothing was kept, or everything is written already
         outputs_by_round = {number: self._read(number) for number in sorted(self._sizes)}
@@ -207,8 +208,8 @@ class PredictionStore:
         (self._folder / _SPOOL).rename(self._folder / _OLD)
         shutil.rmtree(self._folder / _OLD)
 
-    def get(self, client: str, split: str, round: int) -> Predictions:
-        """Returns the predictions of a client after a round.
+    def get_predictions(self, client: str, split: str, round: int) -> Predictions:
+        """Returns the stored predictions of a client after a round.
 
         Raises:
             UserError: they were not kept, or their file is damaged.
@@ -261,7 +262,8 @@ class PredictionStore:
             self._path(number).unlink(missing_ok=True)
 
     def _restore_rounds(self, last_round: int) -> None:
-        """Restores the files by round from those by client, for a run that had ended and then lost its last rounds."""
+        """Restores the files for each round from the clients' Parquet files, for a run that had ended and then lost its
+        last rounds."""
         assert self._folder is not None
         outputs_by_round: dict[int, dict[str, dict[str, Tensor]]] = {}
         for client in self._clients.values():
@@ -293,7 +295,7 @@ def _encode_outputs(outputs_by_client: OutputsByClient) -> bytes:
 
 
 def _num_bytes(file: Path) -> int:
-    """Returns the number of bytes of tensors in a safetensors file: its size without the header, whose length comes
+    """Returns the number of bytes of the tensors in a safetensors file: its size without the header, whose length comes
     first."""
     with open_file(file, UNLIMITED_BYTES) as opened:
         return max(0, os.fstat(opened.fileno()).st_size - 8 - int.from_bytes(opened.read(8), "little"))

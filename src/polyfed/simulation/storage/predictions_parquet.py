@@ -33,7 +33,8 @@ MOST_ROWS = 20_000_000  # a larger file takes minutes to read
 
 
 def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Writes a client's file atomically, without syncing it: `sync_files` does that for all files together.
+    """Writes the outputs of a client's networks, by round, to the client's Parquet file. The file is written atomically but
+    not synced: `sync_files` does that for all files together.
 
     Args:
         path: of the file.
@@ -89,7 +90,7 @@ def list_rounds(path: Path, split: str) -> list[int]:
 
 
 def read_outputs_and_targets(path: Path, split: str, round: int) -> tuple[Tensor, Tensor, dict[str, NDArray[Any]]]:
-    """Reads outputs, targets and columns of a round.
+    """Reads the network's outputs after a round for a split, with the targets and further columns of the examples.
 
     Raises:
         UserError: the file is damaged, or there is no such split.
@@ -125,8 +126,8 @@ def _read_table(path: Path, split: str, round: int | None, columns: list[str] | 
 
 
 def _check_size(metadata: "pyarrow.parquet.FileMetaData") -> None:
-    """Raises an error if the file holds more than a run can have kept: equal values take no space in the file but do in
-    memory.
+    """Checks that the file holds no more than a run can have stored, before it is read; raises an error if it does. Equal
+    values take no space in the file but do in memory.
 
     Raises:
         ValueError: there is more.
@@ -141,7 +142,7 @@ def _check_size(metadata: "pyarrow.parquet.FileMetaData") -> None:
 
 
 class _ParquetHeader(TypedDict):
-    """Describes the file's metadata.
+    """Describes the metadata of the Parquet file: shapes of outputs and targets, and names of columns.
 
     Attributes:
         output: shape of an example's outputs.
@@ -195,7 +196,7 @@ def _tensor(column: "pyarrow.ChunkedArray", shape: Sequence[int]) -> Tensor:
 
 
 def _column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
-    """Concatenates a column over all sets; null for a set without it."""
+    """Concatenates a column of the examples over all sets; a set without the column gets nulls."""
     import pyarrow as pa
 
     values_by_set = {id(data): data.column(name) for data in sets if name in (data.columns or {})}
@@ -207,7 +208,7 @@ def _column(name: str, sets: Sequence[Examples]) -> "pyarrow.Array":
 
 
 def _to_common_type(columns: Sequence[NDArray[Any]]) -> "list[pyarrow.Array]":
-    """Converts columns of numbers to a common type."""
+    """Converts arrays of numbers to one common type."""
     import pyarrow as pa
 
     kind = np.result_type(*columns)

@@ -247,8 +247,8 @@ def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]
             few = client.train.select(torch.arange(min(_FEW, len(client.train))))
             transfers.append(transfer_network(run, client.id, Client(client.id, None, few, client.test), lr=_RATE))
         scores = {
-            "before": [d.before["accuracy"] for d in transfers],
-            "after": [d.after["accuracy"] for d in transfers],
+            "before": [d.scores_before_retraining["accuracy"] for d in transfers],
+            "after": [d.scores_after_retraining["accuracy"] for d in transfers],
         }
         spread = {f"{name}, over clients": _stdev_of_defined(values) for name, values in scores.items()}
         return {**{name: _mean_of_defined(values) for name, values in scores.items()}, **spread}

@@ -37,7 +37,7 @@ from polyfed.simulation.monitoring.trackers import build_tracker, list_loggers_o
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.preparation import check_method
 from polyfed.simulation.rounds.secure_aggregation import supports_secure_sum
-from polyfed.simulation.storage.directory import BASELINES, check_not_taken, read_config
+from polyfed.simulation.storage.directory import BASELINES, check_can_become_run_directory, read_config
 
 
 def run_experiment(
@@ -57,7 +57,7 @@ def run_experiment(
     for folder in run_folders_by_method(
         experiment, out
     ).values():  # a baseline's too: found before the first run, not after it
-        check_not_taken(folder)
+        check_can_become_run_directory(folder)
     experiment_data = load_checked_participants(experiment)
     runs = {
         registry_name(experiment.algorithm): _run_method(
@@ -168,7 +168,7 @@ def run_or_resume_method(
             create_private_folder(folder.parent, parents=True) / folder.name,
             progress,
         )
-    return _resume_method(experiment_data, folder, progress, experiment.settings.execution)
+    return _resume_method(experiment_data, folder, progress, experiment.settings.execution_settings)
 
 
 def _resume_method(
