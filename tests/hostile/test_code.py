@@ -11,7 +11,7 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.main import main
-from polyfed.core.io.trusted_code import inherit_trust, is_trusted, temporary_trust, trust_code, trusted_names
+from polyfed.core.io.trusted_code import inherit_trust, is_code_trusted, temporary_trust, trust_code, trusted_names
 from polyfed.core.nn.module_cache import _cached
 from polyfed.simulation.storage.directory import read_config
 from polyfed.simulation.storage.integrity import hash_config
@@ -156,7 +156,7 @@ def test_workers_inherit_what_the_process_allows_and_nothing_from_nothing():
         assert trusted_names() == ()
         trust_code("a:b")
         inherit_trust(trusted_names())
-        assert (is_trusted("a:b"), is_trusted("a:c")) == (True, False)
+        assert (is_code_trusted("a:b"), is_code_trusted("a:c")) == (True, False)
     assert trusted_names() == ()
 
 

@@ -11,7 +11,7 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedPNAS, HeurPFedLA, PFedHN, PFedLA
 from polyfed.cli.main import main
 from polyfed.core.machine import memory_limit
-from polyfed.core.machine.memory_limit import build_within_memory
+from polyfed.core.machine.memory_limit import build_if_memory_suffices
 from polyfed.deploy.trial.project import parse_site_names
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
@@ -171,8 +171,8 @@ def test_the_limit_is_that_of_the_machine_or_its_container(tmp_path, monkeypatch
 
 def test_other_errors_stay_what_they_are():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        build_within_memory("it", lambda: nn.Linear(2, 3)(torch.ones(4)))
-    made = build_within_memory("it", lambda: nn.Linear(10**6, 10**6, device="meta"))
+        build_if_memory_suffices("it", lambda: nn.Linear(2, 3)(torch.ones(4)))
+    made = build_if_memory_suffices("it", lambda: nn.Linear(10**6, 10**6, device="meta"))
     assert made.weight.is_meta, "what takes no memory is not counted"
 
 
@@ -185,5 +185,5 @@ def test_what_needs_values_is_made_too_and_no_random_number_is_lost():
     torch.manual_seed(3)
     first = make()
     torch.manual_seed(3)
-    second = build_within_memory("it", make)
+    second = build_if_memory_suffices("it", make)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -9,7 +9,7 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.commands.papers import cell_metrics
-from polyfed.core.io.validation import as_user_error, parse_yaml
+from polyfed.core.io.validation import call_with_user_errors, parse_yaml
 from polyfed.data.formats.files import hub_class_names
 from polyfed.data.formats.text import load_vocabulary
 from polyfed.deploy.server.server_config import _parse_field_value
@@ -111,9 +111,9 @@ def test_mistakes_of_the_program_are_not_called_damaged_files():
     """A catch-all would blame the file for them."""
     for mistake in (AttributeError, KeyError, IndexError, RuntimeError, RecursionError):
         with pytest.raises(mistake):
-            as_user_error(lambda mistake=mistake: (_ for _ in ()).throw(mistake("a typo")), "algorithm")
+            call_with_user_errors(lambda mistake=mistake: (_ for _ in ()).throw(mistake("a typo")), "algorithm")
     with pytest.raises(pf.UserError, match=r"algorithm has an invalid value \(OverflowError: too large\)"):
-        as_user_error(lambda: (_ for _ in ()).throw(OverflowError("too large")), "algorithm")
+        call_with_user_errors(lambda: (_ for _ in ()).throw(OverflowError("too large")), "algorithm")
 
 
 def test_where_a_yaml_file_is_wrong_is_told():

@@ -1,4 +1,4 @@
-"""Turns published data sets and users' files into clients: sources, partitions, splits and shifts."""
+"""Turns published data sets and users' files into clients: reads, partitions and splits the examples."""
 
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform

@@ -1,4 +1,4 @@
-"""Augments training images at random, batch by batch."""
+"""Augments the training images of each batch at random."""
 
 from dataclasses import dataclass
 from typing import final
@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 @final
 @dataclass(frozen=True)
 class PadCropFlip:
-    """Pads images with zeros, crops them at a random place, and mirrors each with probability one half.
+    """Augments images: pads them with zeros, crops them at a random place, and mirrors each with probability one half.
 
     Every image of a batch gets its own draw; the result depends on the generator's state alone. Source: He et al. 2016,
     section 4.2 (padding 4 on CIFAR).
@@ -38,7 +38,9 @@ class PadCropFlip:
             raise UserError(f"padding must be 0 or more pixels, got {self.padding}")
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns an augmented copy of images `x`, shape (batch, channels, height, width), of any type and on any device."""
+        """Returns an augmented copy of images `x`, shape (batch, channels, height, width), of any type and on any
+        device.
+        """
         if x.dim() != 4:
             raise UserError(f"PadCropFlip changes images (batch, channels, height, width), got shape {tuple(x.shape)}")
         num, (height, width) = len(x), x.shape[2:]

@@ -1,4 +1,4 @@
-"""Builds the clients of a simulation from a pooled data set: partition, split and shift, without copying the data."""
+"""Builds the clients of a simulation from one data set, without copying examples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from polyfed.data.tabular.preprocessing import fit_preprocessor, warn_of_changed
 @final
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """Holds one client's examples.
+    """Holds one client's training, validation and test examples.
 
     Args:
         id: the partition's name for it: "client-000" and so on, or its value in a column of the data.
@@ -53,7 +53,8 @@ def make_clients(
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
     fit: bool = True,
 ) -> tuple[list[ClientData], Examples | None]:
-    """Divides a pooled data set among the clients of a simulation, and splits off the public examples.
+    """Divides a data set among the clients of a simulation, and returns the clients' data and the public examples; None
+    if there are none.
 
     All examples are views of the pool's store, so that 500 clients need no more memory than the data set; only clients with
     a shift have a store of their own. The examples keep the pool's columns.
@@ -117,8 +118,8 @@ def _build_table_clients(
     shifts: Sequence[Shift],
     fit: bool,
 ) -> tuple[list[ClientData], Examples | None]:
-    """Builds clients from the rows of a table, with preprocessing fitted on training rows of each client, or of all that
-    take part.
+    """Builds clients from the rows of a table, with preprocessing fitted on each client's training rows, or on those of
+    all clients.
 
     Regression targets are scaled by mean and standard deviation over all training rows, so that a network starts near them;
     `predict` converts predictions back to their unit. If sites must first agree on the preprocessing, as a single site with

@@ -1,4 +1,4 @@
-"""Joins several sets of examples to one, without a copy if they lie in one store."""
+"""Concatenates several `Examples`, without a copy if they share their stored tensors."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,8 @@ from polyfed.core.examples.pytree import Inputs, concatenate_batches, input_spec
 
 
 def concat_examples(parts: Sequence[Examples]) -> Examples:
-    """Concatenates the examples of `parts`, with transform and augmentation of the first, and the columns that all have.
+    """Concatenates several `Examples`; transform and augmentation are the first one's, and columns are kept if all
+    parts have them.
 
     Args:
         parts: at least one; of one structure and transform (`describe_mismatch` checks it) and on one device.
@@ -36,7 +37,7 @@ def concat_examples(parts: Sequence[Examples]) -> Examples:
 
 
 def describe_mismatch(first: Examples, second: Examples) -> str:
-    """Returns in a few words why two sets of examples cannot be joined, or ""; augmentation may differ.
+    """Returns why two `Examples` cannot be concatenated, in a few words, or "" if they can; augmentation may differ.
 
     >>> describe_mismatch(Examples(torch.ones(2, 3), torch.ones(2)), Examples(torch.ones(2, 4), torch.ones(2)))
     'inputs are torch.float32 of shape (3,) and torch.float32 of shape (4,)'
@@ -51,7 +52,7 @@ def describe_mismatch(first: Examples, second: Examples) -> str:
 
 
 def share_storage(first: Examples, second: Examples) -> bool:
-    """Returns whether two sets of examples are views of one store.
+    """Returns whether two `Examples` select from the same stored tensors.
 
     Labels may be an equal copy: a client converts several labels an example to floats.
 
@@ -59,7 +60,7 @@ def share_storage(first: Examples, second: Examples) -> bool:
     >>> share_storage(Examples(x, y), Examples(x.detach(), y.clone())), share_storage(Examples(x, y), Examples(x.clone(), y))
     (True, False)
     """
-    if input_locations(first.x) != input_locations(second.x):
+    if input_memory_locations(first.x) != input_memory_locations(second.x):
         return False
     return tensor_location(first.y) == tensor_location(second.y) or (
         first.y.shape == second.y.shape and torch.equal(first.y, second.y)
@@ -67,15 +68,17 @@ def share_storage(first: Examples, second: Examples) -> bool:
 
 
 def tensor_location(tensor: Tensor) -> tuple[object, ...]:
-    """Returns the location of a tensor in memory, equal for two tensors that share all of it in one order."""
+    """Returns a tensor's device, address, type, shape and strides; two tensors with equal locations are the same
+    memory.
+    """
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def input_locations(x: Inputs) -> tuple[object, ...]:
-    """Returns the location of inputs in memory: `tensor_location` of each part, with its name."""
+def input_memory_locations(x: Inputs) -> tuple[object, ...]:
+    """Returns the name and memory location (`tensor_location`) of each tensor of nested inputs."""
     return tuple((name, tensor_location(part)) for name, part in named_leaves(x))
 
 
 def storage_rows(examples: Examples) -> Tensor:
-    """Returns the rows of the store that these examples are, int64, shape (n,)."""
+    """Returns the positions of these examples in their stored tensors, int64, shape (n,)."""
     return torch.arange(len(examples.y), device=examples.device) if examples.index is None else examples.index

@@ -1,4 +1,4 @@
-"""Draws a partition as a picture of classes × clients, and saves figures."""
+"""Draws the number of examples per class and client, and saves figures."""
 
 import io
 import warnings
@@ -13,7 +13,7 @@ from polyfed.core.io.atomic_files import expand_user_path, write_file_atomically
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Writes a matplotlib figure to a file; the same figure gives the same bytes.
+    """Writes a matplotlib figure to a file, with the same bytes for the same figure.
 
     Args:
         figure: with a canvas of its own.
@@ -37,7 +37,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def resolve_picture_path(path: str | Path) -> Path:
-    """Returns the path of a picture, with "~" expanded.
+    """Returns the path of a picture with "~" expanded, after checking that its name ends in .png or .svg.
 
     Raises:
         UserError: it does not end in .png or .svg.
@@ -56,7 +56,7 @@ def draw_class_counts(
     unseen: int = 0,
     clients: Sequence[str] = (),
 ) -> None:
-    """Draws the number of examples per class and client as a heat map.
+    """Draws the number of examples per class and client as a heat map, and writes it to a file.
 
     Args:
         counts: shape (num_clients, num_classes), as from `class_counts`.
@@ -109,5 +109,5 @@ def draw_class_counts(
 
 
 def _shorten_name(name: str) -> str:
-    """Shortens a name to 24 characters, and escapes "$", which would start a formula in matplotlib."""
+    """Returns a name shortened to 24 characters, with "$" escaped, which would start a formula in matplotlib."""
     return (name if len(name) <= 24 else f"{name[:23]}…").replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Holds a data set before it is divided among clients, and defines the interface of data sources."""
+"""Defines a whole data set before it is divided among clients, and the interface of data sources."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ Columns = Mapping[str, NDArray[Any]]
 @final
 @dataclass(frozen=True, eq=False)
 class PooledDataset:
-    """Holds a whole data set in memory.
+    """Holds a whole data set in memory, before it is divided among clients.
 
     Args:
         train: the examples that clients (and the public pool) get.
@@ -69,14 +69,14 @@ class PooledDataset:
 
     @property
     def num_classes(self) -> int:
-        """Returns the number of classes, of labels of a multi-label task, or of regression targets: the size of a model's
-        output.
+        """Returns the size of a model's output: the number of classes, of labels of a multi-label task, or of
+        regression targets.
         """
         return len(self.class_names)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Returns the shape of one input.
+        """Returns the shape of one example's input.
 
         This is (channels, height, width) of an image, (length,) of a text, (features,) of a table's row; () for inputs of
         several parts, which only a user's own network takes.
@@ -89,7 +89,9 @@ class PooledDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns 16 hexadecimal digits of SHA-256 over inputs and labels, training and test; computed once, on demand."""
+        """Returns a hash of all training and test inputs and labels: 16 hexadecimal digits of SHA-256, computed at the
+        first call.
+        """
         digest = hashlib.sha256()
         for examples in (self.train, self.test):
             for tensor in () if examples is None else (*flatten_inputs(examples.x).values(), examples.y):
@@ -101,7 +103,7 @@ class PooledDataset:
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """Describes a data set by its fields, from the Hugging Face hub or local files; `load` reads it."""
+    """Describes a data set on the Hugging Face hub or in local files, which `load` reads."""
 
     @abstractmethod
     def load(self) -> PooledDataset:
@@ -120,7 +122,7 @@ def build_pooled_dataset(
     columns: Columns | None = None,
     vocabulary: tuple[str, ...] = (),
 ) -> PooledDataset:
-    """Builds a pooled data set from (inputs, labels); two-dimensional labels make the task multi-label.
+    """Builds a pooled data set from pairs of inputs and labels; two-dimensional labels make the task multi-label.
 
     >>> import torch
     >>> build_pooled_dataset((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task
@@ -137,7 +139,7 @@ def build_pooled_dataset(
 
 
 def move_test_set_to_train(pool: PooledDataset, columns: Columns) -> PooledDataset:
-    """Appends the test examples of a pool to its training examples, so that clients get them too.
+    """Returns a pool whose test examples are appended to its training examples, so that clients get them too.
 
     The result has the columns that both sets have.
 
@@ -174,7 +176,7 @@ def move_test_set_to_train(pool: PooledDataset, columns: Columns) -> PooledDatas
 def encode_labels(
     labels: NDArray[Any], names: Sequence[str] | None = None
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Encodes labels as numbers from 0, and returns these and the class names.
+    """Encodes labels as integers from 0, and returns the integers and the class names.
 
     The names are `names` if given, otherwise the sorted texts, or the numbers.
 

@@ -1,4 +1,4 @@
-"""Transforms each client's examples once, so that clients differ in their images or in the meaning of labels."""
+"""Shifts each client's data: transforms its images, or permutes the meaning of its labels."""
 
 import math
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def _describe_tensor(x: Tensor) -> str:
 @final
 @dataclass(frozen=True)
 class Shift:
-    """Rotates all images of a client, changes their hue, or shifts its labels (the heterogeneous tasks of FedPNAS, section
-    4).
+    """Rotates all images of a client, changes their hue, or shifts the client's labels (the heterogeneous tasks of
+    FedPNAS, section 4).
 
     Args:
         rotation: degrees, counter-clockwise. Multiples of 90 are exact; others are interpolated, with black corners.
@@ -55,7 +55,8 @@ class Shift:
             raise UserError(f"labels must be a whole number to add to each label, got {self.labels}")
 
     def apply(self, examples: Examples, classes: int | None = None) -> Examples:
-        """Returns the examples with transformed images in a store of their own; without a shift, `examples` itself.
+        """Returns the examples with the shift applied to images or labels, in new memory; without a shift, `examples`
+        itself.
 
         Args:
             examples: of one client.
@@ -124,7 +125,7 @@ def _rotate_images(x: Tensor, degrees: float) -> Tensor:
 
 
 def _apply_in_chunks(x: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """Applies `transform` to the images as floats, rounded back to uint8, in chunks to save memory."""
+    """Applies a transform to uint8 images as floats, and rounds the results to uint8; works in chunks to save memory."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), _CHUNK):
         chunk = transform(x[start : start + _CHUNK].to(torch.float32))

@@ -1,4 +1,4 @@
-"""Builds clients from a table, a pandas frame or a file, in Python."""
+"""Builds clients from a table in memory or in a file, for use from Python."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.partitioning.split import Split
 from polyfed.data.pool import PooledDataset
-from polyfed.data.sources.table_file import TableFile, parse_names
+from polyfed.data.sources.table_file import TableFile, parse_column_names
 from polyfed.data.tabular.schema import table_schema
 from polyfed.data.tabular.table_reader import read_table
 
@@ -19,7 +19,9 @@ from polyfed.data.tabular.table_reader import read_table
 @final
 @dataclass(frozen=True, eq=False)
 class ClientTables:
-    """Holds a table divided among sites: `client_data`, one `ClientData` per site, and facts that a network for it needs."""
+    """Holds a table divided among sites: the data of each site (`client_data`), and the sizes and names that a network
+    for the table needs.
+    """
 
     dataset: PooledDataset
     client_data: tuple[ClientData, ...]
@@ -33,28 +35,28 @@ class ClientTables:
 
     @property
     def num_features(self) -> int:
-        """Returns the number of a network's inputs."""
+        """Returns the number of inputs that a network for this table needs."""
         return self.dataset.input_shape[0]
 
     @property
     def num_outputs(self) -> int:
-        """Returns the number of a network's outputs: classes, labels or targets."""
+        """Returns the number of outputs that a network for this table needs: one per class, label or target."""
         return self.dataset.num_classes
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Returns the names of classes, labels or targets, in the order of a network's outputs."""
+        """Returns the names of the classes, labels or targets, in the order of a network's outputs."""
         return self.dataset.class_names
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Returns the names of a network's inputs, in their order."""
+        """Returns the names of a network's inputs in their order."""
         return () if self.dataset.preprocessor is None else self.dataset.preprocessor.feature_names
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Returns columns, categories and classes, for JSON, which tables in other places must share
-        (`polyfed.data.merge_schemas`).
+        """Returns the columns, categories and classes of the table as a dict for JSON (see
+        `polyfed.data.merge_schemas`).
 
         It holds no row, but the categories that occur.
 
@@ -66,7 +68,7 @@ class ClientTables:
         return table_schema(self.dataset.preprocessor)
 
     def build_clients(self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None) -> list[Client]:
-        """Builds the clients for `polyfed.federate` and `polyfed.compare`.
+        """Builds the list of clients that `polyfed.federate` and `polyfed.compare` take.
 
         Args:
             model: builds a network, as `Client.model`; or one such function per site, by its name.
@@ -89,7 +91,7 @@ class ClientTables:
 
 
 def check_model_per_client(models: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Checks that each site has a network by its name, and that each name is that of a site.
+    """Checks that each site has a network under its name, and that there is no network for an unknown site.
 
     Raises:
         UserError: a site has no network, or a name is no site.
@@ -118,7 +120,7 @@ def split_table(
     name: str = "all",
     **options: Any,
 ) -> ClientTables:
-    """Divides a table by sites into training, validation and test rows, with preprocessing fitted on training rows.
+    """Divides a table by site into training, validation and test rows, and fits preprocessing on the training rows.
 
     Args:
         rows: a pandas frame, a mapping from names to columns, a list of {name: value}, or the path of a CSV or Parquet file.
@@ -148,7 +150,7 @@ def split_table(
         raise UserError(f"table has no option {unknown[0]!r}; {did_you_mean(unknown[0], option_names)}")
     source = TableFile(target=target if isinstance(target, str) else list(target), site=site, **options)
     reading = {option: getattr(source, option) for option in ("delimiter", "decimal", "encoding")}
-    pool = source.build_dataset(read_table(rows, missing=parse_names(source.missing), **reading))
+    pool = source.build_dataset(read_table(rows, missing=parse_column_names(source.missing), **reading))
     split = Split(test_fraction=test_fraction, val_fraction=val_fraction, public_fraction=public_fraction)
     if site is None:
         split = replace(split, clients=1)

@@ -14,8 +14,8 @@ from torch.autograd.function import BackwardCFunction
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import (
     Inputs,
-    as_inputs,
     call_arguments,
+    check_and_convert_inputs,
     first_leaf,
     input_spec_of,
     named_leaves,
@@ -62,7 +62,7 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
     (['conv2d-1-4-k3x3-s1x1-g1-b0-d1x1-relu', 'linear-144-2-k-s-g1-b1-d-none'], ((0, 1),), 1.0)
     """
     _check_arguments(model, example_input)
-    x: Inputs = tree_map(Tensor.detach, as_inputs(example_input))
+    x: Inputs = tree_map(Tensor.detach, check_and_convert_inputs(example_input))
     device = first_leaf(x).device
     # A caller's inference mode or no_grad would hide on which parameters the output depends.
     with torch.inference_mode(False), torch.enable_grad():
@@ -95,7 +95,7 @@ def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
 
 def _check_arguments(model: Any, x: Any) -> None:
     try:
-        inputs: Inputs | None = as_inputs(x)
+        inputs: Inputs | None = check_and_convert_inputs(x)
     except UserError:
         inputs = None
     if not isinstance(model, nn.Module) or inputs is None:

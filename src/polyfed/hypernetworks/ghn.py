@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.core.machine.memory_limit import build_within_memory
+from polyfed.core.machine.memory_limit import build_if_memory_suffices
 from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator
 from polyfed.core.state_dict import StateDict
 from polyfed.graphs.architecture import NODE_MARKS, ArchitectureGraph, LayerType, ParameterRole
@@ -208,7 +208,7 @@ def factor_if_large(config: GHNConfig) -> GHNConfig:
     dense = replace(config, head="mlp")
     return (
         replace(config, head="factored")
-        if build_within_memory(_describe_size(config), lambda: hypernetwork_bytes(dense)) > MAX_DENSE_BYTES
+        if build_if_memory_suffices(_describe_size(config), lambda: hypernetwork_bytes(dense)) > MAX_DENSE_BYTES
         else config
     )
 
@@ -220,7 +220,7 @@ def describe_factored_heads(config: GHNConfig) -> str:
 
 
 def _build_ghn(config: GHNConfig) -> GHN:
-    return build_within_memory(_describe_size(config), lambda: GHN(config))
+    return build_if_memory_suffices(_describe_size(config), lambda: GHN(config))
 
 
 def _describe_size(config: GHNConfig) -> str:

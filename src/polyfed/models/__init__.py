@@ -11,7 +11,7 @@ from torch import nn
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.io.trusted_code import import_object
-from polyfed.core.machine.memory_limit import build_within_memory
+from polyfed.core.machine.memory_limit import build_if_memory_suffices
 from polyfed.models.call_factory import call_factory
 from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedpnas, cnn_pfedla, cnn_small
 from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
@@ -76,7 +76,7 @@ def build(
         )
     argument_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     description = f"model {model}({argument_text[:200]}) on inputs {tuple(input_shape)} with {num_classes} outputs"
-    return build_within_memory(
+    return build_if_memory_suffices(
         description, lambda: call_factory(model, MODELS[model], tuple(input_shape), num_classes, arguments)
     )
 

@@ -19,7 +19,7 @@ import polyfed
 from polyfed.core.errors import UserError
 from polyfed.core.io.array_files import read_npy, read_npz, read_safetensors
 from polyfed.core.io.atomic_files import (
-    check_file,
+    check_regular_file,
     expand_user_path,
     open_file,
     open_lock_file,
@@ -58,7 +58,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("make", SPECIAL, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
-    "read", [read_file, read_text_file, check_file, open_file, read_safetensors, read_npz, read_npy]
+    "read", [read_file, read_text_file, check_regular_file, open_file, read_safetensors, read_npz, read_npy]
 )
 def test_what_is_no_regular_file_of_a_sane_size_is_a_sentence(tmp_path, make, read):
     make(tmp_path / "file")
@@ -218,7 +218,7 @@ READERS = {
 }  # fmt: skip
 LOADERS = {"np", "numpy", "torch", "torch.jit", "json", "yaml", "pickle", "tomllib", "safetensors.torch"}
 LOADERS |= {"pq", "pyarrow.parquet"}
-GUARDED = ("check_file(", "open_file(", "read_file(", "read_text_file(")
+GUARDED = ("check_regular_file(", "open_file(", "read_file(", "read_text_file(")
 ALLOWED = {  # file -> how many such calls, and why
     # Nothing is read from a file of somebody else's.
     "cli/commands/options/recipes.py": (2, "recipes that polyfed ships"),
@@ -236,7 +236,7 @@ ALLOWED = {  # file -> how many such calls, and why
     "core/io/atomic_files.py": (5, "the guard itself, and what writes"),
     "core/io/array_files.py": (3, "a stream of `open_file`"),
     "data/formats/images.py": (1, "bytes in memory, or a stream of `open_file`"),
-    "data/formats/files.py": (4, "after `check_file` of the same path"),
+    "data/formats/files.py": (4, "after `check_regular_file` of the same path"),
     "data/formats/lazy_images.py": (2, "`read_bytes` of encoded images, which is guarded"),
     "data/tabular/table_reader.py": (1, "after `open_file` of the same path"),
     "simulation/storage/predictions_parquet.py": (2, "a stream of `open_file`"),

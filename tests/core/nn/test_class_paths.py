@@ -9,7 +9,7 @@ from torch import nn
 
 import polyfed
 from polyfed.cli.commands.options import recipes
-from polyfed.core.nn.class_paths import stable_path
+from polyfed.core.nn.class_paths import module_path_in_fingerprint
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.models import MODELS, build
 from polyfed.models.vit import VisionTransformer
@@ -80,6 +80,6 @@ def classes_of_layers():
 
 
 def test_a_class_keeps_the_path_at_which_runs_first_used_it():
-    assert stable_path(VisionTransformer) == "polyfed.models.vit"
+    assert module_path_in_fingerprint(VisionTransformer) == "polyfed.models.vit"
     names = [kind.__qualname__ for kind in classes_of_layers()]
     assert len(names) == len(set(names)), "two layer classes of one name would have one path"

@@ -13,7 +13,7 @@ from polyfed.algorithms import REGISTRY, FedAvg, FedProx, Local, PerFedAvg, PFed
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import build_module
-from polyfed.core.nn.optimizers import Adam, ParameterGroup, TorchOptimiser, build_optimizer
+from polyfed.core.nn.optimizers import Adam, ParameterGroup, TorchOptimizer, build_optimizer
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.training.loop import fit
 from polyfed.testing import assert_runs_equal, small_clients
@@ -116,7 +116,7 @@ def test_optimisers_that_do_not_fit_are_refused():
         with pytest.raises(UserError, match=sentence):
             FedAvg(**options)
     with pytest.raises(UserError, match="RMSprop does not take these options"):
-        TorchOptimiser([ParameterGroup([nn.Parameter(torch.ones(1))], 0.1)], torch.optim.RMSprop, {"alpha": -1.0})
+        TorchOptimizer([ParameterGroup([nn.Parameter(torch.ones(1))], 0.1)], torch.optim.RMSprop, {"alpha": -1.0})
 
 
 @pytest.mark.parametrize("more", [{}, {"clip_norm": 0.05}, {"momentum": 0.9}], ids=str)

@@ -17,7 +17,7 @@ from polyfed.core.nn.buffers import (
     extract_update,
     load_client_model,
     load_model_for_eval,
-    shared_tensors,
+    tensors_to_send,
 )
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.state_dict import (
@@ -96,7 +96,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         """The initial global model θ: the common draw of the federation's architecture."""
         assert server.model is not None  # `requires` names "one_architecture"
         buffers = cached_module(server.model).buffers
-        return {"model": shared_tensors(initial_state(server.model, server.seed), buffers, self.buffers)}
+        return {"model": tensors_to_send(initial_state(server.model, server.seed), buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """θ and the learning rate of the round, the same for everyone."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
-from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, tensors_to_send
 from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state, trainable_state
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit, reply_scalars
@@ -51,7 +51,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
         assert server.model is not None  # `requires` names "one_architecture"
         net = cached_module(server.model)
         local_names = frozenset(self._find_local_tensors(net.module, None))
-        theta = shared_tensors(initial_state(server.model, server.seed), net.buffers, self.buffers)
+        theta = tensors_to_send(initial_state(server.model, server.seed), net.buffers, self.buffers)
         return {"model": {name: tensor for name, tensor in theta.items() if name not in local_names}}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
         fill_module(net.module, initial_weights)
         local_names = self._find_local_tensors(net.module, client.train.first_input)
         local_part = {name: initial_weights[name] for name in local_names if name in initial_weights}
-        return {self.local_group: shared_tensors(local_part, net.buffers, self.buffers)}
+        return {self.local_group: tensors_to_send(local_part, net.buffers, self.buffers)}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int

@@ -23,7 +23,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import call_network, logits_of, tree_map
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, tensors_to_send
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, trainable_state
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
@@ -195,7 +195,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         if message.scalars["distil"]:
             return self._train_student(message, client_state, client, seed)
         teacher_client, factory = with_shared_network(self._teacher_options, client_state, client)
-        initial_teacher = shared_tensors(
+        initial_teacher = tensors_to_send(
             initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
         )
         net = load_client_model(

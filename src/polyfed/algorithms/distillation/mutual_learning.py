@@ -23,7 +23,7 @@ from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import logits_of
 from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, tensors_to_send
 from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state, trainable_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
@@ -129,7 +129,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
         """Returns the shared network's weights from the message, or in round 1 the initial ones."""
         _, factory = with_shared_network(self._shared_options, client_state, client)
-        initial_weights = shared_tensors(
+        initial_weights = tensors_to_send(
             initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
         )
         return message.tensors.get("model", initial_weights)

@@ -13,7 +13,7 @@ from polyfed.algorithms.hypernetworks.pfedla import (
 )
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, shared_tensors
+from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, tensors_to_send
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.state_dict import StateDictSpec, clone_tensors, state_dict_spec
 from polyfed.core.training.loop import fit, reply_scalars
@@ -70,7 +70,7 @@ class HeurPFedLA(LayerAggregationMethod):
         """Initialises the client's model θ_i with the common initial weights, as at the server."""
         assert client.model is not None
         buffers = cached_module(client.model).buffers
-        return {"model": shared_tensors(initial_state(client.model, seed), buffers, "local")}
+        return {"model": tensors_to_send(initial_state(client.model, seed), buffers, "local")}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int

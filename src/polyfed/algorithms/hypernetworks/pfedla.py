@@ -22,7 +22,7 @@ from polyfed.core.nn.buffers import (
     load_client_model,
     load_model_for_eval,
     prepare_for_eval,
-    shared_tensors,
+    tensors_to_send,
 )
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.state_dict import StateDict, clone_tensors
@@ -203,7 +203,7 @@ def init_server_state(server: ServerContext, options: LayerAggregationMethod, k:
         UserError: there are fewer than `k` layers.
     """
     assert server.model is not None  # `requires` names "one_architecture"
-    model = shared_tensors(initial_state(server.model, server.seed), cached_module(server.model).buffers, "local")
+    model = tensors_to_send(initial_state(server.model, server.seed), cached_module(server.model).buffers, "local")
     module = cached_module(server.model).module
     layers = group_into_layers(list(model), tensor_names_by_module(module), options.layer)
     if k > len(layers):

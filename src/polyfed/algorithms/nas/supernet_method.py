@@ -21,7 +21,7 @@ from polyfed.core.nn.buffers import (
     extract_update,
     fill_client_model,
     recompute_norm_statistics,
-    shared_tensors,
+    tensors_to_send,
 )
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
@@ -191,7 +191,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         assert server.data_spec is not None  # `requires` names "one_data_spec"
         plan = self.supernet_plan(server.data_spec.inputs[0], server.data_spec.outputs)
         return _split_into_stacks(
-            shared_tensors(initial_state(plan, server.seed), cached_module(plan).buffers, self.buffers)
+            tensors_to_send(initial_state(plan, server.seed), cached_module(plan).buffers, self.buffers)
         )
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:

@@ -17,7 +17,7 @@ from polyfed.core.nn.buffers import (
     load_client_model,
     prepare_for_eval,
     recompute_norm_statistics,
-    shared_tensors,
+    tensors_to_send,
 )
 from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state, trainable_state
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
@@ -55,7 +55,7 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         """Returns the whole initial draw, since only clients can find the head."""
         assert server.model is not None  # `requires` names "one_architecture"
         draw = initial_state(server.model, server.seed)
-        return {"draw": shared_tensors(draw, cached_module(server.model).buffers, self.buffers)}
+        return {"draw": tensors_to_send(draw, cached_module(server.model).buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Sends φ, in round 1 the whole draw, and the learning rate; the same to every client."""

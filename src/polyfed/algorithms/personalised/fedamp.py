@@ -13,7 +13,7 @@ from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.algorithms.base.regularizers import ProximalTerm
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import BufferPolicy, shared_tensors
+from polyfed.core.nn.buffers import BufferPolicy, tensors_to_send
 from polyfed.core.nn.module_cache import cached_module, initial_state, trainable_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec, weighted_mean
 from polyfed.core.training.config import LocalTraining
@@ -79,7 +79,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     def server_init(self, server: ServerContext) -> ServerState:
         """Initialises the common weights, and an empty entry for each client's model."""
         assert server.model is not None  # `requires` names "one_architecture"
-        draw = shared_tensors(
+        draw = tensors_to_send(
             initial_state(server.model, server.seed), cached_module(server.model).buffers, self.buffers
         )
         return {
@@ -138,7 +138,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
         fit_result = fit(module, client, self, lr=message.scalars["lr"], seed=seed, penalty=penalty)
         model = trainable_state(module)
         assert client.model is not None
-        sent = shared_tensors(
+        sent = tensors_to_send(
             trainable_state(module), cached_module(client.model, client.train.device).buffers, self.buffers
         )
         return Message({"model": sent}, reply_scalars(client, fit_result.loss)), {"model": model}

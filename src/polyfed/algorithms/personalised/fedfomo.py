@@ -14,7 +14,13 @@ from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message,
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.examples.examples import Examples
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, load_model_for_eval, shared_tensors
+from polyfed.core.nn.buffers import (
+    BufferPolicy,
+    extract_update,
+    load_client_model,
+    load_model_for_eval,
+    tensors_to_send,
+)
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
@@ -97,7 +103,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         """
         client_ids = sorted(info.id for info in server.clients)
         assert server.model is not None  # `requires` names "one_architecture"
-        initial_model = shared_tensors(
+        initial_model = tensors_to_send(
             initial_state(server.model, server.seed), cached_module(server.model).buffers, self.buffers
         )
         return {"model": initial_model, "models": {client: {} for client in client_ids}, "requests": {}}

@@ -20,7 +20,7 @@ from polyfed.algorithms.submodels.widths import (
 )
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval, shared_tensors
+from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval, tensors_to_send
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.training.loop import ForwardPass, fit
 
@@ -88,7 +88,7 @@ class HeteroFL(Averaging):
         assert server.architectures is not None  # `requires` names "architectures"
         shapes, networks = widest_shapes(server.architectures), server.architectures
         initial_models = {
-            key: shared_tensors(initial_state(factory, server.seed), cached_module(factory).buffers, self.buffers)
+            key: tensors_to_send(initial_state(factory, server.seed), cached_module(factory).buffers, self.buffers)
             for key, factory in networks.items()
         }
         theta = {name: tensor.new_zeros(shapes[name]) for name, tensor in next(iter(initial_models.values())).items()}

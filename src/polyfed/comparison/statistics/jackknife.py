@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.evaluation.metrics import Metric
-from polyfed.core.evaluation.score_functions import binary_problems
+from polyfed.core.evaluation.score_functions import split_into_binary_problems
 
 NUM_GROUPS = 50
 """Most groups of examples that are left out in turn, for metrics without a closed form: one example each up to this
@@ -70,7 +70,7 @@ def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]
     from scipy.stats import rankdata  # takes half a second to import
 
     values_by_problem, areas = [], []
-    for score, positive in binary_problems(outputs, targets):
+    for score, positive in split_into_binary_problems(outputs, targets):
         n, m, q = len(score), int(positive.sum()), int((~positive).sum())
         beaten = np.empty(n)  # share of the other class that is ranked correctly against the example; ties count half
         if m * q <= _PAIRS:

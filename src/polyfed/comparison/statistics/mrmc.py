@@ -33,7 +33,7 @@ from torch import Tensor
 from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL, Estimate, build_estimate, t_quantile
 from polyfed.comparison.statistics.jackknife import Values, classes_of_pseudo_values, jackknife_pseudo_values
 from polyfed.core.evaluation.metrics import Metric
-from polyfed.core.evaluation.score_functions import binary_problems
+from polyfed.core.evaluation.score_functions import split_into_binary_problems
 
 
 @final
@@ -149,7 +149,9 @@ def _min_auc_variance(outputs: Tensor, targets: Tensor) -> float:
     If both networks order all examples correctly, the pseudo-values do not vary at all, and yet the next example may
     be ordered wrongly.
     """
-    sizes = [(int(positive.sum()), int((~positive).sum())) for _, positive in binary_problems(outputs, targets)]
+    sizes = [
+        (int(positive.sum()), int((~positive).sum())) for _, positive in split_into_binary_problems(outputs, targets)
+    ]
     return float(np.mean([1 / (4 * m * q) for m, q in sizes])) / len(sizes)
 
 

@@ -1,1 +1,1 @@
-"""Evaluates networks: metrics, and the scores of a network on a client's examples."""
+"""Evaluates networks: computes losses and metrics of a network on a client's examples."""

@@ -1,4 +1,4 @@
-"""Evaluates networks on examples: losses and metrics of the tasks, and summaries over clients."""
+"""Evaluates networks on examples: computes losses, metrics, and statistics of metrics over clients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ MetricValues = dict[str, float | None]
 
 
 def loss_function(task: Task, label_smoothing: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the task's mean loss of a batch.
+    """Returns the function that computes a task's mean loss of a batch from outputs and targets.
 
     This is cross-entropy, binary cross-entropy on logits, or half the mean squared error.
     """
@@ -39,7 +39,7 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tensor:
-    """Returns the outputs (logits) of `model` in evaluation mode for all examples, in their order.
+    """Returns a network's outputs (logits) for all examples, in their order, computed in evaluation mode.
 
     Float32 on the CPU, shape (n, outputs).
     """
@@ -54,7 +54,7 @@ def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tens
 
 
 def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
-    """Returns the outputs of `predict` for several sets of examples.
+    """Returns a network's outputs for several sets of examples, one tensor per set, as `predict` does for one set.
 
     Inside a deferred run they are computed together with those of other clients.
     """
@@ -71,7 +71,7 @@ def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
 def compute_metrics(
     outputs: Tensor, targets: Tensor, task: Task, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """Computes the metrics and the mean loss ("loss") of outputs; a value that is undefined or not finite is None.
+    """Computes metrics and mean loss from a network's outputs; a value that is undefined or not finite becomes None.
 
     Args:
         outputs: of a network, float32 on the CPU, shape (n, ...).
@@ -93,7 +93,7 @@ def compute_metrics(
 def evaluate(
     model: nn.Module, examples: Examples, task: Task, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """Computes the metrics and mean loss of `model` on `examples`; a value that is undefined or not finite is None.
+    """Computes metrics and mean loss of a network on examples; a value that is undefined or not finite becomes None.
 
     Without `metrics` the task's default is computed: accuracy; the mean AUC of the labels that have both values; the
     coefficient of determination R².
@@ -108,7 +108,7 @@ def evaluate(
 def evaluate_client(
     model: nn.Module, client: Client, prefix: str = "", metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """Computes a network's metrics on all of the client's sets, in one row.
+    """Computes a network's metrics on a client's test, validation and global test set, and returns them by name.
 
     The names are "accuracy" (test), "val_accuracy", "global_accuracy", ..., each after `prefix`.
     """
@@ -118,7 +118,8 @@ def evaluate_client(
 def evaluate_client_with_outputs(
     model: nn.Module, client: Client, metrics: Sequence[Metric] = (), prefix: str = "", loss: Loss | None = None
 ) -> tuple[MetricValues, dict[str, Tensor]]:
-    """Computes the row of `evaluate_client`, and returns the outputs on the client's own sets with it.
+    """Computes the metrics of `evaluate_client`, and returns with them the network's outputs on the client's test and
+    validation sets.
 
     The outputs have the keys "test" and, if there is such a set, "val"; each is float32 on the CPU, shape (n, ...).
 
@@ -142,7 +143,8 @@ def evaluate_client_with_outputs(
 
 
 def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Client) -> Tensor:
-    """Returns outputs on the client's validation examples by networks that were fitted without them (2-fold cross-fitting).
+    """Returns outputs on a client's validation examples by two networks, each fitted without the examples it predicts
+    (2-fold cross-fitting).
 
     Float32 on the CPU, shape (n, ...), in the order of the validation examples.
 
@@ -175,7 +177,8 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
 
 
 def split_metric_column(column: str, metrics: Sequence[Metric]) -> tuple[str, str] | None:
-    """Splits the name of a column into a prefix and the metric (or "loss"); None if it names no metric.
+    """Splits the name of a table's column into a prefix and the name of the metric (or "loss"); None if the column
+    holds no metric.
 
     If two metrics match, the longer name counts.
 
@@ -200,7 +203,7 @@ def _finite_or_none(value: float) -> float | None:
 def summarise_clients(
     clients: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Computes statistics over clients of each metric.
+    """Computes statistics of each metric over clients, such as mean and minimum.
 
     These are mean, mean weighted by `weights` (numbers of training examples), standard deviation, minimum, 10th and 90th
     percentile. A client without a value for a metric does not count in it; if the weight of a client with a value is

@@ -1,4 +1,4 @@
-"""Defines metrics of a network's outputs against targets: name, function, direction and unit of each.
+"""Defines the metrics that compare a network's outputs with targets: name, function, direction and unit of each.
 
 Every metric takes a network's outputs as it returns them (logits, shape (n, classes) or (n, labels); numbers, (n, outputs),
 for regression) and the targets of the same examples. A metric that is undefined for these examples, such as the AUC of a
@@ -29,7 +29,7 @@ from polyfed.core.evaluation.score_functions import (
     f1,
     log_loss_per_example,
     mean_over_binary_problems,
-    mean_score,
+    mean_over_examples,
     r2,
     rmse,
     sensitivity_at_specificity,
@@ -51,7 +51,7 @@ _RESERVED_NAMES = frozenset(
 @final
 @dataclass(frozen=True)
 class Metric:
-    """A named function of outputs and targets, with its direction and unit.
+    """Describes a metric: a named function of outputs and targets, whether higher values are better, and its unit.
 
     Args:
         name: its column in tables and files; a word of letters, digits, "_", "." and "-".
@@ -93,7 +93,7 @@ class Metric:
             object.__setattr__(self, "label", self.name)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Returns the metric's value; NaN if it is undefined."""
+        """Returns the metric's value for outputs and targets; NaN if it is undefined for them."""
         if not len(targets):
             return float("nan")
         if self.per_example is not None:
@@ -102,7 +102,7 @@ class Metric:
 
 
 def resolve_metrics(choice: Any, task: str) -> tuple[Metric, ...]:
-    """Returns the metrics that the user chose, as objects; the first is the main one.
+    """Returns the `Metric` objects that the user chose by name; the first is the main metric.
 
     Args:
         choice: None for the task's default; or a list of names (built in, or `module:name` of the user's code), functions
@@ -135,7 +135,7 @@ def resolve_metrics(choice: Any, task: str) -> tuple[Metric, ...]:
 
 
 def metric_by_name(name: str) -> Metric:
-    """Returns the built-in metric of this name.
+    """Returns the built-in metric with a given name.
 
     Raises:
         UserError: there is none; the message has the nearest names.
@@ -152,7 +152,7 @@ def metric_by_name(name: str) -> Metric:
 
 
 def is_built_in_metric(name: str) -> bool:
-    """Returns whether this is the name of a built-in metric.
+    """Returns whether `name` is the name of a built-in metric.
 
     >>> is_built_in_metric("auc"), is_built_in_metric("sensitivity_at_95"), is_built_in_metric("cost")
     (True, True, False)
@@ -161,7 +161,7 @@ def is_built_in_metric(name: str) -> bool:
 
 
 def unpicklable_metric_error(metrics: Sequence[Metric]) -> str | None:
-    """Returns why a metric cannot be sent to a process that was not forked, as a sentence; None if all can.
+    """Returns why a metric cannot be pickled for another process, as a sentence; None if all metrics can.
 
     >>> (unpicklable_metric_error([METRICS["auc"]]),
     ...  unpicklable_metric_error([Metric("mine", lambda outputs, targets: 0.0)])[:35])
@@ -194,8 +194,8 @@ def _resolve_metric(choice: Any) -> Metric:
 
 
 def _import_metric(path: str) -> Metric:
-    """Imports a metric of the user's by `module:name`: a function f(outputs, targets) -> float, or a `Metric`; it gets this
-    name.
+    """Imports a user's metric by `module:name`, and gives it this name: a function f(outputs, targets) -> float, or a
+    `Metric`.
     """
     obj, name = trusted_code.import_object(path, "metric"), path.rpartition(":")[2].rpartition(".")[2]
     if isinstance(obj, Metric):
@@ -204,7 +204,9 @@ def _import_metric(path: str) -> Metric:
 
 
 def metric_path_or_name(metric: Metric) -> str:
-    """Returns the text that stands for a metric in a configuration: its `module:name` if it was imported, else its name."""
+    """Returns the text by which a configuration refers to a metric: `module:name` if the metric was imported, else its
+    name.
+    """
     return trusted_code.import_path_of(metric) or trusted_code.import_path_of(metric.function) or metric.name
 
 
@@ -223,7 +225,7 @@ METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         Metric(
-            "accuracy", mean_score(correct_per_example), unit="%", tasks=_CLASSIFICATION_TASKS,
+            "accuracy", mean_over_examples(correct_per_example), unit="%", tasks=_CLASSIFICATION_TASKS,
             per_example=correct_per_example,
         ),
         Metric(
@@ -233,11 +235,11 @@ METRICS: dict[str, Metric] = {
         Metric("average_precision", average_precision, label="average precision", tasks=_CLASSIFICATION_TASKS),
         Metric("f1", f1, label="F1", tasks=_CLASSIFICATION_TASKS), _sensitivity_metric("sensitivity_at_90", 90.0),
         Metric(
-            "brier", mean_score(brier_per_example), higher_is_better=False, label="Brier score",
+            "brier", mean_over_examples(brier_per_example), higher_is_better=False, label="Brier score",
             tasks=_CLASSIFICATION_TASKS, per_example=brier_per_example,
         ),
         Metric(
-            "log_loss", mean_score(log_loss_per_example), higher_is_better=False, label="log loss",
+            "log_loss", mean_over_examples(log_loss_per_example), higher_is_better=False, label="log loss",
             tasks=_CLASSIFICATION_TASKS, per_example=log_loss_per_example,
         ),
         Metric(
@@ -245,7 +247,7 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("r2", r2, label="R²", tasks=_REGRESSION_TASKS),
         Metric(
-            "mae", mean_score(absolute_error_per_example), higher_is_better=False, label="mean absolute error",
+            "mae", mean_over_examples(absolute_error_per_example), higher_is_better=False, label="mean absolute error",
             tasks=_REGRESSION_TASKS, per_example=absolute_error_per_example,
         ),
         Metric("rmse", rmse, higher_is_better=False, label="root mean squared error", tasks=_REGRESSION_TASKS),

@@ -1,4 +1,4 @@
-"""Computes metrics from a network's outputs and targets.
+"""Computes accuracy, AUC, Brier score and other metrics from a network's outputs and targets.
 
 Outputs are as the network returns them: logits, shape (n, classes) or (n, labels); numbers, (n, outputs), for regression.
 """
@@ -16,7 +16,7 @@ ScoreFunction = Callable[[Tensor, Tensor], float]
 _BINS = 10  # bins of the calibration error
 
 
-def probabilities(outputs: Tensor, task: str) -> NDArray[np.float64]:
+def outputs_to_probabilities(outputs: Tensor, task: str) -> NDArray[np.float64]:
     """Converts logits to probabilities: softmax over classes, or a sigmoid per label; shape (n, classes) or (n, labels).
 
     >>> probabilities(torch.zeros(1, 2), "classification")
@@ -27,8 +27,9 @@ def probabilities(outputs: Tensor, task: str) -> NDArray[np.float64]:
     return np.asarray(values.numpy(), dtype=np.float64)
 
 
-def binary_problems(outputs: Tensor, targets: Tensor) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """Splits outputs and targets into two-class problems, and returns (score, is positive), each of shape (n,), per problem.
+def split_into_binary_problems(outputs: Tensor, targets: Tensor) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+    """Splits a multi-class or multi-label task into two-class problems, and returns the scores and whether each example
+    is positive, shape (n,) each, per problem.
 
     Two classes are one problem (class 1 is positive); more classes give one problem each, against the rest; labels give one
     each. Problems that lack examples of either class are left out.
@@ -45,19 +46,19 @@ def binary_problems(outputs: Tensor, targets: Tensor) -> list[tuple[NDArray[np.f
 
 
 def mean_over_binary_problems(score: Callable[[Any, Any], float], outputs: Tensor, targets: Tensor) -> float:
-    """Returns the mean of `score(is positive, value)` over the two-class problems.
+    """Returns the mean over the two-class problems of `score(is positive, value)`.
 
     It is NaN if there are no problems, or an output is not finite.
     """
     if not bool(torch.isfinite(outputs).all()):
         return float("nan")
-    pairs = binary_problems(outputs, targets)
+    pairs = split_into_binary_problems(outputs, targets)
     return float(np.mean([score(positive, value) for value, positive in pairs])) if pairs else float("nan")
 
 
 # scikit-learn's functions check their input for milliseconds, as long as an epoch of a small network on a small table takes.
 def auc(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the area under the ROC curve, a mean over the two-class problems."""
+    """Returns the area under the ROC curve, averaged over the two-class problems."""
     return mean_over_binary_problems(_binary_auc, outputs, targets)
 
 
@@ -70,7 +71,7 @@ def _binary_auc(positive: NDArray[np.bool_], value: NDArray[np.float64]) -> floa
 
 
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the average precision, a mean over the two-class problems."""
+    """Returns the average precision (area under the precision-recall curve), averaged over the two-class problems."""
     return mean_over_binary_problems(_binary_average_precision, outputs, targets)
 
 
@@ -100,21 +101,23 @@ def _predicted_and_true(outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
 
 
 def correct_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """Returns 1 for a correctly classified example and 0 for another, shape (n,); for labels, the share of correct ones."""
+    """Returns 1 for each correctly classified example and 0 for each other, shape (n,); for multi-label tasks, the
+    share of correct labels.
+    """
     predicted, true = _predicted_and_true(outputs, targets)
     correct = np.asarray(predicted == true, dtype=np.float64)
     return correct if correct.ndim == 1 else correct.mean(axis=1)
 
 
 def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the mean recall over the classes that occur; for labels, over both values of each."""
+    """Returns the mean recall over the classes that occur; for multi-label tasks, over both values of each label."""
     predicted, true = _predicted_and_true(outputs, targets)
     columns = [(predicted, true)] if true.ndim == 1 else [(predicted[:, k], true[:, k]) for k in range(true.shape[1])]
     return float(np.mean([np.mean([np.mean(p[t == c] == c) for c in np.unique(t)]) for p, t in columns]))
 
 
 def f1(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the F1 score of class 1 if there are two classes; else the mean over the classes or labels that occur."""
+    """Returns the F1 score: of class 1 if there are two classes, else the mean over the classes or labels that occur."""
     predicted, true = _predicted_and_true(outputs, targets)
     if true.ndim == 1:
         classes = [1] if outputs.shape[1] == 2 else np.unique(true).tolist()
@@ -135,7 +138,7 @@ def brier_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
     This is the squared error of the probability of class 1 if there are two classes, the sum over classes if there are more,
     and the mean over labels.
     """
-    share = probabilities(outputs, _task_of_targets(targets))
+    share = outputs_to_probabilities(outputs, _task_of_targets(targets))
     if targets.dim() == 2:
         return np.asarray(((share - targets.numpy()) ** 2).mean(axis=1))
     if share.shape[1] == 2:
@@ -144,7 +147,9 @@ def brier_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
 
 
 def log_loss_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """Returns the cross-entropy of each example, shape (n,); for labels, their mean binary cross-entropy."""
+    """Returns the cross-entropy of each example, shape (n,); for multi-label tasks, the mean binary cross-entropy of
+    its labels.
+    """
     values = outputs.double()
     if targets.dim() == 2:
         loss = torch.nn.functional.binary_cross_entropy_with_logits(values, targets.double(), reduction="none").mean(1)
@@ -158,7 +163,7 @@ def calibration_error(outputs: Tensor, targets: Tensor) -> float:
 
     It compares the probability of the predicted class with its accuracy; for labels it is the mean over them.
     """
-    share = probabilities(outputs, _task_of_targets(targets))
+    share = outputs_to_probabilities(outputs, _task_of_targets(targets))
     if not np.isfinite(share).all():
         return float("nan")
     if targets.dim() == 2:
@@ -180,12 +185,12 @@ def _errors(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
 
 
 def absolute_error_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """Returns the absolute error of each example, shape (n,), a mean over its targets."""
+    """Returns the absolute error of each example, averaged over its targets, shape (n,)."""
     return np.asarray(np.abs(_errors(outputs, targets)).mean(axis=1))
 
 
 def rmse(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the root of the mean squared error over examples and targets."""
+    """Returns the root mean squared error over all examples and targets."""
     return float(np.sqrt((_errors(outputs, targets) ** 2).mean()))
 
 
@@ -202,6 +207,6 @@ def _mean_per_example(
     return float(parts(outputs, targets).mean())
 
 
-def mean_score(parts: Callable[[Tensor, Tensor], NDArray[np.float64]]) -> ScoreFunction:
-    """Returns the function that averages `parts`, a value per example, over the examples; it can be pickled."""
-    return partial(_mean_per_example, parts)  # not a lambda, which could not be sent to another process
+def mean_over_examples(score_per_example: Callable[[Tensor, Tensor], NDArray[np.float64]]) -> ScoreFunction:
+    """Returns a metric function that averages the values that `score_per_example` computes; it can be pickled."""
+    return partial(_mean_per_example, score_per_example)  # not a lambda, which could not be sent to another process

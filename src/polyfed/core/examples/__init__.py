@@ -1,1 +1,1 @@
-"""Holds examples as tensors: inputs of several parts, conversion from users' types, checks for NaN."""
+"""Holds examples as tensors: nested inputs, conversion from users' types, checks for NaN."""

@@ -1,4 +1,4 @@
-"""Turns a user's data, in any of many forms, into `Examples`: checked tensors in memory."""
+"""Converts a user's arrays, data sets or frames to `Examples`: checked tensors in memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples.converters import Collate, read_source
+from polyfed.core.examples.converters import Collate, read_inputs_and_labels
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform, _length_error
 from polyfed.core.examples.nan_checks import check_examples_finite
 from polyfed.core.examples.pytree import (
     Inputs,
-    dense_tensor_error,
     named_leaves,
+    row_access_obstacle,
     tree_map,
 )
 
@@ -21,7 +21,7 @@ from polyfed.core.examples.pytree import (
 def as_examples(
     source: Any, name: str = "examples", *, labelled: bool = True, collate: Collate | None = None
 ) -> Examples:
-    """Converts users' data to `Examples`.
+    """Converts a user's arrays, tensors, data sets or frames to `Examples`.
 
     Takes `Examples`, which are returned unchanged; a pair (x, y) of tensors or arrays, or of a pandas frame of numbers and a
     series; a torch `Dataset` of (input, label) pairs, or of mappings with a label; a Hugging Face dataset with a column
@@ -56,17 +56,17 @@ def as_examples(
     examples: Examples = (
         source
         if isinstance(source, Examples)
-        else _examples_with_channels(name, *read_source(source, name, labelled, collate))
+        else _examples_with_channels(name, *read_inputs_and_labels(source, name, labelled, collate))
     )
     for _, tensor in (*named_leaves(examples.x), ("", examples.y)):
-        if error := dense_tensor_error(tensor):
+        if error := row_access_obstacle(tensor):
             raise UserError(f"{name} are {error}")
     check_examples_finite(examples, name)
     return examples
 
 
 def _examples_with_channels(name: str, x: Inputs, y: Tensor, columns: Mapping[str, Any] | None) -> Examples:
-    """Builds examples whose uint8 images have a channel axis and are scaled to 0..1 batch by batch."""
+    """Builds examples whose uint8 images have a channel axis and are scaled to 0..1 when a batch is taken."""
     if error := _length_error(x, y):
         raise UserError(f"{name}: {error}")
 

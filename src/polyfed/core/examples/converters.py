@@ -1,4 +1,4 @@
-"""Converts users' data to inputs and labels: tensors, arrays, torch and Hugging Face datasets, pandas frames."""
+"""Converts inputs and labels from tensors, arrays, torch and Hugging Face datasets or pandas frames to tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples.pytree import Inputs, as_inputs, dense_tensor_error, first_leaf
+from polyfed.core.examples.pytree import Inputs, check_and_convert_inputs, first_leaf, row_access_obstacle
 
 Collate = Callable[[list[Any]], Any]
 ExamplesParts = tuple[Inputs, Tensor, dict[str, Any] | None]  # inputs, labels, and columns that no network gets
@@ -19,8 +19,8 @@ _LABELS = ("label", "labels", "fine_label", "y")
 _TABLE = "pf.data.split_table makes clients of a frame with texts, dates or missing values"
 
 
-def read_source(source: Any, name: str, labelled: bool, collate: Collate | None) -> ExamplesParts:
-    """Reads inputs, labels and columns from any source that `as_examples` takes.
+def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Collate | None) -> ExamplesParts:
+    """Reads inputs, labels and further columns from any type of data that `as_examples` accepts.
 
     Raises:
         UserError: it cannot be read.
@@ -65,7 +65,7 @@ def read_source(source: Any, name: str, labelled: bool, collate: Collate | None)
 
 
 def _read_items(source: Any, name: str) -> list[Any]:
-    """Returns the items of a `Dataset` or list, in their order."""
+    """Returns all items of a torch `Dataset` or list, in their order."""
     items: list[Any] = []
     number = len(source)
     if not number:
@@ -83,7 +83,8 @@ def _read_items(source: Any, name: str) -> list[Any]:
 
 
 def convert_inputs(value: Any, name: str) -> Inputs:
-    """Converts inputs of many examples to tensors: an array of any library, or tuples and mappings of such.
+    """Converts inputs of many examples to tensors; the inputs are an array of any library, or tuples and mappings of
+    arrays.
 
     A tuple or list of arrays of numbers is a structure; of plain numbers and lists of them it is one array, and so is a list
     of NumPy arrays, its rows.
@@ -94,7 +95,11 @@ def convert_inputs(value: Any, name: str) -> Inputs:
     >>> convert_inputs(([[1, 2]], {"b": [[0.5]]}), "x")
     (tensor([[1, 2]]), {'b': tensor([[0.5000]])})
     """
-    return as_inputs(_convert_parts(value, name), name) if _is_structure(value) else to_number_tensor(value, name)
+    return (
+        check_and_convert_inputs(_convert_parts(value, name), name)
+        if _is_structure(value)
+        else to_number_tensor(value, name)
+    )
 
 
 def _convert_parts(value: Any, name: str) -> Any:
@@ -124,11 +129,11 @@ def _is_structure(value: Any) -> bool:
 def _examples_of_rows(inputs: Sequence[Any], labels: Sequence[Any], name: str) -> ExamplesParts:
     if all(isinstance(label, Tensor) for label in labels) and len({label.shape for label in labels}) == 1:
         labels = torch.stack(list(labels))  # type: ignore[assignment]  # keeps their type
-    return as_inputs(_stack_structures(inputs, f"{name} inputs")), _convert_labels(labels, name), None
+    return check_and_convert_inputs(_stack_structures(inputs, f"{name} inputs")), _convert_labels(labels, name), None
 
 
 def _stack_structures(items: Sequence[Any], name: str) -> Any:
-    """Stacks the structures of many examples into one structure."""
+    """Stacks the nested inputs of single examples into one nested structure with a row per example."""
     first_item = items[0]
     if isinstance(first_item, Mapping):
         if (
@@ -164,7 +169,7 @@ def _describe_item(item: Any) -> str:
 
 
 def _split_off_label(row: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """Returns the inputs and the label of a mapping with both."""
+    """Splits an example given as a mapping into its inputs and its label."""
     label = next((key for key in _LABELS if key in row), None)
     if label is None:
         raise UserError(f"{name}: an example has {sorted(row)}, and no label; call it 'label'")
@@ -202,7 +207,7 @@ def _from_hugging_face(source: Any, name: str) -> ExamplesParts:
         )
     columns = source.select_columns([label, *inputs]).with_format("torch")[:]  # images come as uint8, channels first
     tensors = {c: _hub_column(columns[c], kinds[c], c, name) for c in inputs}
-    x = tensors[inputs[0]] if len(inputs) == 1 else as_inputs(tensors, f"{name} inputs")
+    x = tensors[inputs[0]] if len(inputs) == 1 else check_and_convert_inputs(tensors, f"{name} inputs")
     metadata = {c: _text_values(source.with_format(None)[c], kinds[c]) for c in text_columns}
     return x, _convert_labels(columns[label], name), metadata or None
 
@@ -219,7 +224,7 @@ def _hub_column(x: Any, kind: Any, column: str, name: str) -> Tensor:
 
 
 def _class_names(kind: Any) -> Any:
-    """Returns the class names of a Hugging Face column of classes; None for another column."""
+    """Returns the class names of a Hugging Face column of type `ClassLabel`; None for a column of another type."""
     return getattr(kind, "names", None) if hasattr(kind, "int2str") else None
 
 
@@ -237,7 +242,7 @@ def to_number_tensor(value: Any, name: str) -> Tensor:
         UserError: it holds something else than numbers.
     """
     if isinstance(value, Tensor):
-        if error_text := dense_tensor_error(value):
+        if error_text := row_access_obstacle(value):
             raise UserError(f"{name}: {error_text}")
         return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, Iterator):
@@ -258,7 +263,7 @@ def to_number_tensor(value: Any, name: str) -> Tensor:
 
 
 def _plain_array(value: NDArray[Any], name: str) -> NDArray[Any]:
-    """Returns an array that torch can read.
+    """Returns the array with a type and memory layout that torch can read.
 
     It is a copy if the rows run backwards, the array is read-only, or its bytes have another machine's order.
     """
@@ -299,7 +304,7 @@ def _convert_labels(value: Any, name: str) -> Tensor:
 
 
 def _holds_texts(value: Any) -> bool:
-    """Returns whether an array, frame, series or nested list holds texts."""
+    """Returns whether an array, frame, series or nested list holds strings."""
     if isinstance(value, str | bytes):
         return True
     if hasattr(value, "iloc"):
@@ -310,7 +315,7 @@ def _holds_texts(value: Any) -> bool:
 
 
 def class_labels_error(labels: Tensor) -> str:
-    """Returns why labels are no classes (integers of shape (n,)), and what to do, as a sentence.
+    """Returns why labels are not valid class indices (integers of shape (n,)), and what to do, as a sentence.
 
     >>> class_labels_error(torch.tensor([[1], [0]]))
     'got torch.int64 of shape (2, 1); give labels.squeeze(1)'
@@ -337,7 +342,7 @@ def class_labels_error(labels: Tensor) -> str:
 
 
 def multilabel_labels_error(labels: Tensor) -> str:
-    """Returns why labels are not 0 or 1 of shape (n, labels), and what to do, as a sentence.
+    """Returns why labels are not valid multi-label targets (0 or 1, shape (n, labels)), and what to do, as a sentence.
 
     >>> multilabel_labels_error(torch.tensor([1, 0]))
     'got torch.int64 of shape (2,); give labels.unsqueeze(1) for one label an example'

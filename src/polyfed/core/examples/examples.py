@@ -1,4 +1,4 @@
-"""Holds a client's training and test data as tensors in memory."""
+"""Defines `Examples`, which holds a client's inputs and labels as tensors in memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from torch import Tensor
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.pytree import (
     Inputs,
-    as_inputs,
-    dense_tensor_error,
+    check_and_convert_inputs,
     first_leaf,
     input_spec_of,
     named_leaves,
+    row_access_obstacle,
     tree_map,
 )
 
@@ -39,7 +39,7 @@ class Normalise:
             raise UserError(f"Normalise needs one positive std per mean, got mean={self.mean}, std={self.std}")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns float32 images of the same shape, (batch, channels, height, width)."""
+        """Returns the normalised images as float32, shape (batch, channels, height, width)."""
         shape = (1, -1, *[1] * (x.dim() - 2))
         scale = torch.tensor([1 / (255 * s) for s in self.std], device=x.device).view(shape)
         offset = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)], device=x.device).view(shape)
@@ -49,7 +49,8 @@ class Normalise:
 @final
 @dataclass(frozen=True)
 class PartwiseTransform:
-    """Transforms some parts of structured inputs, by their names (see `polyfed.core.examples.pytree`), and keeps the others.
+    """Transforms the named parts of nested inputs (names as in `polyfed.core.examples.pytree`), and leaves the other
+    parts unchanged.
 
     >>> halved = PartwiseTransform({"image": Normalise((0.5,), (0.5,))})
     >>> found = halved({"image": torch.tensor([[[[255]]]], dtype=torch.uint8), "age": torch.tensor([[60.0]])})
@@ -63,7 +64,7 @@ class PartwiseTransform:
         object.__setattr__(self, "transforms", {name: self.transforms[name] for name in sorted(self.transforms)})
 
     def __call__(self, x: Any) -> Any:
-        """Returns the inputs with these parts transformed.
+        """Returns the inputs with the named parts transformed.
 
         Raises:
             UserError: the inputs have no such part.
@@ -81,7 +82,7 @@ class PartwiseTransform:
 
 @dataclass(frozen=True)
 class Examples:
-    """Holds inputs and labels of examples; `index` selects them from stored tensors, which clients may share.
+    """Holds inputs and labels of examples as an `index` into stored tensors, which several clients may share.
 
     The clients of a simulation hold the same `x` and `y`, the store, and differ in `index`, so that 500 clients need no more
     memory than the data set. A batch is an index operation followed by `transform`.
@@ -123,7 +124,7 @@ class Examples:
 
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):
-            object.__setattr__(self, "x", as_inputs(self.x))
+            object.__setattr__(self, "x", check_and_convert_inputs(self.x))
         index: Any = self.index
         if isinstance(index, np.ndarray):
             object.__setattr__(self, "index", torch.as_tensor(index))
@@ -153,12 +154,12 @@ class Examples:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of inputs, targets and index."""
+        """Returns the device on which inputs, targets and index lie."""
         return first_leaf(self.x).device
 
     @property
     def input_tensor(self) -> Tensor:
-        """Returns the stored inputs as one tensor.
+        """Returns the stored inputs as one tensor, if they have only one part.
 
         Raises:
             UserError: the inputs are several tensors.
@@ -169,7 +170,7 @@ class Examples:
 
     @property
     def raw_inputs(self) -> Inputs:
-        """Returns the inputs of these examples, in their order, before `transform`; a copy if there is an index."""
+        """Returns the inputs of these examples before `transform`, in their order; a copy if there is an index."""
         return self.x if self.index is None else tree_map(lambda part: part[self.index], self.x)
 
     @property
@@ -178,7 +179,7 @@ class Examples:
         return self.y if self.index is None else self.y[self.index]
 
     def column(self, name: str) -> NDArray[Any]:
-        """Returns a column's values of these examples, in their order.
+        """Returns the values of the column `name` for these examples, in their order.
 
         Raises:
             UserError: there is no such column.
@@ -191,7 +192,7 @@ class Examples:
         return values if self.index is None else values[self.index.cpu().numpy()]
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
-        """Returns transformed inputs and targets of `rows` (positions in these examples, int64, shape (batch,)).
+        """Returns the transformed inputs and the targets of the examples at positions `rows` (int64, shape (batch,)).
 
         With a `generator` the batch is a training batch and is augmented.
         """
@@ -206,7 +207,7 @@ class Examples:
 
     @property
     def first_input(self) -> Any:
-        """Returns the input of the first example, as a batch of one.
+        """Returns the transformed input of the first example, as a batch of size one.
 
         >>> Examples(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])).first_input
         tensor([[0., 1.]])
@@ -214,11 +215,11 @@ class Examples:
         return self.batch(self._first(1))[0]
 
     def select(self, rows: Tensor) -> "Examples":
-        """Returns the examples at `rows`, on the same store."""
+        """Returns the examples at positions `rows`, which share the stored tensors."""
         return replace(self, index=rows if self.index is None else self.index[rows])
 
     def head(self, count: int = 1) -> "Examples":
-        """Returns the first examples, at most `count`.
+        """Returns the first `count` examples, or all if there are fewer.
 
         >>> Examples(torch.zeros(3, 2), torch.tensor([2, 1, 0])).head(2).labels
         tensor([2, 1])
@@ -229,13 +230,13 @@ class Examples:
         return torch.arange(min(count, len(self)), device=self.device)
 
     def to(self, device: torch.device) -> "Examples":
-        """Returns the same examples with store and index on `device`."""
+        """Returns the same examples with their stored tensors and index on `device`."""
         index = None if self.index is None else self.index.to(device)
         return replace(self, x=tree_map(lambda part: part.to(device), self.x), y=self.y.to(device), index=index)
 
 
 def _store_error(x: Inputs, y: Any, index: Any) -> str:
-    """Returns why inputs, labels and index are no valid tensors, as a sentence, or ""."""
+    """Returns why inputs, labels and index are not valid tensors, as a sentence, or "" if they are."""
     if not isinstance(y, Tensor):
         return f"labels must be a tensor, got {type(y).__name__}; as_examples((x, y)) reads arrays and lists too"
     for name, tensor in (
@@ -243,7 +244,7 @@ def _store_error(x: Inputs, y: Any, index: Any) -> str:
         ("labels", y),
     ):
         if not tensor.is_meta and (
-            error := dense_tensor_error(tensor)
+            error := row_access_obstacle(tensor)
         ):  # meta tensors stand for the form of inputs alone
             return f"{name} are {error}"
     if index is None:
@@ -257,7 +258,7 @@ def _store_error(x: Inputs, y: Any, index: Any) -> str:
 
 
 def _length_error(x: Inputs, y: Tensor) -> str:
-    """Returns a sentence if inputs and labels do not have one row per example, or ""."""
+    """Returns a sentence if the numbers of inputs and labels differ, or "" if they agree."""
     first_part = first_leaf(x)
     if first_part.dim() and y.dim() and len(first_part) == len(y):
         return ""
@@ -276,7 +277,7 @@ def _check_column(name: str, values: Any, number: int) -> NDArray[Any]:
 
 
 def split_into_batches(rows: Tensor, batch_size: int, *, at_least_two: bool = False) -> list[Tensor]:
-    """Splits rows into batches of `batch_size`; the last may be smaller.
+    """Splits row numbers into batches of `batch_size`; the last batch may be smaller.
 
     With `at_least_two` a last batch of one example joins the one before it, because BatchNorm in training cannot take the
     variance of a single value.

@@ -1,4 +1,4 @@
-"""Finds NaN and infinite values in inputs, targets and states before they are used.
+"""Finds NaN and infinite values in inputs, targets and weights before they are used.
 
 Training on one gives weights of NaN, and a prediction from one is whatever class comes first; neither shows the cause.
 """
@@ -25,7 +25,8 @@ _FINITE_EXAMPLES: WeakValueDictionary[tuple[int, ...], Examples] = WeakValueDict
 
 @torch.no_grad()
 def check_examples_finite(examples: Examples, name: str) -> None:
-    """Checks that inputs and targets of examples are finite; other rows of their store do not matter.
+    """Checks that the inputs and targets of these examples have no NaN or infinite value; other rows of the stored
+    tensors are not checked.
 
     Args:
         examples: of any type; only floating-point numbers can be wrong. A stored value that `transform` turns into a number
@@ -54,7 +55,7 @@ def check_examples_finite(examples: Examples, name: str) -> None:
 
 
 def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_name: str = "column") -> None:
-    """Raises a `UserError` if a value in one of the blocks is NaN or infinite.
+    """Raises a `UserError` if a block of rows has a NaN or infinite value.
 
     Args:
         blocks: the number of the first row of each block, and its rows.
@@ -92,7 +93,8 @@ def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_nam
 
 
 def _transform_of_part(examples: Examples, part: str) -> Callable[[Tensor, Any], Tensor] | None:
-    """Returns a function that applies the examples' transform to stored rows of one part; None if they have no transform.
+    """Returns a function that applies the examples' transform to stored rows of one part of the inputs; None if the
+    examples have no transform.
 
     The function takes the part's rows and their positions in the store, since the transform needs the other parts too.
     """
@@ -113,7 +115,7 @@ def _transform_of_part(examples: Examples, part: str) -> Callable[[Tensor, Any],
 def _nonfinite_blocks(
     store: Tensor, index: Tensor | None, transform: Callable[[Tensor, Any], Tensor] | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields the blocks of rows with a value that is not finite, transformed as for the network."""
+    """Yields the blocks of rows that have a NaN or infinite value after the transform."""
     number = len(store) if index is None else len(index)
     step = max(1, _BLOCK // max(1, store[:1].numel()))
     for start in range(0, number, step):
@@ -133,7 +135,8 @@ def _cache_key(examples: Examples) -> tuple[int, ...] | None:
 
 
 def nonfinite_state_error(state: PyTree, path: str = "") -> str:
-    """Returns half a sentence about the first number of a state that is NaN or infinite, or "".
+    """Returns the place of the first NaN or infinite number in nested weights, as half a sentence, or "" if all are
+    finite.
 
     Args:
         state: of a client or of the server, as a checkpoint holds it.

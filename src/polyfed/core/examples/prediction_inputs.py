@@ -1,4 +1,4 @@
-"""Converts the inputs of a prediction to the form of a client's examples."""
+"""Converts inputs for a prediction to the form of a client's training examples."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from polyfed.core.examples.pytree import Inputs, first_leaf, named_leaves, tree_
 
 
 def convert_inputs_like(reference: Examples, x: Any, name: str) -> Examples:
-    """Converts inputs without labels to `Examples` with the structure, type and transform of other examples.
+    """Converts inputs without labels to `Examples` with the structure, types and transform of the examples `reference`.
 
     Args:
         reference: the examples whose form the inputs must have.

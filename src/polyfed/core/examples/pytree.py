@@ -1,4 +1,4 @@
-"""Handles inputs of any structure: a tensor, or nested tuples and dicts of tensors that have one row per example.
+"""Handles nested inputs: a tensor, or tuples and dicts of tensors that have one row per example.
 
 All code calls networks, and reads their outputs, by these rules:
 
@@ -24,7 +24,7 @@ Inputs = Tensor | tuple["Inputs", ...] | dict[str, "Inputs"]
 
 
 def call_arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and keyword arguments with which a network is called on the batch `x`.
+    """Returns the positional and keyword arguments with which a network is called on a batch of inputs.
 
     >>> call_arguments({"image": 1, "age": 2}), call_arguments((1, 2))
     (((), {'image': 1, 'age': 2}), ((1, 2), {}))
@@ -35,7 +35,7 @@ def call_arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call_network(network: Callable[..., Any], x: Any) -> Any:
-    """Calls a network on a batch of any structure, by the rules above, and returns its output.
+    """Calls a network on a batch of inputs, which may be nested, and returns its output.
 
     >>> call_network(lambda image, age: image + age, {"age": torch.ones(1), "image": torch.zeros(1)})
     tensor([1.])
@@ -47,7 +47,7 @@ def call_network(network: Callable[..., Any], x: Any) -> Any:
 
 
 def logits_or_output(output: Any) -> Any:
-    """Returns the logits in a network's output if it names them; else the whole output.
+    """Returns the logits in a network's output if the output is a mapping or object with logits; else the whole output.
 
     >>> logits_or_output({"logits": 1, "loss": 2}), logits_or_output((1, 2))
     (1, (1, 2))
@@ -62,7 +62,7 @@ def logits_or_output(output: Any) -> Any:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Returns the tensor of logits in a network's output, by the rules above.
+    """Returns the tensor of logits in a network's output, which may be a tensor, a mapping or an object.
 
     Raises:
         UserError: there is none.
@@ -82,7 +82,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def named_leaves(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of each part; the name of a single tensor is empty.
+    """Yields name and tensor of each part of nested inputs; the name is "" if the inputs are a single tensor.
 
     >>> [name for name, _ in named_leaves({"image": torch.zeros(1), "rest": (torch.zeros(1), torch.zeros(1))})]
     ['image', 'rest/0', 'rest/1']
@@ -95,7 +95,9 @@ def named_leaves(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
-    """Applies a function to each tensor, and to those at the same place in other structures, and returns the same structure.
+    """Applies a function to each tensor of nested inputs, and returns the results in the same structure.
+
+    Tensors at the same place in `other_trees` are further arguments of the function.
 
     >>> tree_map(lambda a, b: int(a + b), (torch.ones(1), {"x": torch.ones(1)}), (torch.ones(1), {"x": torch.zeros(1)}))
     (2, {'x': 1})
@@ -108,12 +110,12 @@ def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
 
 
 def first_leaf(x: Any) -> Tensor:
-    """Returns the first tensor of a structure, to read the number of rows and the device, which all its tensors share."""
+    """Returns the first tensor of nested inputs; all their tensors have the same number of rows and the same device."""
     return x if isinstance(x, Tensor) else next(named_leaves(x))[1]
 
 
 def concatenate_batches(batches: Sequence[Any]) -> Any:
-    """Concatenates batches of one structure along the axis of examples.
+    """Concatenates batches of inputs of the same structure along the axis of examples.
 
     >>> concatenate_batches([(torch.ones(1),), (torch.zeros(2),)])
     (tensor([1., 0., 0.]),)
@@ -121,10 +123,11 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
     return tree_map(lambda *parts: torch.cat(parts), *batches)
 
 
-def dense_tensor_error(tensor: Tensor) -> str:
-    """Returns why a tensor cannot be read row by row, and what to do, as half a sentence; "" if it can.
+def row_access_obstacle(tensor: Tensor) -> str:
+    """Returns why rows of a tensor cannot be read one by one (it is sparse, for example), and what to do, as half a
+    sentence; "" if they can.
 
-    >>> dense_tensor_error(torch.zeros(2).to_sparse())
+    >>> row_access_obstacle(torch.zeros(2).to_sparse())
     'a sparse tensor (torch.sparse_coo); give tensor.to_dense()'
     """
     if tensor.is_nested:
@@ -138,14 +141,14 @@ def dense_tensor_error(tensor: Tensor) -> str:
     return ""
 
 
-def as_inputs(x: Any, name: str = "inputs") -> Inputs:
-    """Converts tensors in tuples, lists and mappings to tuples and dicts, with keys in order.
+def check_and_convert_inputs(x: Any, name: str = "inputs") -> Inputs:
+    """Checks nested inputs, and converts lists to tuples and mappings to dicts with sorted keys.
 
     Raises:
         UserError: something else than tensors, no tensor at all, a key that is no text or has a "/", or parts that differ in
             length.
 
-    >>> as_inputs([torch.zeros(2), {"b": torch.zeros(2), "a": torch.zeros(2)}])
+    >>> check_and_convert_inputs([torch.zeros(2), {"b": torch.zeros(2), "a": torch.zeros(2)}])
     (tensor([0., 0.]), {'a': tensor([0., 0.]), 'b': tensor([0., 0.])})
     """
     inputs = _plain_structure(x, name)
@@ -183,7 +186,8 @@ def _plain_structure(x: Any, name: str) -> Inputs:
 @final
 @dataclass(frozen=True)
 class InputSpec:
-    """Describes structure, shapes (without the batch) and types of inputs, as a value that can be compared.
+    """Describes the structure, shapes (without the batch axis) and types of inputs, so that two descriptions can be
+    compared.
 
     Attributes: `shape` and `dtype` of a tensor; `parts`, the names and specs of the members of a tuple (`container` is
     "tuple") or of a dict ("dict").
@@ -206,7 +210,7 @@ class InputSpec:
         return ", ".join(f"{name}: ({form})" if form.container else f"{name}: {form}" for name, form in self.parts)
 
     def build_inputs(self, make_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Inputs:
-        """Builds inputs of this structure; `make_tensor` makes each part from its shape and type.
+        """Builds inputs of this structure; `make_tensor` makes each tensor from its shape and type.
 
         >>> input_spec_of((torch.zeros(3, 2),)).build_inputs(lambda shape, dtype: torch.ones(1, *shape, dtype=dtype))
         (tensor([[1., 1.]]),)
@@ -219,7 +223,7 @@ class InputSpec:
 
 
 def input_spec_of(x: Any) -> InputSpec:
-    """Returns the `InputSpec` of a batch; the order of a dict's keys does not matter."""
+    """Returns the `InputSpec` of a batch of inputs; the order of a dict's keys does not matter."""
     if isinstance(x, Tensor):
         return InputSpec(tuple(x.shape[1:]), x.dtype)
     if isinstance(x, dict):
@@ -228,7 +232,8 @@ def input_spec_of(x: Any) -> InputSpec:
 
 
 def flatten_inputs(x: Any, name: str = "x") -> dict[str, Tensor]:
-    """Returns the parts as named tensors, which can be sent and saved; `unflatten_inputs` is the inverse.
+    """Returns the tensors of nested inputs by name, so that they can be sent and saved; `unflatten_inputs` is the
+    inverse.
 
     >>> list(flatten_inputs(torch.zeros(1))), list(flatten_inputs({"a": torch.zeros(1), "b": (torch.zeros(1),)}))
     (['x'], ['x/a', 'x/b/0'])
@@ -237,7 +242,8 @@ def flatten_inputs(x: Any, name: str = "x") -> dict[str, Tensor]:
 
 
 def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, name: str = "x") -> Any:
-    """Rebuilds inputs with the structure of `input_spec` from the tensors of `flatten_inputs`, whatever their shapes.
+    """Rebuilds nested inputs from the named tensors that `flatten_inputs` returned; `input_spec` gives the structure,
+    and shapes are not checked.
 
     Raises:
         UserError: the parts are not those of `input_spec`.

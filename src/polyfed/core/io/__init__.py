@@ -1,1 +1,1 @@
-"""Reads and writes files safely: atomic writes, checked reads, and the code that users trust."""
+"""Reads and writes files safely: atomic writes, size limits, and imports only of code that the user trusts."""

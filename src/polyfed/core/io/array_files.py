@@ -1,4 +1,4 @@
-"""Reads arrays and tensors from files, after comparing the size that a header claims with that of the file."""
+"""Reads arrays and tensors from files, after checking that the size which the header claims is the file's."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 
 
 def read_safetensors(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
-    """Returns the tensors in a safetensors file.
+    """Returns the tensors in a safetensors file by name.
 
     Args:
         path: the file.
@@ -46,7 +46,7 @@ def read_safetensors(path: Path, max_bytes: int | None = None) -> dict[str, Tens
 
 
 def _check_safetensors_header(file: IO[bytes]) -> None:
-    """Checks that the size which the header claims is that of the file.
+    """Checks that the header of a safetensors file claims the file's actual size.
 
     Raises:
         ValueError: the sizes differ, or the header is damaged.
@@ -66,7 +66,7 @@ def _check_safetensors_header(file: IO[bytes]) -> None:
 
 
 def _check_npy_header(file: IO[bytes], size: int, name: str) -> None:
-    """Checks that the size which the header of an array claims is `size`, that of the file or archive member.
+    """Checks that the header of a NumPy array claims `size` bytes, the actual size of the file or archive member.
 
     Raises:
         ValueError: the sizes differ, or the file holds no array.
@@ -81,7 +81,7 @@ def _check_npy_header(file: IO[bytes], size: int, name: str) -> None:
 
 
 def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | None = None) -> dict[str, NDArray[Any]]:
-    """Returns the arrays in a NumPy archive by their names.
+    """Returns the arrays in a NumPy archive by name.
 
     Args:
         path: the archive.

@@ -1,4 +1,4 @@
-"""Reads and writes all files of polyfed, safe from crashes, symbolic links and hostile files.
+"""Reads and writes all files of polyfed so that crashes, symbolic links and hostile files do no harm.
 
 At any moment a file is the old one or the new one, and it is on the disk when the function returns. No symbolic link
 redirects a write: a run directory that somebody else made, or may write to, cannot make polyfed overwrite other files. Files
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 def create_private_folder(path: Path, *, parents: bool = False) -> Path:
-    """Creates a folder that only its owner can enter, and returns its path; an existing folder stays as it is.
+    """Creates a folder that only its owner can enter, and returns its path; an existing folder is left unchanged.
 
     Args:
         path: the folder.
@@ -57,7 +57,8 @@ def create_private_folder(path: Path, *, parents: bool = False) -> Path:
 
 @contextmanager
 def open_new_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing in place of what has this name; it is on the disk at the end of the block.
+    """Opens a new file for writing, in place of any file with this name; its content is flushed to the disk at the end
+    of the block.
 
     If writing fails, no file is left.
 
@@ -87,7 +88,7 @@ def open_new_file(path: Path, *, private: bool = True, sync: bool = True) -> Ite
 
 @contextmanager
 def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a file for writing that takes this name only when all is written; until then the old file stays.
+    """Opens a temporary file for writing, which replaces the file `path` only when the block ends without an error.
 
     A link of this name is replaced, not followed. Arguments and errors are those of `open_new_file`.
     """
@@ -97,11 +98,11 @@ def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> 
     with _file_named_in_errors(path):
         partial.rename(path)
         if sync:
-            sync_folder(path.parent)
+            flush_folder_to_disk(path.parent)
 
 
 def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Writes a file so that at any moment it is the old one or the new one, and flushes it to the disk.
+    """Writes a file and flushes it to the disk; after a crash, the file has either its old or its new content.
 
     Args:
         path: the file; a link of this name is replaced, not followed.
@@ -145,11 +146,11 @@ def append_line(path: Path, line: str) -> None:
                     file.truncate(size)
                 raise
         if new:
-            sync_folder(path.parent)
+            flush_folder_to_disk(path.parent)
 
 
 def _end_of_last_line(file: IO[bytes]) -> int:
-    """Returns the position in bytes at which the last whole line of a file ends."""
+    """Returns the byte position just after the last complete line of a file."""
     end = file.seek(0, os.SEEK_END)
     while end:
         begin = max(0, end - _BLOCK)
@@ -161,7 +162,7 @@ def _end_of_last_line(file: IO[bytes]) -> int:
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """Opens an empty file for a lock.
+    """Opens an empty file, which the caller can lock.
 
     Raises:
         UserError: `path` is a pipe, at which opening would wait.
@@ -173,8 +174,8 @@ def open_lock_file(path: Path) -> IO[str]:
         return os.fdopen(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | _NO_LINK, PRIVATE_FILE_MODE), "a")
 
 
-def sync_files(paths: Sequence[Path]) -> None:
-    """Flushes these files to the disk, so that they survive a loss of power.
+def flush_files_to_disk(paths: Sequence[Path]) -> None:
+    """Flushes files to the disk, so that they survive a loss of power.
 
     For many files this is faster once all are written than after each.
     """
@@ -182,10 +183,10 @@ def sync_files(paths: Sequence[Path]) -> None:
         with _file_named_in_errors(path), open_file(path, UNLIMITED_BYTES) as file:
             os.fsync(file.fileno())
     for folder in {path.parent for path in paths}:
-        sync_folder(folder)
+        flush_folder_to_disk(folder)
 
 
-def sync_folder(folder: Path) -> None:
+def flush_folder_to_disk(folder: Path) -> None:
     """Flushes a folder to the disk, so that files created or renamed in it survive a loss of power."""
     with _file_named_in_errors(folder):
         descriptor = os.open(folder, os.O_RDONLY)
@@ -197,7 +198,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def add_resume_hint(next_step: str) -> Iterator[None]:
-    """Adds to a "no space left" error what to do: make room, then `next_step`.
+    """Adds advice to a "no space left" error that is raised in the block: make room, then `next_step`.
 
     >>> with add_resume_hint("`polyfed resume runs/a`"):
     ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
@@ -218,7 +219,7 @@ def add_resume_hint(next_step: str) -> Iterator[None]:
 
 @contextmanager
 def _file_named_in_errors(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of writing, which lack it."""
+    """Adds the file's name to errors of writing that are raised in the block."""
     try:
         yield
     except OSError as error:
@@ -231,7 +232,7 @@ def _file_named_in_errors(path: Path) -> Iterator[None]:
 
 
 def expand_user_path(path: str | Path, label: str = "the path") -> Path:
-    """Returns the path that a user gave, with "~" replaced by the home folder; a relative path stays relative.
+    """Returns a path that the user gave, with "~" replaced by the home folder; a relative path stays relative.
 
     Args:
         path: the user's text or path.
@@ -259,8 +260,8 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
         raise UserError(f"{label} {text!r} is below a home folder that is not known; write it out") from error
 
 
-def check_file(path: Path, max_bytes: int | None = None) -> Path:
-    """Checks that `path` is a regular file of at most `max_bytes`, and returns it, for libraries that open files by
+def check_regular_file(path: Path, max_bytes: int | None = None) -> Path:
+    """Checks that `path` is a regular file of at most `max_bytes`, and returns it, for libraries that open files
     themselves.
 
     Args:
@@ -276,7 +277,8 @@ def check_file(path: Path, max_bytes: int | None = None) -> Path:
 
 
 def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
-    """Opens a regular file for reading, and never waits: pipes and devices are refused; see `check_file`.
+    """Opens a regular file for reading; raises an error for pipes and devices, so that it never waits (see
+    `check_regular_file`).
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -307,7 +309,8 @@ def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
 
 
 def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
-    """Returns the content of a regular file of at most `max_bytes`; None is the size of this machine's memory.
+    """Returns the content of a regular file of at most `max_bytes`; with None, the limit is the size of this machine's
+    memory.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -323,7 +326,8 @@ def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_text_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES, errors: str = "strict") -> str:
-    r"""Returns the UTF-8 text of a file, with line ends as "\\n"; `errors` as in `bytes.decode`.
+    r"""Returns the UTF-8 text of a file, with line ends as "\\n"; `errors` has the meaning that it has in
+    `bytes.decode`.
 
     Raises:
         FileNotFoundError: there is no such file.

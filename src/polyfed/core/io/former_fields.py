@@ -1,4 +1,4 @@
-"""Reads fields of methods that files of earlier versions have under another name."""
+"""Renames fields of methods in files that earlier versions of polyfed wrote."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ PRESENT_NAMES = {"final": "averaged_over"}
 
 
 def rename_former_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns values of fields under their present names.
+    """Returns the values with former names of fields replaced by the present names.
 
     Args:
         values: field -> value, as a file holds them; a field may follow its section and a dot.

@@ -8,7 +8,8 @@ from polyfed.core.errors import UserError
 
 @final
 class FrozenMapping(Mapping[str, Any]):
-    """Maps text to hashable values, and cannot be changed; lists in it become tuples, mappings become this class.
+    """Maps strings to hashable values, and cannot be changed; lists among the values become tuples, mappings become
+    this class.
 
     Raises:
         UserError: a name is not text, or a value cannot be hashed.

@@ -1,4 +1,4 @@
-"""Formats numbers and short lists for people: shares in per cent, differences in points, names shortened."""
+"""Formats numbers, lists and names as text for people."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ NumberUnit = Literal["%", "", "count"]
 
 
 def format_number(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:
-    """Returns a number as text; a dash where it is None or not finite.
+    """Returns a number as text, with its unit; a dash if the number is None or not finite.
 
     >>> (format_number(0.1234, "%"), format_number(-0.05, "%", signed=True), format_number(12.0, "count"),
     ...  format_number(math.nan))
@@ -23,19 +23,20 @@ def format_number(value: float | None, unit: NumberUnit = "", signed: bool = Fal
     return text.replace("-", "−") + (" %" if unit == "%" else "")
 
 
-def format_bare_number(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:
-    """Returns what `format_number` does, without the sign for per cent.
+def format_without_percent_sign(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:
+    """Returns a number as `format_number` does, but without the per cent sign.
 
-    >>> format_bare_number(0.1234, "%")
+    >>> format_without_percent_sign(0.1234, "%")
     '12.3'
     """
     return format_number(value, unit, signed).removesuffix(" %")
 
 
-def format_short(value: float) -> str:
-    """Returns a number with three significant digits, or whole with thin groups from 100 on; a dash for NaN.
+def format_three_digits(value: float) -> str:
+    """Returns a number as text with three significant digits; numbers from 100 on are rounded to whole numbers. NaN
+    becomes a dash.
 
-    >>> format_short(0.12345), format_short(12345.6), format_short(math.nan)
+    >>> format_three_digits(0.12345), format_three_digits(12345.6), format_three_digits(math.nan)
     ('0.123', '12 346', '–')
     """
     if math.isnan(value):
@@ -44,7 +45,7 @@ def format_short(value: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Returns a count, or a mean of counts with one decimal.
+    """Returns a count as text; a mean of counts that is not whole has one decimal.
 
     >>> format_count(3.0), format_count(3.25), format_count(-0.0)
     ('3', '3.2', '0')
@@ -54,7 +55,7 @@ def format_count(value: float) -> str:
 
 
 def count_with_noun(number: int, noun: str) -> str:
-    """Returns a number and what it counts.
+    """Returns a number followed by the noun in singular or plural.
 
     >>> count_with_noun(1, "client"), count_with_noun(3, "client")
     ('1 client', '3 clients')
@@ -63,7 +64,7 @@ def count_with_noun(number: int, noun: str) -> str:
 
 
 def join_with_and(values: Sequence[object]) -> str:
-    """Joins a few values.
+    """Joins values to one text, with commas and "and".
 
     >>> join_with_and([0, 1, 4])
     '0, 1 and 4'
@@ -72,10 +73,10 @@ def join_with_and(values: Sequence[object]) -> str:
     return f"{', '.join(leading)} and {last}" if leading else last
 
 
-def join_first(values: Sequence[object], limit: int) -> str:
-    """Joins the first `limit` values and counts the others.
+def join_first_and_count_rest(values: Sequence[object], limit: int) -> str:
+    """Joins the first `limit` values with commas, and adds how many more there are.
 
-    >>> join_first("abcde", 3), join_first("ab", 3)
+    >>> join_first_and_count_rest("abcde", 3), join_first_and_count_rest("ab", 3)
     ('a, b, c and 2 more', 'a, b')
     """
     more = f" and {len(values) - limit} more" if len(values) > limit else ""
@@ -83,7 +84,7 @@ def join_first(values: Sequence[object], limit: int) -> str:
 
 
 def shorten_name(name: str, max_length: int = 16) -> str:
-    """Returns a name of at most `max_length` letters, with its middle left out.
+    """Returns a name of at most `max_length` characters; a longer name loses its middle.
 
     >>> shorten_name("a-very-long-name-of-a-client", 9)
     'a-ve…ient'
@@ -98,5 +99,5 @@ def capitalize_first(text: str) -> str:
 
 
 def end_with_period(text: str) -> str:
-    """Returns the text with a period at its end, unless it ends a sentence already."""
+    """Returns the text with a period added at its end, unless it already ends a sentence."""
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,4 +1,4 @@
-"""Converts NumPy's numbers and arrays to Python's own, the only ones that torch, JSON and YAML take.
+"""Converts NumPy's numbers and arrays to Python numbers and lists, which torch, JSON and YAML accept.
 
 Settings and hyper-parameters often come from `numpy.arange` or `numpy.logspace`.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def numpy_to_python(value: Any) -> Any:
-    """Returns the value with NumPy's numbers and arrays in it as Python's numbers and lists.
+    """Returns a nested value with all NumPy numbers and arrays in it converted to Python numbers and lists.
 
     Lists, tuples and dicts are converted recursively; anything else is returned unchanged.
 
@@ -26,6 +26,8 @@ def numpy_to_python(value: Any) -> Any:
 
 
 def convert_numpy_fields(instance: Any) -> None:
-    """Replaces NumPy's numbers and arrays in the fields of a frozen dataclass by Python's, for its `__post_init__`."""
+    """Converts NumPy numbers and arrays in the fields of a frozen dataclass to Python's, in place; called by
+    `__post_init__`.
+    """
     for field in dataclasses.fields(instance):
         object.__setattr__(instance, field.name, numpy_to_python(getattr(instance, field.name)))

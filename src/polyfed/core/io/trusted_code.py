@@ -1,4 +1,4 @@
-"""Imports code by a name, only if the caller of this process trusts that name.
+"""Imports code by name, only if the user of this process trusts that name.
 
 Whoever writes a name such as `my_nets:make`, the path of a Python file, or the address of a cluster that may run code here,
 decides what this process executes. So a name is refused, unless the caller of this process trusted it: with a name typed on
@@ -25,39 +25,41 @@ _trusted: frozenset[str] = frozenset()  # of this process, which passes it to th
 
 
 def trust_code(*names: str) -> None:
-    """Allows this process to execute the code behind these names; without names, any code that a file names.
+    """Allows this process to execute the code with these names; called without names, any code that a file names.
 
     Args:
         names: `module:factory`, paths of Python files, or addresses of Ray clusters.
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
-    ...     is_trusted("torch.nn:Identity"), is_trusted("torch.nn:Linear")
+    ...     is_code_trusted("torch.nn:Identity"), is_code_trusted("torch.nn:Linear")
     (True, False)
     """
     global _trusted
     _trusted |= frozenset(names) or {ANY_NAME}
 
 
-def is_trusted(name: str) -> bool:
-    """Returns whether the caller of this process trusts this name."""
+def is_code_trusted(name: str) -> bool:
+    """Returns whether this process may execute the code with this name."""
     return name in _trusted or ANY_NAME in _trusted
 
 
 def trusted_names() -> tuple[str, ...]:
-    """Returns the trusted names, for the workers that this process starts."""
+    """Returns the names of the code that this process trusts, to pass them to worker processes."""
     return tuple(sorted(_trusted))
 
 
 def inherit_trust(names: Iterable[str]) -> None:
-    """Trusts, in a worker, the names of `trusted_names()` in the process that started it."""
+    """Makes a worker process trust the names of code that its parent process trusts (the parent's `trusted_names()`)."""
     global _trusted
     _trusted |= frozenset(names)
 
 
 @contextmanager
 def temporary_trust() -> Iterator[None]:
-    """Forgets at the end of the block the names that were trusted in it, for a process that runs several commands."""
+    """Restores at the end of the block the trusted names from its start, so that one command's trust does not reach the
+    next.
+    """
     global _trusted
     before = _trusted
     try:
@@ -67,7 +69,7 @@ def temporary_trust() -> Iterator[None]:
 
 
 def check_trusted(name: str, action: str) -> None:
-    """Checks that a name is trusted.
+    """Raises a `UserError` unless this process trusts the code with this name.
 
     Args:
         name: the name as the user or file writes it.
@@ -81,7 +83,7 @@ def check_trusted(name: str, action: str) -> None:
     polyfed.core.errors.UserError: a configuration asks to import 'my_nets:make' as a network, which executes code on this
     machine; if you trust who wrote it, give --trust-code (in Python: polyfed.trust_code('my_nets:make'))
     """
-    if not is_trusted(name):
+    if not is_code_trusted(name):
         raise UserError(
             f"a configuration asks to {action}, which executes code on this machine; if you trust who wrote it, give "
             f"--trust-code (in Python: polyfed.trust_code({name!r}))"
@@ -89,7 +91,7 @@ def check_trusted(name: str, action: str) -> None:
 
 
 def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
-    """Imports the function or class that `module:factory` names, if the name is trusted.
+    """Imports a function or class by its path `module:factory`, if this path is trusted.
 
     Modules are searched where Python searches, then in the current directory, which is appended to `sys.path` and stays
     there, so that worker processes find the same module.
@@ -149,7 +151,8 @@ def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
 
 
 def import_path_of(obj: Any) -> str | None:
-    """Returns the `module:name` by which this process imported an object, as a configuration stores it; None if it did not.
+    """Returns the `module:name` by which this process imported an object; None if the object was not imported by a
+    path.
 
     >>> with temporary_trust():
     ...     trust_code("torch.nn:Identity")
@@ -163,7 +166,7 @@ def import_path_of(obj: Any) -> str | None:
 
 
 def import_dataclass(path: str, base_class: type[T], label: str) -> type[T]:
-    """Imports the user's dataclass that `module:Name` names, if the name is trusted.
+    """Imports a user's dataclass by its path `module:Name`, if this path is trusted.
 
     Args:
         path: the name.
@@ -187,7 +190,9 @@ def import_dataclass(path: str, base_class: type[T], label: str) -> type[T]:
 
 
 def load_function(file: Path, name: str, purpose: str) -> Callable[[], Any]:
-    """Returns a function from a Python file, if the file is trusted; the file's code runs, and may import its neighbours.
+    """Executes a Python file, if the file is trusted, and returns the function `name` that it defines.
+
+    The file may import the modules beside it.
 
     Args:
         file: the Python file.

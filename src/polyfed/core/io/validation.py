@@ -34,7 +34,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text.
+    """Returns the value that a JSON text represents.
 
     Raises:
         ValueError: it is no JSON, nested too deeply, or has NaN or Infinity, which JSON does not have.
@@ -52,7 +52,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Returns the value of a YAML text, which may have no Python tags.
+    """Returns the value that a YAML text represents; Python tags are refused.
 
     Raises:
         ValueError: it is no YAML, nested too deeply, or too large; with line and column where they are known.
@@ -80,7 +80,7 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def _yaml_size_error(events: Iterable[Any]) -> str:
-    """Returns why a YAML text is too large with its aliases expanded, or "".
+    """Returns why a YAML text is too large once its aliases are expanded, or "" if it is not.
 
     The check goes by the parser's events, before any value is built: a few lines of merged aliases take hours to load.
     """
@@ -117,7 +117,7 @@ def _refuse_constant(text: str) -> float:
 
 
 def size_limit_error(value: Any) -> str:
-    """Returns why a value from a file is nested too deeply or has too many values, or "".
+    """Returns why a value from a file is nested too deeply or too large, or "" if it is within the limits.
 
     A YAML file of few bytes may stand for a mapping that contains itself, or for billions of values.
 
@@ -141,7 +141,7 @@ def size_limit_error(value: Any) -> str:
 
 
 def validation_error(value: Any, annotation: Any, path: str = "") -> str:
-    """Returns the first mismatch between a value and a type, as half a sentence, or "".
+    """Returns the first mismatch between a value and a type, as half a sentence, or "" if the value has the type.
 
     Args:
         value: read from a file, or given by a user.
@@ -181,7 +181,7 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str:
 
 
 def describe_annotation(annotation: Any) -> str:
-    """Describes a type in words.
+    """Returns a description in words of a type annotation.
 
     >>> describe_annotation(int | None), describe_annotation(list[int])
     ('a whole number or null', 'a list')
@@ -259,12 +259,12 @@ def _wrong_type_error(place: str, expected: str, value: Any) -> str:
 
 
 def _deepest_error(errors: Sequence[str]) -> str:
-    """Returns the message about the most deeply nested value, of one message per member of a union."""
+    """Returns the error about the most deeply nested value, given one error per type of a union."""
     return max(errors, key=lambda sentence: sentence.partition(" must be ")[0].count("."))
 
 
 def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
-    """Builds a dataclass from the fields in a file, after checking names, types and values.
+    """Builds a dataclass from a file's mapping of fields, after checking names, types and values.
 
     Args:
         cls: the dataclass.
@@ -296,18 +296,18 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
         filter(None, (validation_error(value, types[n], f"{label}.{n}") for n, value in values.items())), ""
     ):
         raise UserError(wrong)
-    return as_user_error(lambda: cls(**values), label)
+    return call_with_user_errors(lambda: cls(**values), label)
 
 
 @lru_cache
 def field_types(cls: Any) -> Mapping[str, Any]:
-    """Returns the declared types of a dataclass's fields, by their names."""
+    """Returns the declared type of each field of a dataclass, by the field's name."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def check_field_types(instance: Any, *fields: str) -> None:
-    """Checks that the fields of a dataclass have their declared types, for its `__post_init__`.
+    """Checks that fields of a dataclass have their declared types; called by `__post_init__`.
 
     A field of a type that `validation_error` does not know takes any value.
 
@@ -334,8 +334,8 @@ def check_field_types(instance: Any, *fields: str) -> None:
             raise UserError(f"{type(instance).__name__}: {wrong}")
 
 
-def as_user_error(action: Callable[[], T], label: str) -> T:
-    """Runs an action on values from a file, and turns its value errors into a `UserError` about the file.
+def call_with_user_errors(action: Callable[[], T], label: str) -> T:
+    """Calls a function on values from a file, and turns a value error that it raises into a `UserError` about the file.
 
     The values' types have been checked before. Other exceptions are programming errors, and pass.
 

@@ -1,1 +1,1 @@
-"""Adapts to this machine: memory and threads."""
+"""Adapts polyfed to this machine's memory and number of cores."""

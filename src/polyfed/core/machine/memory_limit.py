@@ -1,4 +1,4 @@
-"""Refuses networks that no machine could hold, before memory is allocated.
+"""Raises an error for networks that are too large for this machine, before their memory is allocated.
 
 A width of 10^9 in a configuration would make the system kill this process, or others. So one of polyfed's own networks is
 first built from tensors without values, whose sizes are added up.
@@ -25,7 +25,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 @cache
 def total_memory() -> int:
-    """Returns the bytes of memory that this machine, or the container around the process, has in total."""
+    """Returns the total memory in bytes of this machine, or of the container in which the process runs."""
     sizes = [2**50]  # if the system reports no size
     with suppress(AttributeError, ValueError, OSError):  # Windows has no such names
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -35,7 +35,7 @@ def total_memory() -> int:
 
 
 def check_fits_in_memory(name: str, size: int) -> None:
-    """Checks that this machine has `size` bytes of memory.
+    """Checks that `size` bytes fit into this machine's memory.
 
     Args:
         name: what takes the memory, for the error.
@@ -55,8 +55,8 @@ def check_fits_in_memory(name: str, size: int) -> None:
         )
 
 
-def build_within_memory(name: str, build: Callable[[], T]) -> T:
-    """Returns the result of `build`, if all its tensors fit into this machine's memory together.
+def build_if_memory_suffices(name: str, build: Callable[[], T]) -> T:
+    """Builds a network by calling `build`, if the memory of this machine suffices for all its tensors, and returns it.
 
     `build` is called twice, first with tensors that have sizes only.
 
@@ -67,7 +67,7 @@ def build_within_memory(name: str, build: Callable[[], T]) -> T:
     Raises:
         UserError: the tensors do not fit, or are more than `MAX_NETWORK_TENSORS`.
 
-    >>> build_within_memory("a network", lambda: torch.nn.Linear(10**6, 10**9))
+    >>> build_if_memory_suffices("a network", lambda: torch.nn.Linear(10**6, 10**9))
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a network would take more than 4 PB of memory, and this machine has ...
     """
@@ -84,7 +84,7 @@ def build_within_memory(name: str, build: Callable[[], T]) -> T:
 
 @final
 class _TensorSizeCounter(TorchFunctionMode):
-    """Creates tensors without values inside the block, and adds up the memory that they would take."""
+    """Creates tensors without values inside the block, and adds up the memory that real ones would take."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _TensorSizeCounter(TorchFunctionMode):
 
 
 def _format_bytes(size: int) -> str:
-    """Formats a number of bytes.
+    """Returns a number of bytes as text with a unit, such as "4 PB".
 
     >>> _format_bytes(8 * 10**9), _format_bytes(4 * 10**15), _format_bytes(10**30)
     ('8 GB', '4 PB', '10^30 bytes')

@@ -1,4 +1,4 @@
-"""Limits torch to one thread per item of work, so that results do not depend on the number of threads.
+"""Runs each piece of work on one thread, so that results do not depend on the number of threads.
 
 Clients compute with one thread each. On the server, while processes that run clients wait, each item is computed by one
 thread, and only which thread computes it varies: torch's own threads would divide an operation among them, which changes the
@@ -22,7 +22,7 @@ _ONE_FEDERATION = threading.RLock()
 
 
 def num_usable_cores() -> int:
-    """Returns the number of cores that this process may run on."""
+    """Returns the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -44,7 +44,7 @@ def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) ->
 
 @contextmanager
 def single_torch_thread() -> Iterator[None]:
-    """Limits torch to one thread inside the block, in this process as in each worker.
+    """Limits torch to one thread inside the block, as in each worker process.
 
     Sums in another order would give other results, and two busy processes with two threads each slow one another down
     tenfold. Federations in two Python threads of a process take turns: they would share cached modules and torch's random

@@ -1,4 +1,4 @@
-"""Applies a method's policy for buffers (BatchNorm's running statistics).
+"""Decides by a method's policy whether clients send, keep or recompute buffers (BatchNorm's running statistics).
 
 - `average`: clients send them with the weights, and the server averages them; whole numbers (counters) are rounded.
 - `local`: they stay with the client, as part of its private state.
@@ -29,28 +29,30 @@ BufferPolicy = Literal["average", "local", "recompute"]
 
 
 class HasBufferPolicy(Protocol):
-    """Describes the two members of a method that decide which buffers a client sends."""
+    """Describes a method by the two members that decide which buffers a client sends."""
 
     @property
     def buffers(self) -> BufferPolicy:
-        """Returns the buffer policy."""
+        """Returns the method's policy for buffers: "average", "local" or "recompute"."""
         ...
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the names of the scalars in a reply that the server half uses."""
+        """Returns the names of the scalars in a client's reply that the server uses."""
         ...
 
 
-def shared_tensors(state: StateDict, buffer_names: Mapping[str, Tensor], policy: BufferPolicy) -> dict[str, Tensor]:
-    """Returns the tensors of a state dict that are sent under `policy`: the parameters, and under "average" the buffers."""
+def tensors_to_send(state: StateDict, buffer_names: Mapping[str, Tensor], policy: BufferPolicy) -> dict[str, Tensor]:
+    """Returns the tensors of a client's state dict that it sends to the server: the parameters and, under the policy
+    "average", the buffers.
+    """
     return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffer_names}
 
 
 def load_client_model(
     client: Client, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
-    """Fills the client's cached module with the weights that the server sent.
+    """Loads the weights that the server sent, and the buffers by `policy`, into the client's cached module.
 
     Under "local" the buffers are the client's own; before its first round, those of the network as built.
     """
@@ -61,7 +63,7 @@ def load_client_model(
 def fill_client_model(
     net: CachedModule, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
-    """Fills the cached module `net` as `load_client_model` does, for a caller that already has it."""
+    """Loads the weights that the server sent, and the buffers by `policy`, into the cached module `net`."""
     local_buffers = net.buffers if policy == "recompute" or not client_state.get("buffers") else client_state["buffers"]
     fill_module(net.module, model, {} if policy == "average" else local_buffers)
     if policy != "average":
@@ -70,13 +72,14 @@ def fill_client_model(
 
 
 def extract_update(net: CachedModule, method: HasBufferPolicy) -> tuple[dict[str, Tensor], dict[str, StateDict]]:
-    """Returns copies of the tensors to send after training and, under "local", the client state that keeps the buffers.
+    """Returns, after training, copies of the tensors that a client sends and, under the policy "local", the client
+    state with its buffers.
 
     Buffers of whole numbers are returned as the client received them, unless the method needs the number of examples.
     """
     state, policy = trainable_state(net.module), method.buffers
     local_buffers = {name: state[name] for name in net.buffers} if policy == "local" else {}
-    tensors = shared_tensors(state, net.buffers, policy)
+    tensors = tensors_to_send(state, net.buffers, policy)
     if "num_examples" not in method.scalars_needed:
         tensors |= {name: buffer.clone() for name, buffer in net.counters.items()}
     return tensors, ({"buffers": local_buffers} if local_buffers else {})
@@ -85,7 +88,7 @@ def extract_update(net: CachedModule, method: HasBufferPolicy) -> tuple[dict[str
 def prepare_for_eval(
     net: CachedModule, client: Client, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Returns the filled module, ready to be evaluated.
+    """Returns the network with the buffers that its evaluation needs, recomputed if the policy demands it.
 
     Under "recompute" the BatchNorm statistics are computed from the client's training data; under "local" only for a client
     that has no buffers of its own because it has not taken part in a round.
@@ -98,7 +101,7 @@ def prepare_for_eval(
 def load_model_for_eval(
     client: Client, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Fills the client's cached module with `model`, and returns it ready to be evaluated.
+    """Loads the weights `model` into the client's cached module, and returns the module ready to be evaluated.
 
     See `load_client_model` and `prepare_for_eval`.
     """
@@ -106,7 +109,8 @@ def load_model_for_eval(
 
 
 def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
-    """Sets the running mean and variance of every normalisation layer to those of its inputs over all `examples`, in place.
+    """Sets the running mean and variance of each normalisation layer to the statistics of the layer's inputs over all
+    examples.
 
     Inside the network each layer normalises by its batch, as in training. Batches are drawn in a fixed shuffled order, so
     that sorted data do not bias them. A network without running statistics is left alone.
@@ -134,7 +138,7 @@ def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size:
 
 @final
 class _InputMoments:
-    """Sums up the inputs of one normalisation layer and their squares, in float64 on the CPU."""
+    """Sums up a normalisation layer's inputs and their squares, in float64 on the CPU."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -154,7 +158,7 @@ class _InputMoments:
             self.squares = self.squares + x.square().sum(1)
 
     def write_statistics(self, norm: _NormBase) -> None:
-        """Writes mean and unbiased variance into the layer.
+        """Writes the mean and unbiased variance of the inputs seen so far into the layer.
 
         A layer that saw no input, or a single value a channel, which has no variance, keeps its statistics.
         """

@@ -1,4 +1,4 @@
-"""Keeps the module paths of polyfed's layer classes in fingerprints when a file moves.
+"""Keeps fingerprints of architectures the same when a file with one of polyfed's layer classes moves.
 
 An architecture's fingerprint contains the path and name of each layer's class, and initial weights derive from the
 fingerprint. So a class keeps the path at which runs first used it, wherever it is defined today.
@@ -33,15 +33,16 @@ _PATHS = {
 _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split()}
 
 
-def stable_path(kind: type[nn.Module]) -> str:
-    """Returns the module path that stands for a layer class in fingerprints.
+def module_path_in_fingerprint(layer_class: type[nn.Module]) -> str:
+    """Returns the module path that an architecture's fingerprint contains for a layer class, even if its file has
+    moved.
 
     A class of polyfed that is not in the table has the path "polyfed"; any other class has the path of its module.
 
 
-    >>> stable_path(nn.Linear)
+    >>> module_path_in_fingerprint(nn.Linear)
     'torch.nn.modules.linear'
     """
-    if kind.__module__.partition(".")[0] != "polyfed":
-        return kind.__module__
-    return _PATH_OF.get(kind.__qualname__, "polyfed")
+    if layer_class.__module__.partition(".")[0] != "polyfed":
+        return layer_class.__module__
+    return _PATH_OF.get(layer_class.__qualname__, "polyfed")

@@ -1,4 +1,4 @@
-"""Copies networks that keep computed tensors, which `copy.deepcopy` refuses."""
+"""Copies networks that hold tensors with an autograd history, which `copy.deepcopy` refuses."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ Net = TypeVar("Net", bound=nn.Module)
 
 
 def deep_copy(module: Net) -> Net:
-    """Returns a deep copy of a network.
+    """Returns a deep copy of a network, even if the network holds tensors with an autograd history.
 
     Tensors that it computed and keeps in attributes, as `torch.nn.utils.weight_norm` and hooks do, are copied detached:
     torch refuses to copy them with their autograd history.
@@ -28,7 +28,7 @@ def deep_copy(module: Net) -> Net:
 
 
 def _computed_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors with an autograd history in nested lists, tuples and mappings."""
+    """Yields the tensors that have an autograd history, from nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield from () if value.is_leaf else (value,)
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Records gradients whatever torch's gradient mode at the caller."""
+"""Enables gradients even inside the caller's `torch.no_grad` or `torch.inference_mode`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def grad_enabled() -> Iterator[None]:
-    """Records gradients inside the block, also if the caller has switched them off (`torch.no_grad`,
+    """Enables gradients inside the block, even if the caller has disabled them (`torch.no_grad`,
     `torch.inference_mode`).
 
     Tensors created in the block can be trained later. After it the caller's mode holds again. Do not yield from a generator

@@ -1,4 +1,6 @@
-"""Chooses the memory format of images: channels-last where a network takes it, because it trains faster (see benchmarks)."""
+"""Chooses the memory format of images: channels-last for networks that support it, because they train faster (see
+benchmarks).
+"""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +18,7 @@ _ONEDNN_BLOCK = 16
 
 
 def to_preferred_memory_format(module: nn.Module, x: Any) -> Any:
-    """Returns a batch in the memory format in which `module` works faster.
+    """Returns a batch of inputs in the memory format in which a network computes faster.
 
     At the first batch of a module with 2-d convolutions the format is tried out, and the module is converted to it. Networks
     that reshape by `x.view` after a convolution cannot take channels-last activations; they keep the default. So do, except
@@ -47,7 +49,9 @@ def _channels_last(part: Tensor) -> Tensor:
 
 
 def _gradient_overflows(part: nn.Module) -> bool:
-    """Returns whether oneDNN writes outside its memory when it computes this layer's weight gradient in channels-last."""
+    """Returns whether oneDNN would write outside its memory when it computes this layer's weight gradient in
+    channels-last.
+    """
     return (
         isinstance(part, nn.Conv2d)
         and set(part.kernel_size) == {1}
@@ -57,7 +61,7 @@ def _gradient_overflows(part: nn.Module) -> bool:
 
 
 def _takes_channels_last(module: nn.Module, x: Any) -> bool:
-    """Returns whether a forward and backward pass of two examples works in channels-last."""
+    """Returns whether a forward and backward pass on two examples works in channels-last."""
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return False
     with temporary_rng_seed(0, first_leaf(x).device), torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Caches one module per architecture and process, which is filled with a client's weights before each use.
+"""Caches one module per architecture and process; each use loads a client's weights into it.
 
 Parameters that a network does not train (`requires_grad=False` when it is built) are part of its architecture, as its layers
 are: every client builds them itself, with seed 0, whatever the run's seed. So clients neither send nor keep them, and a
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
 from polyfed.core.errors import UserError
-from polyfed.core.nn.class_paths import stable_path
+from polyfed.core.nn.class_paths import module_path_in_fingerprint
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.tied_weights import (
     check_no_shared_memory,
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 @final
 class FactoryCache(Generic[Arguments, Result]):
-    """Remembers the results of a function of a factory; a factory that cannot be hashed is passed to the function each time.
+    """Caches the results of a function of a network's factory; a factory that cannot be hashed is not cached.
 
     Args:
         function: its first argument is the factory; the others can be hashed.
@@ -58,7 +58,7 @@ class FactoryCache(Generic[Arguments, Result]):
         self.cache_clear = self._cached.cache_clear
 
     def __call__(self, factory: Architecture, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Returns the result for this factory."""
+        """Returns the function's result for this factory and these arguments."""
         function: Callable[..., Result] = self._cached if isinstance(factory, Hashable) else self._function
         return function(factory, *args, **kwargs)
 
@@ -66,7 +66,7 @@ class FactoryCache(Generic[Arguments, Result]):
 @final
 @dataclass(frozen=True)
 class _PartSnapshot:
-    """Holds one submodule's state from when the network was built; nothing in it refers to a module."""
+    """Records the state that one submodule had when the network was built; holds no reference to a module."""
 
     parameters: Mapping[str, nn.Parameter | None]
     buffers: Mapping[str, Tensor | None]
@@ -77,7 +77,7 @@ class _PartSnapshot:
 
     @classmethod
     def take(cls, module: nn.Module) -> "_PartSnapshot":
-        """Records the present state of a module."""
+        """Returns a snapshot of a submodule's present state."""
         attributes = module.__dict__
         tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
         hooks = {name: frozenset(attributes[name]) for name in attributes if name.startswith("_") and "_hooks" in name}
@@ -90,7 +90,7 @@ class _PartSnapshot:
         )  # fmt: skip
 
     def restore(self, module: nn.Module) -> None:
-        """Puts the same tensor objects and plain attributes back into `module`.
+        """Puts the recorded tensors (the same objects) and attributes back into a submodule.
 
         Removes attributes and hooks that were added since, and the contents of lists and mappings that were empty.
         """
@@ -112,7 +112,7 @@ class _PartSnapshot:
 @final
 @dataclass(frozen=True)
 class _PristineState:
-    """Holds what a client or a method may change in a module besides weights and persistent buffers, as built.
+    """Holds the state of a newly built network, except weights and persistent buffers, to undo a client's changes.
 
     These are the tensor objects of its submodules, the values of non-persistent buffers, which parameters are trained, plain
     attributes (numbers, strings) such as counters, and hooks.
@@ -125,7 +125,7 @@ class _PristineState:
     versions: tuple[int, ...]  # of the frozen parameters; torch increments them at each change
 
     def restore(self, module: nn.Module) -> None:
-        """Restores the module's state as built.
+        """Resets a module to the state in which it was built.
 
         Raises:
             UserError: the network changed a frozen parameter, or added or removed a layer, itself.
@@ -158,7 +158,7 @@ _PRISTINE_STATES: WeakKeyDictionary[nn.Module, _PristineState] = WeakKeyDictiona
 @final
 @dataclass(frozen=True)
 class CachedModule:
-    """Holds a module to fill and use, its persistent buffers as built, and a short hash of its architecture.
+    """Holds a module to be filled with weights, its persistent buffers as built, and a hash of its architecture.
 
     Two factories have the same `architecture` if their modules have the same class, print alike, have the same plain
     attributes, state dicts with the same names, shapes and types, the same tied names, and the same frozen parameters with
@@ -176,20 +176,19 @@ class CachedModule:
     counters: Mapping[str, Tensor] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Undoes what the last client may have changed in the module besides weights and persistent buffers."""
+        """Undoes the changes that the last client made in the module, except those to weights and persistent buffers."""
         _PRISTINE_STATES[self.module].restore(self.module)
 
 
 @grad_enabled()  # a module that was built and cached in the caller's inference mode could never be trained
 def cached_module(factory: Architecture, device: torch.device | None = None) -> CachedModule:
-    """Returns the cached module of an architecture on `device` (default: CPU), reset to its state as built.
+    """Returns the cached module of an architecture on `device` (default: CPU), in the state in which it was built.
 
     Its weights and persistent buffers are arbitrary: the caller fills it first, and does not keep it. Attributes that a
     network sets only when it runs are removed.
 
     Raises:
         UserError: the factory fails, or does not return an `nn.Module` whose parameters are initialised.
-
 
     >>> cached_module(lambda: nn.Linear(2, 3)).architecture == cached_module(lambda: nn.Linear(2, 3)).architecture
     True
@@ -220,14 +219,13 @@ def _build(factory: Architecture, device: torch.device) -> CachedModule:
 
 
 def _frozen_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that are not trained, under all their names in the state dict."""
+    """Returns the parameters with `requires_grad=False`, under all their names in the state dict."""
     named = module.named_parameters(remove_duplicate=False)
     return {name: parameter for name, parameter in named if not parameter.requires_grad}
 
 
 def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Returns the parameters that were frozen when the module was built, under all their names.
-
+    """Returns the parameters that had `requires_grad=False` when the module was built, under all their names.
 
     >>> list(frozen_parameters(nn.Linear(2, 3).requires_grad_(False)))
     ['weight', 'bias']
@@ -237,7 +235,6 @@ def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Returns a short hash of the tensors' names, types, shapes and values; "" for no tensors.
-
 
     >>> hash_tensors({}), hash_tensors({"w": torch.zeros(2)}) == hash_tensors({"w": torch.zeros(2)})
     ('', True)
@@ -249,11 +246,10 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return content.hexdigest() if tensors else ""
 
 
-def differ_only_in_frozen(first: str, second: str) -> bool:
-    """Returns whether two architecture hashes (`CachedModule.architecture`) differ only in the values of frozen parameters.
+def differ_only_in_frozen_values(first: str, second: str) -> bool:
+    """Returns whether two architectures, given by their hashes, differ only in the values of frozen parameters.
 
-
-    >>> differ_only_in_frozen("4e0c-11", "4e0c-22"), differ_only_in_frozen("4e0c-11", "77aa-11")
+    >>> differ_only_in_frozen_values("4e0c-11", "4e0c-22"), differ_only_in_frozen_values("4e0c-11", "77aa-11")
     (True, False)
     """
     return first != second and first.partition("-")[0] == second.partition("-")[0]
@@ -262,7 +258,12 @@ def differ_only_in_frozen(first: str, second: str) -> bool:
 def _compute_architecture_hash(module: nn.Module, *, ties: bool = True) -> str:
     form = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict().items()]
     parts = [
-        (name, stable_path(type(part)), type(part).__qualname__, sorted(_plain_attributes(part).items(), key=repr))
+        (
+            name,
+            module_path_in_fingerprint(type(part)),
+            type(part).__qualname__,
+            sorted(_plain_attributes(part).items(), key=repr),
+        )
         for name, part in module.named_modules()
     ]
     functions = [
@@ -283,8 +284,7 @@ _ARCHITECTURE_HASHES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def architecture_hash(module: nn.Module) -> str:
-    """Returns the hash of a module's architecture, as in `CachedModule.architecture`; computed once per module.
-
+    """Returns a hash of a network's layers, shapes and frozen weights; computed once per module.
 
     >>> architecture_hash(nn.Linear(2, 3)) == cached_module(lambda: nn.Linear(2, 3)).architecture
     True
@@ -295,7 +295,7 @@ def architecture_hash(module: nn.Module) -> str:
 
 
 def legacy_architecture_hash(module: nn.Module) -> str:
-    """Returns the hash that former versions computed, which ignores tied weights."""
+    """Returns the architecture hash that earlier versions of polyfed computed, which ignores tied weights."""
     return _compute_architecture_hash(module, ties=False)
 
 
@@ -307,8 +307,7 @@ _cached = FactoryCache(_build, _CACHE_SIZE)
 
 
 def reset_for_eval(module: nn.Module) -> nn.Module:
-    """Puts a module into evaluation mode and undoes all that training changed besides weights and persistent buffers, in
-    place.
+    """Puts a network into evaluation mode and resets its state as built, except weights and persistent buffers.
 
     So the network that is evaluated, or whose representations are compared, is bit for bit the one that its state dict
     rebuilds.
@@ -320,7 +319,7 @@ def reset_for_eval(module: nn.Module) -> nn.Module:
 
 @grad_enabled()
 def build_module(factory: Architecture, seed: int) -> nn.Module:
-    """Builds a fresh module whose random initialisation depends on `seed` alone.
+    """Builds a new network whose random initial weights depend on `seed` alone.
 
     Raises:
         UserError: as for `cached_module`.
@@ -347,11 +346,9 @@ def build_module(factory: Architecture, seed: int) -> nn.Module:
 
 
 def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
-    """Returns the trained weights and the buffers from which every client of this architecture starts in the run with
-    `seed`.
+    """Returns the initial weights and buffers with which every client of this architecture starts a run with this seed.
 
     They are drawn once per architecture, so that a client that trains alone and one that federates begin at the same point.
-
 
     >>> a, b = (initial_state(lambda: nn.Linear(2, 3), seed=5) for _ in range(2))
     >>> torch.equal(a["weight"], b["weight"])
@@ -363,13 +360,13 @@ def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
 
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of all trained weights and buffers of a network, on the CPU, which a client keeps or sends."""
+    """Returns CPU copies of a network's trained weights and buffers, which a client keeps or sends."""
     frozen = frozen_parameters(module)
     return {n: tensor.detach().to("cpu", copy=True) for n, tensor in unique_tensors(module).items() if n not in frozen}
 
 
 def fill_module(module: nn.Module, *state_dicts: StateDict) -> nn.Module:
-    """Copies tensors into a module's parameters and buffers, in place.
+    """Copies the tensors of state dicts into a network's parameters and buffers, in place.
 
     Together the state dicts must name every tensor that is not frozen, by one of its names or several. A module that is not
     from the cache takes frozen ones too, if all of them are named: those of a file with a whole network.

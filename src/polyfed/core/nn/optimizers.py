@@ -1,4 +1,4 @@
-"""Provides SGD, Adam and AdamW by torch's own update functions, bit for bit, and any other class of `torch.optim` by its
+"""Provides SGD, Adam and AdamW with results equal to torch's bit for bit, and any other optimiser of `torch.optim` by
 name.
 
 The classes of `torch.optim` import torch's compiler (`torch._dynamo`, and sympy with it) when the first one is made, which
@@ -27,20 +27,24 @@ _UNSUPPORTED_CLASSES = {
 @final
 @dataclass(eq=False)
 class ParameterGroup:
-    """Holds parameters with one learning rate, and the optimiser's state of each: momentum, or Adam's two moments."""
+    """Holds parameters that share a learning rate, and the optimiser's state of each parameter: momentum, or Adam's two
+    moments.
+    """
 
     parameters: list[nn.Parameter]
     lr: float
     state: dict[nn.Parameter, list[Tensor | None]] = field(default_factory=dict)
 
 
-class Optimiser(Protocol):
-    """Describes the optimisers that local training takes; the learning rates of `groups` may change between steps."""
+class Optimizer(Protocol):
+    """Describes the interface of optimisers for local training; learning rates in `groups` may be changed between
+    steps.
+    """
 
     groups: list[ParameterGroup]
 
     def zero_grad(self) -> None:
-        """Clears the gradients."""
+        """Clears the gradients of all parameters."""
 
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
@@ -49,7 +53,7 @@ class Optimiser(Protocol):
 @final
 @dataclass(eq=False)
 class SGD:
-    """Steps by stochastic gradient descent, as `torch.optim.SGD`.
+    """Updates parameters by stochastic gradient descent, as `torch.optim.SGD` does.
 
 
     >>> weight = nn.Parameter(torch.tensor([1.0]))
@@ -65,7 +69,7 @@ class SGD:
     weight_decay: float = 0.0
 
     def zero_grad(self) -> None:
-        """Clears the gradients."""
+        """Clears the gradients of all parameters."""
         _clear_gradients(self.groups)
 
     @torch.no_grad()
@@ -86,7 +90,7 @@ class SGD:
 @final
 @dataclass(eq=False)
 class Adam:
-    """Steps by Adam, as `torch.optim.Adam` (Kingma and Ba 2015, β = 0.9 and 0.999, ε = 1e-8).
+    """Updates parameters by Adam, as `torch.optim.Adam` does (Kingma and Ba 2015, β = 0.9 and 0.999, ε = 1e-8).
 
     `decoupled` makes it AdamW, in which weight decay shrinks weights by 1 − lr·decay before the step (Loshchilov and Hutter
     2019).
@@ -104,7 +108,7 @@ class Adam:
     decoupled: bool = False
 
     def zero_grad(self) -> None:
-        """Clears the gradients."""
+        """Clears the gradients of all parameters."""
         _clear_gradients(self.groups)
 
     @torch.no_grad()
@@ -138,8 +142,8 @@ class Adam:
 
 
 @final
-class TorchOptimiser:
-    """Steps by any optimiser of `torch.optim`, which keeps its own state.
+class TorchOptimizer:
+    """Updates parameters by any optimiser of `torch.optim`.
 
     Raises:
         UserError: the optimiser does not take the options.
@@ -156,7 +160,7 @@ class TorchOptimiser:
         self._its_groups, self._move, self.zero_grad = inner.param_groups, inner.step, inner.zero_grad
 
     def step(self) -> None:
-        """Moves every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         for group, its in zip(self.groups, self._its_groups, strict=True):
             its["lr"] = group.lr
         self._move()
@@ -174,7 +178,8 @@ def _torch_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def check_optimizer(name: str, weight_decay: float, options: Mapping[str, Any]) -> None:
-    """Checks that torch has an optimiser of this name, in upper or lower case, and that it takes these options.
+    """Checks that torch has an optimiser of this name (upper or lower case), and that the optimiser accepts these
+    options.
 
     Raises:
         UserError: torch has no such optimiser, or it does not take an option.
@@ -205,8 +210,9 @@ def build_optimizer(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     options: Mapping[str, Any] | None = None,
-) -> Optimiser:
-    """Builds the optimiser of a name: "sgd", "adam", "adamw", or any class of `torch.optim` that steps by dense gradients.
+) -> Optimizer:
+    """Builds the optimiser with a given name: "sgd", "adam", "adamw", or a class of `torch.optim` that uses dense
+    gradients.
 
     Args:
         groups: the parameters, with their learning rates.
@@ -219,7 +225,7 @@ def build_optimizer(
     if options or name.lower() not in ("sgd", "adam", "adamw"):
         kind = _torch_optimizer_class(name)
         decays = {"weight_decay": weight_decay} if "weight_decay" in inspect.signature(kind).parameters else {}
-        return TorchOptimiser(groups, kind, {**sgd_too, **decays, **(options or {})})
+        return TorchOptimizer(groups, kind, {**sgd_too, **decays, **(options or {})})
     if name.lower() == "sgd":
         return SGD(groups, momentum, nesterov, weight_decay)
     return Adam(groups, weight_decay, decoupled=name.lower() == "adamw")

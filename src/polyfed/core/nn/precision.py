@@ -1,4 +1,4 @@
-"""Sets the precision of local training: float32, or autocast to bfloat16 where the processor has it."""
+"""Sets the precision of local training: float32, or autocast to bfloat16 if the processor supports it."""
 
 import subprocess
 import sys
@@ -14,12 +14,12 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast_context(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Returns the context manager for a forward pass in this precision; weights stay float32."""
+    """Returns the context manager in which a forward pass has this precision; weights stay float32."""
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, torch.bfloat16)
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Checks that bfloat16 runs on this processor, before work is lost.
+    """Checks that this processor supports the precision, before a run starts.
 
     Some virtual machines report AMX but kill the process at its first instruction, so a child process tries it.
 

@@ -1,4 +1,4 @@
-"""Gives each tensor one name where a network has it under several: tied weights, and modules that it uses twice.
+"""Handles tied weights: gives a tensor that has several names in a network one name, its first.
 
 The name is the first in `state_dict()`, which for a parameter is that of `named_parameters()`. Under it the tensor is sent,
 kept, averaged, clipped, weighted and counted, once. Exported files of networks have all names, as torch's `load_state_dict`
@@ -16,7 +16,7 @@ from polyfed.core.state_dict import StateDict
 
 
 def first_name_by_name(module: nn.Module) -> dict[str, str]:
-    """Maps every name in `state_dict()` to the first name of its tensor, in the order of `state_dict()`.
+    """Maps every name in `state_dict()` to the first name of the same tensor, in the order of `state_dict()`.
 
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
@@ -30,18 +30,18 @@ def first_name_by_name(module: nn.Module) -> dict[str, str]:
 
 
 def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of `state_dict()` themselves, each under its first name, in the order of `state_dict()`."""
+    """Returns each tensor of `state_dict()` once, under its first name; the tensors are not copied."""
     first, state = dict[int, str](), module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
 
 
 def first_name_by_alias(module: nn.Module) -> dict[str, str]:
-    """Maps the second, third, ... name of a tensor to its first; empty for a network without tied tensors."""
+    """Maps each further name of a tied tensor to the tensor's first name; empty for a network without tied tensors."""
     return {name: first for name, first in first_name_by_name(module).items() if first != name}
 
 
 def all_names_by_first_name(module: nn.Module) -> dict[str, list[str]]:
-    """Maps the first name of each tensor of `state_dict()` to all its names, the first among them.
+    """Maps the first name of each tensor in `state_dict()` to all names of the tensor, including the first.
 
     A module that holds a client's network beside what a method trains with it has an attribute `client_network`, the prefix
     of that network; then the names that the tensors have in that network count too.
@@ -59,7 +59,8 @@ def all_names_by_first_name(module: nn.Module) -> dict[str, list[str]]:
 
 
 def rename_to_first_names(module: nn.Module, tensors: StateDict) -> dict[str, Tensor]:
-    """Renames each tensor of the network to its first name, whichever of its names `tensors` has; unknown names stay.
+    """Returns the tensors under their first names in the network, whichever of their names they had; names that the
+    network lacks are kept.
 
     Raises:
         ValueError: two names of one tensor have different values.
@@ -83,7 +84,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def retie_buffers(module: nn.Module, aliases: Mapping[str, str]) -> None:
-    """Makes buffers of several names one tensor again, as torch does not when it moves a module to another device.
+    """Ties buffers with several names again, because torch separates them when it moves a module to another device.
 
     Args:
         module: the moved network.
@@ -101,7 +102,7 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def check_no_shared_memory(module: nn.Module) -> None:
-    """Checks that no parameter shares memory with another tensor of the network, unless both are one parameter.
+    """Checks that no two different tensors of the network share memory, if one of them is a parameter.
 
     Each would be trained, averaged and counted by itself, while writing to one changes the other.
 
@@ -142,7 +143,7 @@ def check_no_shared_memory(module: nn.Module) -> None:
 def _pairs_with_common_range(
     members: list[tuple[str, Tensor]],
 ) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    """Yields pairs of tensors of one storage whose ranges in memory overlap."""
+    """Yields the pairs of tensors in one storage whose memory ranges overlap."""
     ordered = sorted(members, key=lambda member: member[1].data_ptr())
     for position, lower in enumerate(ordered):
         reach = sum((size - 1) * stride for size, stride in zip(lower[1].shape, lower[1].stride(), strict=True)) + 1
@@ -153,7 +154,7 @@ def _pairs_with_common_range(
 
 
 def _have_common_entry(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors of one storage have an entry in common."""
+    """Returns whether two tensors in one storage share at least one element."""
     if a.dtype != b.dtype:
         return True
     places = torch.arange(a.untyped_storage().nbytes() // a.element_size())

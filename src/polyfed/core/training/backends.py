@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
-from polyfed.core.nn.optimizers import Optimiser
+from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import build_early_stopping, build_loss, sampling_weights
@@ -41,7 +41,7 @@ class TrainingBackend(ABC):
         """The mean loss of a minibatch."""
 
     @abstractmethod
-    def iter_minibatches(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
+    def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """The minibatches of each step; those whose gradients are accumulated come as one."""
 
     @abstractmethod
@@ -94,7 +94,7 @@ class SingleClientBackend(TrainingBackend):
         client_loss, options = None if self._client is None else self._client.loss, self._options
         return build_loss(self._examples, task, client_loss, options.label_smoothing, options.class_weights)
 
-    def iter_minibatches(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
+    def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """Epoch by epoch, each in an order of its own, until patience ends."""
         options, data, number, steps_left = (
             self._options,
@@ -172,7 +172,7 @@ class CohortBackend(TrainingBackend):
         """The task's loss of each client, (k,)."""
         return self._networks.criterion(task, self._label_smoothing)
 
-    def iter_minibatches(self, optimizer: Optimiser) -> Iterator[Sequence[Sequence[Minibatch]]]:
+    def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
         """Those who have made all their steps are left out, so that neither gradient nor momentum moves them."""
         for batches, rows in self._batches:
             self._networks.keep_first_clients(len(rows), optimizer)

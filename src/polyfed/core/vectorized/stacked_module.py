@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.core.algorithm import Task
-from polyfed.core.nn.optimizers import Optimiser
+from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.seeds import DropoutRNG, get_rng_state, set_rng_state
 from polyfed.core.vectorized.cohort_batches import ValidRows
 from polyfed.core.vectorized.stacked_layers import STACKED_LAYERS, USES_BATCH_STATISTICS, max_pool_channels_last
@@ -150,7 +150,7 @@ class Stacked(nn.Module):
         buffer_names = {name for name, _ in self.module.named_buffers()}
         return ((name, tensor) for name, tensor in self._active_tensors.items() if name in buffer_names)
 
-    def keep_first_clients(self, num_clients: int, optimizer: Optimiser | None = None) -> None:
+    def keep_first_clients(self, num_clients: int, optimizer: Optimizer | None = None) -> None:
         """Goes on with the first `num_clients` only: the others have made all their steps, and nothing of them moves."""
         if num_clients == self.num_clients:
             return

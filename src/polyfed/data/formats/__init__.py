@@ -1,1 +1,1 @@
-"""Reads files: images, text, tables, data sets of the Hugging Face hub."""
+"""Reads file formats: images, text, IDX and Parquet files, and data sets of the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""Reads IDX files, and Parquet tables in the layout of the Hugging Face hub."""
+"""Reads IDX files, and Parquet tables in the folder layout of the Hugging Face hub."""
 
 import gzip
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_file, expand_user_path, open_file
+from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_regular_file, expand_user_path, open_file
 from polyfed.core.io.validation import parse_json
 from polyfed.core.machine.memory_limit import check_fits_in_memory
 
@@ -31,7 +31,7 @@ SPLIT_NAMES: Mapping[str, str] = {
 
 
 def resolve_existing_path(path: str, advice: str) -> Path:
-    """Returns the path of an existing file or folder.
+    """Returns the path of an existing file or folder, with "~" expanded.
 
     Raises:
         UserError: there is none; the message ends with `advice`.
@@ -43,7 +43,7 @@ def resolve_existing_path(path: str, advice: str) -> Path:
     resolved = expand_user_path(path, f"a path of the data ({advice})")
     if not resolved.exists():
         raise UserError(f"{path!r} {'leads nowhere' if resolved.is_symlink() else 'does not exist'}; {advice}")
-    return resolved if resolved.is_dir() else check_file(resolved, UNLIMITED_BYTES)
+    return resolved if resolved.is_dir() else check_regular_file(resolved, UNLIMITED_BYTES)
 
 
 def read_idx_file(file: Path) -> NDArray[np.uint8]:
@@ -69,15 +69,17 @@ def read_idx_file(file: Path) -> NDArray[np.uint8]:
 
 
 def find_idx_file(folder: Path, prefix: str, kind: str) -> Path | None:
-    """Finds `PREFIX-images-idx3-ubyte.gz` (or unpacked, or with a dot), or the same with labels and idx1; None if there is
-    none.
+    """Returns the path of an IDX file in a folder; None if there is none.
+
+    The name is `PREFIX-images-idx3-ubyte.gz`, or `PREFIX-labels-idx1-ubyte.gz`; also unpacked, or with a dot before
+    "idx".
     """
     pattern = re.compile(rf"{re.escape(prefix)}-{kind}[-.]idx\d-ubyte(\.gz)?")
     return next((file for file in sorted(folder.rglob("*ubyte*")) if pattern.fullmatch(file.name)), None)
 
 
 def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[str, Table]:
-    """Reads the tables of a Parquet file or folder by split: "train", "test", "validation".
+    """Reads a Parquet file or folder, and returns the table of each split: "train", "test", "validation".
 
     A folder has the hub's layout: `train-00000-of-00001.parquet` or `train/0000.parquet`, at any depth. A single file is the
     training split; a folder without Parquet files gives an empty dict.
@@ -93,7 +95,7 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
     import pyarrow.parquet
 
     def read(file: Path) -> Table:
-        check_file(file, UNLIMITED_BYTES)
+        check_regular_file(file, UNLIMITED_BYTES)
         if skipped_column is None:
             return pyarrow.parquet.read_table(file)
         names = [name for name in pyarrow.parquet.read_schema(file).names if name != skipped_column]
@@ -109,7 +111,7 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
 
 
 def find_parquet_files(path: Path) -> dict[str, list[Path]]:
-    """Finds the files of `read_parquet_splits`, by split.
+    """Returns the Parquet files in a folder by split: "train", "test", "validation".
 
     Raises:
         UserError: several configurations in one folder.
@@ -127,7 +129,7 @@ def find_parquet_files(path: Path) -> dict[str, list[Path]]:
 
 
 def find_column(table: Table, names: Iterable[str], role: str) -> str:
-    """Returns the first of `names` that the table has.
+    """Returns the first of several names that is a column of the table.
 
     Raises:
         UserError: it has none of them.
@@ -142,7 +144,7 @@ def find_column(table: Table, names: Iterable[str], role: str) -> str:
 
 
 def read_image_bytes(table: Table, name: str) -> list[bytes]:
-    """Returns the encoded images of a column that holds bytes, or the hub's structs of bytes and path.
+    """Returns the encoded images in a column of bytes, or of the hub's structs of bytes and path.
 
     Raises:
         UserError: a row holds no encoded image.
@@ -157,7 +159,7 @@ def read_image_bytes(table: Table, name: str) -> list[bytes]:
 
 
 def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
-    """Converts a column to a NumPy array; lists of equal length become a second dimension.
+    """Converts a table's column to a NumPy array; a column of lists of equal length becomes two-dimensional.
 
     Raises:
         UserError: empty cells, or lists of different lengths.
@@ -173,8 +175,10 @@ def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
     return np.stack([np.asarray(row) for row in cells])
 
 
-def scalar_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """Returns the columns of whole numbers and strings except `skipped`, any of which may identify users."""
+def integer_and_text_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
+    """Returns the table's columns of integers, truth values and strings, without those in `skipped`; one of them may
+    identify users.
+    """
     import pyarrow.types as kinds
 
     usable = (kinds.is_integer, kinds.is_string, kinds.is_large_string, kinds.is_boolean)
@@ -184,7 +188,7 @@ def scalar_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[An
 
 
 def hub_class_names(table: Table, name: str) -> tuple[str, ...] | None:
-    """Returns the class names that a Parquet file of the hub states for its label column; None if it does not."""
+    """Returns the class names that a Parquet file of the hub contains for its label column; None if it contains none."""
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return None

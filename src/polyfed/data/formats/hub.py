@@ -1,4 +1,4 @@
-"""Loads tables of published data sets from the Hugging Face hub, downloaded once into the hub's cache."""
+"""Loads published data sets from the Hugging Face hub, and keeps them in the hub's cache."""
 
 import os
 import socket
@@ -12,7 +12,8 @@ from polyfed.data.formats.files import SPLIT_NAMES, Table
 
 
 def load_hub_tables(repo: str, advice: str, revision: str | None = None) -> dict[str, Table]:
-    """Loads the tables of the data set `repo` by split ("train", "test", "validation"), with images still encoded.
+    """Loads a data set from the Hugging Face hub, and returns the table of each split ("train", "test", "validation"),
+    with images still encoded.
 
     Args:
         repo: owner/name on the hub.
@@ -59,7 +60,9 @@ def _offline_without_network() -> Iterator[None]:
 
 
 def _hub_name_resolves() -> bool:
-    """Returns whether DNS resolves the hub's name; behind a proxy, which resolves it, always True."""
+    """Returns whether the hub's host name can be resolved by DNS; always True behind a proxy, which resolves names
+    itself.
+    """
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     try:

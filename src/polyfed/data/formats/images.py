@@ -1,4 +1,4 @@
-"""Decodes images from bytes and files to one uint8 tensor, channels first."""
+"""Decodes images from bytes and files to one uint8 tensor with channels first."""
 
 import importlib
 import io
@@ -22,7 +22,7 @@ MAX_PIXELS = 178_956_970  # per image; PIL takes a larger one for a decompressio
 
 
 def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -> Tensor:
-    """Decodes images (PNG, JPEG, any format of PIL) to uint8, shape (num, channels, height, width).
+    """Decodes images (PNG, JPEG, any format of PIL) to a uint8 tensor of shape (num, channels, height, width).
 
     Args:
         blobs: one encoded image each.
@@ -52,7 +52,7 @@ def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -
 
 
 def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
-    """Reads image files, resized to `size` × `size`, as uint8 of shape (num, channels, size, size).
+    """Reads image files and resizes them to `size` × `size` pixels: uint8, shape (num, channels, size, size).
 
     Files are decoded in threads, since PIL releases the interpreter's lock while it decodes.
     """
@@ -66,7 +66,8 @@ def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
 
 
 def measure_normalisation(x: Tensor) -> Normalise:
-    """Returns the normalisation to mean 0 and standard deviation 1 per channel, measured on at most 10,000 images of `x`.
+    """Returns the normalisation that gives each channel mean 0 and standard deviation 1, measured on at most 10,000 of
+    the images.
 
     >>> measure_normalisation(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     Normalise(mean=(0.5,), std=(0.5,))
@@ -84,7 +85,7 @@ def measure_normalisation(x: Tensor) -> Normalise:
 
 
 def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np.uint8]:
-    """Decodes one image to uint8, shape (height, width, channels); `name` stands for it in errors.
+    """Decodes one image to a uint8 array of shape (height, width, channels); `name` denotes the image in errors.
 
     Raises:
         UserError: it cannot be decoded.
@@ -111,7 +112,8 @@ def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[
 
 
 def stack_images(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
-    """Stacks images of one size, each of shape (height, width, channels), to one tensor, channels first.
+    """Stacks images of one size, each of shape (height, width, channels), to a tensor of shape (num, channels, height,
+    width).
 
     Raises:
         UserError: there are none, or they differ in size.
@@ -132,7 +134,7 @@ def stack_images(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
 
 
 def _load_turbo_jpeg_decoder() -> Callable[[bytes, str], Any] | None:
-    """Returns the JPEG decoder of kornia (the extra `augment`), or None without it.
+    """Returns kornia's JPEG decoder; None if kornia (the extra `augment`) is not installed.
 
     It gives the same pixels as PIL's, six times as fast on small images.
     """
@@ -143,7 +145,8 @@ def _load_turbo_jpeg_decoder() -> Callable[[bytes, str], Any] | None:
 
 
 def _jpeg_pixel_count(blob: bytes) -> int:
-    r"""Returns the number of pixels in the header of a JPEG; 0 if it is none, or its header is unusual.
+    r"""Returns the number of pixels according to a JPEG's header; 0 if the bytes are not a JPEG, or the header is
+    unusual.
 
     >>> _jpeg_pixel_count(b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x02\x00\x03\x03")
     6

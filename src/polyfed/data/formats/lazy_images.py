@@ -23,7 +23,13 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Normalise
-from polyfed.core.io.atomic_files import UNLIMITED_BYTES, check_file, create_private_folder, open_atomic_file, read_file
+from polyfed.core.io.atomic_files import (
+    UNLIMITED_BYTES,
+    check_regular_file,
+    create_private_folder,
+    open_atomic_file,
+    read_file,
+)
 from polyfed.data.formats.files import read_image_bytes
 from polyfed.data.formats.images import Mode, decode_image, measure_normalisation, stack_images
 
@@ -32,7 +38,7 @@ _ROWS = 256  # images per batch of an Arrow file
 
 
 class EncodedImages(ABC):
-    """Gives access to encoded images by their row."""
+    """Gives access to the encoded bytes of images by row number."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -48,13 +54,13 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def describe_image(self, row: int) -> str:
-        """Returns the image's name in errors."""
+        """Returns a text that names an image in error messages."""
 
 
 @final
 @dataclass(frozen=True)
 class EncodedImageFiles(EncodedImages):
-    """Gives access to encoded images that lie in one file each."""
+    """Gives access to encoded images, each in a file of its own."""
 
     files: tuple[str, ...]
 
@@ -62,14 +68,14 @@ class EncodedImageFiles(EncodedImages):
         return len(self.files)
 
     def read_bytes(self, row: int) -> bytes:
-        """Returns the file's content."""
+        """Returns the content of the image's file."""
         try:
             return read_file(Path(self.files[row]))
         except OSError as error:
             raise UserError(f"cannot read the image {self.files[row]!r}: {error.strerror}") from error
 
     def describe_image(self, row: int) -> str:
-        """Returns the file's path."""
+        """Returns the path of the image's file."""
         return repr(self.files[row])
 
 
@@ -88,7 +94,7 @@ class EncodedArrowImages(EncodedImages):
         import pyarrow
 
         try:
-            with pyarrow.memory_map(str(check_file(Path(self.path), UNLIMITED_BYTES))) as mapped:
+            with pyarrow.memory_map(str(check_regular_file(Path(self.path), UNLIMITED_BYTES))) as mapped:
                 return pyarrow.ipc.open_file(mapped).read_all().column("image")
         except (OSError, KeyError, pyarrow.ArrowException) as error:
             raise UserError(f"{self.path!r} cannot be read as an Arrow file of images ({error}); delete it") from error
@@ -100,16 +106,16 @@ class EncodedArrowImages(EncodedImages):
         return len(self._column)
 
     def read_bytes(self, row: int) -> bytes:
-        """Returns the bytes in a row."""
+        """Returns the encoded bytes of one image."""
         return bytes(self._column[row].as_buffer())
 
     def describe_image(self, row: int) -> str:
-        """Returns row and path."""
+        """Returns the image's row and the file's path, for error messages."""
         return f"image {row} of {self.path!r}"
 
 
 def write_arrow_images(files: Sequence[Path], column: str, path: Path) -> None:
-    """Copies the encoded images of Parquet files to an Arrow file, batch by batch.
+    """Copies the encoded images of Parquet files to one Arrow file.
 
     Raises:
         UserError: a file cannot be read or has no such column, or a row holds no encoded image.
@@ -122,7 +128,7 @@ def write_arrow_images(files: Sequence[Path], column: str, path: Path) -> None:
     with open_atomic_file(path) as file, pyarrow.ipc.new_file(file, kind) as writer:
         for source in files:
             try:
-                with pyarrow.parquet.ParquetFile(check_file(source, UNLIMITED_BYTES)) as opened:
+                with pyarrow.parquet.ParquetFile(check_regular_file(source, UNLIMITED_BYTES)) as opened:
                     for batch in opened.iter_batches(_ROWS, columns=[column]):
                         encoded = read_image_bytes(pyarrow.table(batch), column)
                         part = pyarrow.array(encoded, pyarrow.large_binary())
@@ -134,7 +140,7 @@ def write_arrow_images(files: Sequence[Path], column: str, path: Path) -> None:
 @final
 @dataclass(frozen=True)
 class LazyImageDecoder:
-    """Reads, decodes, resizes and normalises the images of a batch, given their stored keys.
+    """Reads, decodes, resizes and normalises the images of a batch, given the images' keys (hashes of their bytes).
 
     Args:
         mode: "L" for one grey channel, "RGB" for three.
@@ -162,7 +168,7 @@ class LazyImageDecoder:
         return np.argsort(self.keys, kind="stable")
 
     def decode_pixels(self, x: Tensor) -> Tensor:
-        """Decodes the images with keys `x`, shape (batch, 1), to uint8, shape (batch, channels, size, size).
+        """Decodes the images with keys `x`, shape (batch, 1), to uint8 of shape (batch, channels, size, size).
 
         Raises:
             UserError: a key is not that of one of the images.
@@ -183,25 +189,28 @@ class LazyImageDecoder:
         return stack_images(map(picture, rows.tolist()), len(rows))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns float32 images for keys `x`; uint8 images, which are decoded already, are only normalised."""
+        """Returns normalised float32 images, given their keys; already decoded uint8 images are only normalised."""
         return self.normalise(x if x.dim() == 4 else self.decode_pixels(x))
 
 
 @final
 @dataclass(frozen=True)
 class DecodeAndAugment:
-    """Decodes lazy training images, then augments them."""
+    """Decodes training images from their keys, then augments them."""
 
     decoder: LazyImageDecoder
     augmentation: Callable[[Tensor, torch.Generator], Tensor]
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns augmented uint8 images for keys `x`."""
+        """Returns augmented uint8 images, given their keys."""
         return self.augmentation(self.decoder.decode_pixels(x), generator)
 
 
-def build_lazy_images(images: EncodedImages, mode: Mode, size: int, num_train: int) -> tuple[Tensor, LazyImageDecoder]:
-    """Computes the keys of encoded images, int64 of shape (num, 1), and the transform that decodes them.
+def build_image_keys_and_decoder(
+    images: EncodedImages, mode: Mode, size: int, num_train: int
+) -> tuple[Tensor, LazyImageDecoder]:
+    """Returns a key for each encoded image (int64, shape (num, 1)), and the transform that decodes images by their
+    keys.
 
     All bytes are read once; mean and standard deviation are measured on some of the first `num_train` images.
 
@@ -225,6 +234,6 @@ def build_lazy_images(images: EncodedImages, mode: Mode, size: int, num_train: i
     return torch.from_numpy(keys).view(-1, 1), LazyImageDecoder(mode, size, normalise, digest, images, keys)
 
 
-def build_encoded_files(files: Sequence[Path]) -> EncodedImageFiles:
-    """Returns the `EncodedImageFiles` of these files."""
+def index_image_files(files: Sequence[Path]) -> EncodedImageFiles:
+    """Returns access to encoded images in these files, read when needed."""
     return EncodedImageFiles(tuple(str(file.resolve()) for file in files))

@@ -1,4 +1,4 @@
-"""Tokenises text, and encodes it as numbers of one length with a vocabulary that can be saved."""
+"""Splits text into tokens, and encodes it as integers of fixed length with a vocabulary."""
 
 import html
 import json
@@ -35,7 +35,7 @@ def tokenise(text: str) -> list[str]:
 @final
 @dataclass(frozen=True)
 class Vocabulary:
-    """Maps tokens to numbers; 0 is padding and 1 any unknown token.
+    """Maps tokens to integers; 0 is padding, and 1 stands for every unknown token.
 
     >>> vocabulary = Vocabulary((PADDING, UNKNOWN, "good", "day"))
     >>> vocabulary.encode(["Good evening", "day day day day"], length=3)
@@ -60,7 +60,9 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
-        """Encodes the first `length` tokens of each text, padded at the end: int64, shape (num_texts, length)."""
+        """Encodes the first `length` tokens of each text as integers, padded at the end: int64, shape (num_texts,
+        length).
+        """
         numbers, unknown = self._number_of_token, 1
         out = np.zeros((len(texts), length), np.int64)
         for row, text in zip(out, texts, strict=True):
@@ -70,7 +72,7 @@ class Vocabulary:
         return torch.from_numpy(out)
 
     def save(self, file: Path) -> None:
-        """Writes the tokens as a JSON list.
+        """Writes the tokens to a file as a JSON list.
 
         Raises:
             UserError: the file cannot be written.
@@ -82,8 +84,8 @@ class Vocabulary:
 
 
 def build_vocabulary(texts: Iterable[str], size: int) -> Vocabulary:
-    """Builds a vocabulary of padding, unknown and the `size` − 2 most frequent tokens of `texts` (ties in alphabetical
-    order).
+    """Builds a vocabulary of padding, the unknown token, and the `size` − 2 most frequent tokens of `texts` (ties in
+    alphabetical order).
 
     >>> build_vocabulary(["b a", "a c"], size=4).tokens
     ('<pad>', '<unk>', 'a', 'b')
@@ -94,7 +96,7 @@ def build_vocabulary(texts: Iterable[str], size: int) -> Vocabulary:
 
 
 def load_vocabulary(file: Path) -> Vocabulary:
-    """Reads a vocabulary that `Vocabulary.save` wrote.
+    """Reads a vocabulary from a file that `Vocabulary.save` wrote.
 
     Raises:
         UserError: the file is no JSON list of strings, or no vocabulary.
@@ -113,7 +115,7 @@ def _clean_text(text: str) -> str:
 
 
 def _mask_token(token: str) -> str:
-    """Replaces mentions and links, which identify people and occur too rarely to be learnt."""
+    """Replaces a mention or link, which may identify a person, by a common token; returns other tokens unchanged."""
     if token[0] == "@" and len(token) > 1:
         return "@user"
     if token == "http" or token.startswith(("http://", "https://", "www.")):

@@ -1,4 +1,4 @@
-"""Draws rows of classes for clients: the arithmetic that partitions share."""
+"""Draws classes and rows for clients: the functions that several partitions share."""
 
 import itertools
 import math
@@ -14,37 +14,42 @@ Rows = NDArray[np.int64]
 Labels = NDArray[Any]
 
 
-def rows_by_owner(owner: NDArray[np.int64], num_clients: int) -> list[Rows]:
-    """Returns each client's rows, ascending, given the client of each row (−1: no client)."""
-    order = np.argsort(owner, kind="stable")
-    ends = np.searchsorted(owner[order], np.arange(num_clients + 1))
+def rows_of_each_client(client_of_row: NDArray[np.int64], num_clients: int) -> list[Rows]:
+    """Returns each client's rows in ascending order, given the client of each row (−1 for no client)."""
+    order = np.argsort(client_of_row, kind="stable")
+    ends = np.searchsorted(client_of_row[order], np.arange(num_clients + 1))
     return [order[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def draw_rows_by_class(class_of: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> list[Rows]:
-    """Draws for client i `counts[i, c]` rows of each class c."""
+    """Draws `counts[i, c]` random rows of class c for client i, without repetition, and returns each client's rows."""
     owner = np.full(len(class_of), -1)
     for label, count_by_client in enumerate(counts.T):
         rows = rng.permutation(np.flatnonzero(class_of == label))
         owner[rows[: count_by_client.sum()]] = np.repeat(np.arange(len(counts)), count_by_client)
-    return rows_by_owner(owner, len(counts))
+    return rows_of_each_client(owner, len(counts))
 
 
 def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Assigns each client the `k` least used classes, ties at random; shape (num_clients, num_classes)."""
+    """Assigns each client the `k` classes that the fewest clients have so far, ties at random; shape (num_clients,
+    num_classes).
+    """
     has = np.zeros((num_clients, num_classes), bool)
     for client in has:
         client[np.lexsort((rng.random(num_classes), has.sum(axis=0)))[:k]] = True
     return has
 
 
-def assign_classes_at_random(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Assigns each client `k` classes at random, independently of the other clients; shape (num_clients, num_classes)."""
+def draw_classes_per_client(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Draws `k` classes at random for each client, independently of the other clients; shape (num_clients,
+    num_classes).
+    """
     return rng.random((num_clients, num_classes)).argsort(axis=1) < k
 
 
 def top_up_small_clients(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -> None:
-    """Moves examples between clients, in `counts` (clients × classes) and in place, until each has at least `least`.
+    """Moves examples in `counts` (clients × classes) from large to small clients, in place, until each client has at
+    least `least`.
 
     Each step moves at least one example, so it terminates.
     """
@@ -64,7 +69,7 @@ def top_up_small_clients(counts: NDArray[np.int64], shares: NDArray[np.float64],
 
 
 def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_class: bool = False) -> Rows:
-    """Draws `size` random rows with the classes' shares of `labels`, each class within one example of its exact share.
+    """Draws `size` random rows in which each class has the same share as in `labels`, within one example.
 
     Args:
         labels: shape (num_examples,) of integers; anything else is drawn without strata.
@@ -97,7 +102,7 @@ def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_cla
 
 
 def class_sizes_and_indices(labels: Labels, partition_name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the size of each class that occurs, and for each example the index of its class among those.
+    """Returns the size of each class that occurs, and for each example the index of its class among these classes.
 
     Raises:
         UserError: the labels are not one whole number per example.
@@ -114,7 +119,8 @@ def class_sizes_and_indices(labels: Labels, partition_name: str) -> tuple[NDArra
 def unique_values_as_texts(
     column: NDArray[Any], name: str
 ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the unique values of a column as texts, for ids of clients: numbers in ascending order, all else by name.
+    """Returns the unique values of a column as text, to serve as ids of clients; numbers in ascending order, all else
+    by name.
 
     Args:
         column: one value per example; numbers, strings, dates.
@@ -158,8 +164,8 @@ def _as_text(value: object) -> str:
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
-def check_num_clients(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
-    """Checks that every client can have at least `least` examples.
+def check_enough_examples(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
+    """Checks that there are enough examples to give every client at least `least`.
 
     Raises:
         UserError: there are too few examples, or no clients.
@@ -176,18 +182,18 @@ def check_num_clients(num_examples: int, num_clients: int, least: int = 1, why: 
 
 
 def check_classes_per_client(k: int, limit: int, why: str = "the data has no more") -> None:
-    """Raises a `UserError` if `k` classes per client are more than `limit`."""
+    """Raises a `UserError` if the number of classes per client, `k`, exceeds `limit`."""
     if k > limit:
         raise UserError(f"k={k} classes per client is too many: choose at most {limit} ({why})")
 
 
 def check_positive_integer(name: str, field: str, value: int) -> None:
-    """Raises a `UserError` unless the value is a whole number of at least 1."""
+    """Raises a `UserError` unless the field's value is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{name}: {field} must be a whole number of at least 1, got {value!r}")
 
 
 def check_positive_number(name: str, field: str, value: float) -> None:
-    """Raises a `UserError` unless the value is a positive number."""
+    """Raises a `UserError` unless the field's value is a positive number."""
     if not (math.isfinite(value) and value > 0):
         raise UserError(f"{name}: {field} must be a positive number, got {value!r}")

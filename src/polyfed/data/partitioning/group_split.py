@@ -1,4 +1,4 @@
-"""Splits examples by group: all rows of a patient, for example, go to one set."""
+"""Splits examples by group, so that all rows of a patient, for example, go to the same set."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -13,7 +13,7 @@ Rows = NDArray[np.int64]
 
 
 def group_ids(column: NDArray[Any]) -> NDArray[Any]:
-    """Returns the group of each row; a row without a value is a group of its own."""
+    """Returns the id of each row's group (a patient, for example); a row without a value forms a group alone."""
     plain = column.tolist()
     is_missing = [value is None or value != value or not str(value).strip() for value in plain]
     return np.array(
@@ -28,7 +28,7 @@ def split_by_group(
     seed: int,
     set_of_group: MutableMapping[str, str],
 ) -> dict[str, Rows]:
-    """Splits a client's rows into sets, with whole groups in each.
+    """Splits a client's rows into training, validation and test sets; all rows of a group go to the same set.
 
     Groups are drawn at random, stratified by the largest label among their rows: the share of a set, at least one group, and
     at least one stays for "train".

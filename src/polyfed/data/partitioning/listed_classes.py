@@ -1,4 +1,4 @@
-"""Provides a partition in which the user lists the classes of each client."""
+"""Provides a partition for which the user lists the classes of each client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import (
     Labels,
     Rows,
-    check_num_clients,
+    check_enough_examples,
     class_sizes_and_indices,
     draw_rows_by_class,
 )
@@ -22,7 +22,7 @@ from polyfed.data.partitioning.partitions import Partition
 @final
 @dataclass(frozen=True)
 class ListedClasses(Partition):
-    """Gives every client the classes listed for it, with the same number of examples of each.
+    """Gives each client the classes that the user lists for it, with the same number of examples per class.
 
     For experiments in which it matters who resembles whom. All clients have equally many examples of each of their classes:
     as many as the class that is scarcest, relative to its number of clients, can give. Which examples these are is drawn at
@@ -64,14 +64,14 @@ class ListedClasses(Partition):
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
-        """Returns client-000 and so on, one id per listed client unless `num_clients` is given."""
+        """Returns the clients' ids, "client-000" and so on: one per list of classes, unless `num_clients` is given."""
         return super().client_ids(len(self.classes) if num_clients is None else num_clients, seed, columns)
 
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows per client; see `Partition`."""
-        check_num_clients(len(labels), num_clients)
+        """Returns the rows of each client; see `Partition`."""
+        check_enough_examples(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "listed_classes")
         if len(self.classes) != num_clients:
             raise UserError(

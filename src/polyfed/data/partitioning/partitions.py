@@ -1,4 +1,4 @@
-"""Assigns examples to clients, as pure functions of labels, number of clients and seed.
+"""Divides the examples of a data set among clients, determined by labels, number of clients and seed.
 
 Every partition gives each example to at most one client, leaves no client empty, always terminates, and explains in one
 sentence when it is impossible. They are polyfed's own because the public ones drop classes or reject draws in loops.
@@ -18,15 +18,15 @@ from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import (  # fmt: skip
     Labels,
     Rows,
-    assign_classes_at_random,
     assign_classes_evenly,
     check_classes_per_client,
-    check_num_clients,
+    check_enough_examples,
     check_positive_integer,
     check_positive_number,
     class_sizes_and_indices,
+    draw_classes_per_client,
     draw_rows_by_class,
-    rows_by_owner,
+    rows_of_each_client,
     top_up_small_clients,
     unique_values_as_texts,
 )
@@ -42,7 +42,7 @@ class Partition(ABC):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client.
+        """Returns the rows of each client, as one index array per client.
 
         Args:
             labels: classes, shape (num_examples,), integers; or several labels per example, shape (num_examples,
@@ -61,7 +61,7 @@ class Partition(ABC):
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
-        """Returns the clients' ids, in order: client-000 and so on, unless the data have names for them.
+        """Returns the clients' ids in order: "client-000" and so on, unless the data contain names of clients.
 
         Args:
             num_clients: number of clients; None for the number that data or partition define, or else 10.
@@ -76,7 +76,7 @@ class Partition(ABC):
 @final
 @dataclass(frozen=True)
 class IID(Partition):
-    """Deals shuffled examples out evenly.
+    """Shuffles the examples and divides them evenly among clients.
 
     Client sizes differ by at most one. Works for any labels.
 
@@ -87,17 +87,18 @@ class IID(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows per client; see `Partition`."""
-        check_num_clients(len(labels), num_clients)
+        """Returns the rows of each client; see `Partition`."""
+        check_enough_examples(len(labels), num_clients)
         owner = np.empty(len(labels), np.int64)
         owner[_partition_rng(seed, "iid").permutation(len(labels))] = np.arange(len(labels)) % num_clients
-        return rows_by_owner(owner, num_clients)
+        return rows_of_each_client(owner, num_clients)
 
 
 @final
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Skews labels: each class is divided by proportions drawn from Dir(alpha), and all examples are used.
+    """Divides each class among clients by proportions drawn from Dir(alpha), so that clients differ in their label
+    distribution; uses all examples.
 
     Clients with fewer than `min_examples` are then topped up, first with the class of which they drew the largest share,
     from the clients that have most of it. So there is no rejection loop, however small `alpha` is.
@@ -123,8 +124,8 @@ class Dirichlet(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows per client; see `Partition`."""
-        check_num_clients(len(labels), num_clients, self.min_examples)
+        """Returns the rows of each client; see `Partition`."""
+        check_enough_examples(len(labels), num_clients, self.min_examples)
         sizes, class_of = class_sizes_and_indices(labels, "dirichlet")
         rng = _partition_rng(seed, "dirichlet")
         shares = rng.dirichlet(np.full(num_clients, self.alpha), size=len(sizes)).T
@@ -138,7 +139,7 @@ class Dirichlet(Partition):
 @final
 @dataclass(frozen=True)
 class ClassesPerClient(Partition):
-    """Gives every client exactly `k` classes; if `balanced`, all classes have equally many clients, within one.
+    """Gives every client exactly `k` classes; if `balanced`, the numbers of clients per class differ by at most one.
 
     Source: pFedLA's non-IID.1 (k = 4; 12 for CIFAR-100; at random), FedHeNN's 2, 5 or 20 classes per client.
 
@@ -163,12 +164,12 @@ class ClassesPerClient(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows per client; see `Partition`."""
-        check_num_clients(len(labels), num_clients)
+        """Returns the rows of each client; see `Partition`."""
+        check_enough_examples(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "classes_per_client")
         check_classes_per_client(self.k, len(sizes))
         rng = _partition_rng(seed, "classes_per_client")
-        has = (assign_classes_evenly if self.balanced else assign_classes_at_random)(
+        has = (assign_classes_evenly if self.balanced else draw_classes_per_client)(
             num_clients, len(sizes), self.k, rng
         )
         users = has.sum(axis=0)
@@ -187,7 +188,8 @@ class ClassesPerClient(Partition):
 @final
 @dataclass(frozen=True)
 class DominantClasses(Partition):
-    """Gives every client all classes, with `k` of them making up `share` of its examples; all clients have equal size.
+    """Gives every client examples of all classes, where `k` dominant classes make up the fraction `share`; all clients
+    have equal size.
 
     Every class dominates for equally many clients, within one. Rounding to whole examples is downwards per class, so that
     `share` is met up to one example per class.
@@ -215,8 +217,8 @@ class DominantClasses(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows per client; see `Partition`."""
-        check_num_clients(len(labels), num_clients)
+        """Returns the rows of each client; see `Partition`."""
+        check_enough_examples(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "dominant_classes")
         classes = len(sizes)
         check_classes_per_client(self.k, classes - 1, "one class at least must not dominate")
@@ -243,7 +245,8 @@ class DominantClasses(Partition):
 @final
 @dataclass(frozen=True)
 class Shards(Partition):
-    """Sorts examples by class and deals `k` shards to each client, so that most clients have about `k` classes.
+    """Sorts examples by class, cuts them into shards and gives each client `k` shards, so that most clients have about
+    `k` classes.
 
     Shards differ in size by at most one example, and all examples are used. Source: McMahan et al. 2017.
 
@@ -262,9 +265,9 @@ class Shards(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows per client; see `Partition`."""
+        """Returns the rows of each client; see `Partition`."""
         num = len(labels)
-        check_num_clients(num, num_clients, self.k, "one example per shard")
+        check_enough_examples(num, num_clients, self.k, "one example per shard")
         _, class_of = class_sizes_and_indices(labels, "shards")
         rng = _partition_rng(seed, "shards")
         order = rng.permutation(num)
@@ -272,13 +275,14 @@ class Shards(Partition):
         shards = num_clients * self.k
         owner = np.empty(num, np.int64)
         owner[order] = rng.permutation(np.repeat(np.arange(num_clients), self.k))[np.arange(num) * shards // num]
-        return rows_by_owner(owner, num_clients)
+        return rows_of_each_client(owner, num_clients)
 
 
 @final
 @dataclass(frozen=True)
 class QuantitySkew(Partition):
-    """Skews sizes: client sizes follow Dir(alpha), and each client's examples are a random draw; works for any labels.
+    """Divides the examples at random into clients of different sizes, with proportions drawn from Dir(alpha); works for
+    any labels.
 
     Source: Li et al. 2022 (NIID-Bench), quantity skew.
 
@@ -300,9 +304,9 @@ class QuantitySkew(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows per client; see `Partition`."""
+        """Returns the rows of each client; see `Partition`."""
         num = len(labels)
-        check_num_clients(num, num_clients, self.min_examples)
+        check_enough_examples(num, num_clients, self.min_examples)
         rng = _partition_rng(seed, "quantity")
         free = num - num_clients * self.min_examples
         ends = np.minimum(np.floor(rng.dirichlet(np.full(num_clients, self.alpha)).cumsum() * free), free)
@@ -310,13 +314,13 @@ class QuantitySkew(Partition):
         owner = np.empty(num, np.int64)
         sizes = self.min_examples + np.diff(ends.astype(np.int64), prepend=0)
         owner[rng.permutation(num)] = np.repeat(np.arange(num_clients), sizes)
-        return rows_by_owner(owner, num_clients)
+        return rows_of_each_client(owner, num_clients)
 
 
 @final
 @dataclass(frozen=True)
 class Natural(Partition):
-    """Makes a client of each value of `column` (a Twitter user, a patient, a hospital), which is also its id.
+    """Makes one client of each value in `column` (a Twitter user, a patient, a hospital); the value is the client's id.
 
     Works for any labels. All values become clients, in ascending order; networks and shifts given as a list are assigned in
     that order. A number of clients that is smaller than that of the values is refused, unless `order` selects the values;
@@ -343,24 +347,26 @@ class Natural(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows per client; see `Partition`."""
-        check_num_clients(len(labels), num_clients)
+        """Returns the rows of each client; see `Partition`."""
+        check_enough_examples(len(labels), num_clients)
         texts, which, chosen = self._choose_values(num_clients, seed, columns)
         client_of = np.full(len(texts), -1)
         client_of[chosen] = np.arange(num_clients)
-        return rows_by_owner(client_of[which], num_clients)
+        return rows_of_each_client(client_of[which], num_clients)
 
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
-        """Returns the values of the column that become clients."""
+        """Returns the clients' ids: the values of `column` that become clients."""
         texts, _, chosen = self._choose_values(num_clients, seed, columns)
         return tuple(texts[i] for i in chosen)
 
     def _choose_values(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None
     ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the values, the index of each row's value, and the indices of the values that become clients."""
+        """Returns the column's unique values, the index of each row's value, and the indices of the values that become
+        clients.
+        """
         if not columns:
             raise UserError(
                 f"natural: the data has no columns, and so no column {self.column!r}; use another partition"

@@ -1,4 +1,4 @@
-"""Repeats the split of each client's examples into training, validation and test sets, for few data.
+"""Draws each client's training, validation and test sets again several times, for data sets with few examples.
 
 With few data, which examples happen to test a client decides more than the seed of its training.
 """
@@ -15,14 +15,15 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed
-from polyfed.data.concat import concat_examples, describe_mismatch, input_locations, storage_rows
+from polyfed.data.concat import concat_examples, describe_mismatch, input_memory_locations, storage_rows
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.data.partitioning.group_split import group_ids, split_by_group
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, fit_preprocessor, warn_of_changed_constants
 
 
 def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
-    """Returns the same clients with other training, validation and test examples, `splits` times.
+    """Returns `splits` versions of the clients, each with training, validation and test sets drawn anew from the
+    client's examples.
 
     Each client's examples are joined and drawn again into sets of the same sizes, at random and independently of all other
     clients and splits; for classification each class within one example of its share. Ids, networks, task and `global_test`
@@ -62,7 +63,10 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
 
 
 def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
-    """Fits the preprocessing of clients with table data again on their present training rows; targets keep their scale."""
+    """Returns the clients with the preprocessing of their table data fitted again to their present training rows.
+
+    Regression targets keep their scale.
+    """
     refitted = refit_preprocessors({client.id: client.train for client in clients})
     held_out_rows = {
         c.id: [part.input_tensor[storage_rows(part)] for part in (c.test, c.val) if part is not None]
@@ -78,7 +82,7 @@ def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
 
 
 def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePreprocessor]:
-    """Fits each site's preprocessing again to its present training rows; sites without a table are left out."""
+    """Fits each site's preprocessing again to the site's present training rows; sites without a table are left out."""
     preprocessors = {
         i: train.transform for i, train in trains.items() if isinstance(train.transform, TablePreprocessor)
     }
@@ -96,7 +100,8 @@ def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePrepro
 
 
 def prepare_public_like_clients(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
-    """Gives the public examples of a table the preprocessing that all clients share, and returns other examples unchanged.
+    """Returns the public examples of a table with the preprocessing that all clients share; other examples are returned
+    unchanged.
 
     Networks must see public rows prepared as their clients' own rows are.
     """
@@ -175,7 +180,7 @@ def _select(pool: Examples, chosen: NDArray[np.int64]) -> Examples:
 
 
 def _check_disjoint(clients: Sequence[Client]) -> None:
-    """Checks that no example is in two sets: redrawn, it would train one client and test another, or the same.
+    """Checks that no example is in two sets, since a new draw could then train one client and test another on it.
 
     Raises:
         UserError: an example is in two sets.
@@ -183,7 +188,9 @@ def _check_disjoint(clients: Sequence[Client]) -> None:
     stored: dict[tuple[object, ...], list[tuple[str, str, NDArray[np.int64]]]] = {}
     for client in clients:
         for name, part in _sets_of_client(client).items():
-            stored.setdefault(input_locations(part.x), []).append((client.id, name, storage_rows(part).cpu().numpy()))
+            stored.setdefault(input_memory_locations(part.x), []).append(
+                (client.id, name, storage_rows(part).cpu().numpy())
+            )
     for sets in stored.values():
         all_rows = np.concatenate([set_rows for *_, set_rows in sets])
         set_of = np.repeat(np.arange(len(sets)), [len(set_rows) for *_, set_rows in sets])

@@ -20,7 +20,7 @@ from polyfed.data.partitioning.partitions import Partition
 @final
 @dataclass(frozen=True)
 class Split:
-    """Sets the number of clients and the sizes of their training, validation and test sets.
+    """Configures the number of clients and the sizes of their training, validation and test sets.
 
     Fractions refer to a client's own examples; what is neither validation nor test is training. Validation and test sets are
     stratified: they follow the client's own distribution of classes, each class within one example.
@@ -82,8 +82,8 @@ class Split:
 
     @property
     def examples_drawn_per_client(self) -> int | None:
-        """Returns the training, validation and test examples that `examples_per_client` takes from each client; None for
-        all.
+        """Returns the number of training, validation and test examples together that are drawn for each client; None if
+        all of the client's examples are used.
         """
         if self.examples_per_client is None:
             return None
@@ -93,7 +93,9 @@ class Split:
 @final
 @dataclass(frozen=True, eq=False)
 class ClientRows:
-    """Holds a client's id and its rows of the source: ascending int64 arrays, disjoint within and between clients."""
+    """Holds a client's id and the row numbers of its examples: ascending int64 arrays; no row is in two sets or at two
+    clients.
+    """
 
     train: Rows
     val: Rows
@@ -109,7 +111,8 @@ def split_rows_by_client(
     columns: Mapping[str, NDArray[Any]] | None = None,
     group: str | None = None,
 ) -> tuple[list[ClientRows], Rows]:
-    """Returns the rows of every client, and the rows of the public pool.
+    """Divides rows among clients and into sets, and returns the rows of every client and the rows of the public
+    examples.
 
     Args:
         labels: shape (num_examples,) for classes, (num_examples, num_labels) for several labels (then nothing is
@@ -164,7 +167,7 @@ def split_rows_by_client(
 
 
 def partition_fingerprint(rows: Sequence[ClientRows]) -> str:
-    """Returns 16 hexadecimal digits that identify a partition: SHA-256 over every client's rows.
+    """Returns a hash of all clients' rows, which identifies a partition: 16 hexadecimal digits of SHA-256.
 
     >>> a = ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))
     >>> partition_fingerprint([a]) == partition_fingerprint([ClientRows(a.train, a.test, a.val)])
@@ -183,8 +186,8 @@ def class_counts(
     num_classes: int,
     part: Literal["train", "val", "test", "all"] = "train",
 ) -> NDArray[np.int64]:
-    """Counts the examples of each class at each client, shape (num_clients, num_classes); for several labels, the positive
-    ones.
+    """Counts the examples of each class at each client, shape (num_clients, num_classes); for multi-label tasks, the
+    positive examples of each label.
 
     >>> rows = [ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))]
     >>> class_counts(np.array([1, 1, 0]), rows, 3).tolist()
@@ -216,7 +219,7 @@ def _split_client(labels: Labels, rows: Rows, config: Split, seed: int, shrink: 
 
 
 def _val_and_test_on_top(config: Split, train: int) -> tuple[int, int]:
-    """Returns the numbers of validation and test examples that belong to `train` training examples."""
+    """Returns how many validation and test examples to draw in addition to `train` training examples."""
     scale = train / (1 - config.val_fraction - config.test_fraction)
     return (
         max(round(config.val_fraction * scale), int(config.val_fraction > 0)),
@@ -225,7 +228,7 @@ def _val_and_test_on_top(config: Split, train: int) -> tuple[int, int]:
 
 
 def _val_and_test_out_of(config: Split, count: int) -> tuple[int, int]:
-    """Returns the numbers of validation and test examples out of `count`.
+    """Returns how many of a client's `count` examples become validation and test examples.
 
     At least one example is left for training; a test example has priority over a validation example.
     """
@@ -256,7 +259,7 @@ def _check_unseen(unseen: int, clients: int) -> None:
 
 
 def _with_larger_minimum(partition: Partition, parts: Sequence[Rows], needed: int) -> Partition | None:
-    """Returns the partition with `min_examples=needed`, or None if that would change nothing or is impossible.
+    """Returns the partition with at least `needed` examples per client; None if that changes nothing or is impossible.
 
     A draw that happens to leave one client short must not refuse the run of that seed.
     """

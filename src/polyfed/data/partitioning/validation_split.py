@@ -1,4 +1,4 @@
-"""Holds out training examples as validation examples for clients that have none, to choose among settings."""
+"""Holds out training examples for validation at clients without a validation set, so that settings can be compared."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,8 @@ VALIDATION_SHARE = 0.2
 
 
 def hold_out_validation_sets(clients: Sequence[Client], seed: int) -> tuple[Client, ...]:
-    """Holds out a fifth of the training examples of clients without validation examples, and returns all clients.
+    """Returns all clients, after moving a fifth of the training examples of each client without a validation set to a
+    new validation set.
 
     Examples are drawn by `seed` and, for classification, each class within one example of its share. A client with fewer
     than five training examples holds out none. Groups (`Examples.group`) stay together, and preprocessing of a table is

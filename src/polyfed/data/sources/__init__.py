@@ -1,1 +1,1 @@
-"""Reads data sets: published ones, and the user's tables, images and arrays."""
+"""Reads published data sets, and users' tables, images and arrays."""

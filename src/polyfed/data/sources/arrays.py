@@ -1,4 +1,4 @@
-"""Reads users' arrays: Parquet files and npz archives."""
+"""Reads data sets from users' Parquet files and NumPy archives."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,20 +19,21 @@ from polyfed.data.formats.files import (
     find_column,
     find_parquet_files,
     hub_class_names,
+    integer_and_text_columns,
     read_image_bytes,
     read_parquet_splits,
     resolve_existing_path,
-    scalar_columns,
 )
 from polyfed.data.formats.images import decode_images, measure_normalisation
-from polyfed.data.formats.lazy_images import EncodedArrowImages, build_lazy_images, write_arrow_images
+from polyfed.data.formats.lazy_images import EncodedArrowImages, build_image_keys_and_decoder, write_arrow_images
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, encode_labels
 
 
 @final
 @dataclass(frozen=True)
 class Parquet(Source):
-    """Reads a Parquet file, or a folder with train-*.parquet and, for the common test set, test-*.parquet.
+    """Reads a data set from a Parquet file, or from a folder with train-*.parquet and, for the common test set,
+    test-*.parquet.
 
     Every further column of whole numbers or strings can be used by `Natural`.
 
@@ -65,7 +66,7 @@ class Parquet(Source):
             )
 
     def load(self) -> PooledDataset:
-        """Reads the table."""
+        """Reads the data set from the Parquet files."""
         if not self.path:
             raise UserError("give --data.path with a Parquet file or a folder of them")
         path = resolve_existing_path(self.path, "give --data.path with a Parquet file or a folder of them")
@@ -84,7 +85,7 @@ class Parquet(Source):
             for table in (train, test)
             if table is not None
         ]
-        return _build_dataset(inputs, labels, names, scalar_columns(train, (self.x, self.label)))
+        return _build_dataset(inputs, labels, names, integer_and_text_columns(train, (self.x, self.label)))
 
     def _load_lazily(self, path: Path) -> PooledDataset:
         files = find_parquet_files(path)
@@ -98,11 +99,13 @@ class Parquet(Source):
             raise UserError(
                 f"the cache {self.cache!r} holds {len(images)} images, and the data {sum(sizes)}; delete it"
             )
-        x, decoded = build_lazy_images(images, "L" if self.grey else "RGB", int(self.image_size or 0), sizes[0])
+        x, decoded = build_image_keys_and_decoder(
+            images, "L" if self.grey else "RGB", int(self.image_size or 0), sizes[0]
+        )
         labels = [column_to_numpy(tables[split], find_column(tables[split], (self.label,), "label")) for split in parts]
         names = hub_class_names(tables["train"], self.label)
         pool = _build_dataset(
-            list(torch.split(x, sizes)), labels, names, scalar_columns(tables["train"], (self.label,))
+            list(torch.split(x, sizes)), labels, names, integer_and_text_columns(tables["train"], (self.label,))
         )
         test = None if pool.test is None else replace(pool.test, transform=decoded)
         return replace(pool, train=replace(pool.train, transform=decoded), test=test)
@@ -121,7 +124,8 @@ class Parquet(Source):
 @final
 @dataclass(frozen=True)
 class Npz(Source):
-    """Reads a NumPy archive with x_train and y_train, and optionally x_test and y_test; further arrays are columns.
+    """Reads a data set from a NumPy archive with x_train and y_train, and optionally x_test and y_test; further arrays
+    become columns.
 
     Images are uint8 with channels first, shape (num, channels, height, width); other inputs are kept as float32, whole
     numbers (tokens) as int64. Labels are whole numbers, or 0 and 1 in shape (num, num_labels) for a multi-label task.
@@ -133,7 +137,7 @@ class Npz(Source):
     path: str = ""
 
     def load(self) -> PooledDataset:
-        """Reads the arrays."""
+        """Reads the data set from the archive."""
         advice = "give --data.path with an .npz file that holds x_train and y_train"
         if not self.path:
             raise UserError(advice)
@@ -171,7 +175,9 @@ def _as_input_tensor(values: NDArray[Any], name: str) -> Tensor:
 def _build_dataset(
     inputs: list[Tensor], labels: list[NDArray[Any]], names: tuple[str, ...] | None, columns: dict[str, NDArray[Any]]
 ) -> PooledDataset:
-    """Builds a data set of one or two splits; images get the normalisation measured on the training split."""
+    """Builds a data set with a training and optionally a test split; images are normalised by statistics of the
+    training split.
+    """
     if labels[0].ndim == 2:
         targets = [torch.from_numpy(values.astype(np.float32)) for values in labels]
         names = names or tuple(map(str, range(labels[0].shape[1])))

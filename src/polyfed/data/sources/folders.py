@@ -1,4 +1,4 @@
-"""Reads users' images: folders of classes and sites, or a table of paths, labels and sites."""
+"""Reads data sets from users' image files: folders of classes and sites, or a table of paths, labels and sites."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.formats.images import Mode, measure_normalisation, read_images
-from polyfed.data.formats.lazy_images import build_encoded_files, build_lazy_images
+from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, index_image_files
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
-from polyfed.data.sources.table_file import parse_names
+from polyfed.data.sources.table_file import parse_column_names
 from polyfed.data.tabular.columns import TaskName, has_few_values, read_targets
 from polyfed.data.tabular.table_reader import (
     check_columns_exist,
@@ -34,8 +34,9 @@ Layout = Literal["class", "site/class", "class/site"]
 @final
 @dataclass(frozen=True)
 class ImageFolder(Source):
-    """Reads images in one folder per class, PATH/CLASS/*.png, or per site and class; each also below PATH/train and
-    PATH/test.
+    """Reads images from one folder per class, or per site and class.
+
+    The layout is PATH/CLASS/*.png or PATH/SITE/CLASS/*.png, each also below PATH/train and PATH/test.
 
     Args:
         path: the folder.
@@ -57,7 +58,7 @@ class ImageFolder(Source):
         check_field_types(self, "layout")
 
     def load(self) -> PooledDataset:
-        """Reads the images."""
+        """Reads the data set from the folders."""
         advice = "give --data.path with a folder that has one folder of pictures per class"
         if not self.path:
             raise UserError(advice)
@@ -78,7 +79,7 @@ class ImageFolder(Source):
                 raise UserError(f"{str(root / 'test')!r} has classes without training pictures: {', '.join(extra)}")
         code = {name: number for number, name in enumerate(names)}
         y = [torch.tensor([code[label] for _, label, _ in part]) for part in parts]
-        x, transform = load_pictures(
+        x, transform = load_images_and_transform(
             [[file for file, *_ in part] for part in parts], self.grey, self.image_size, self.lazy
         )
         columns = {} if self.layout == "class" else {"site": np.array([site for *_, site in train_pictures])}
@@ -86,7 +87,7 @@ class ImageFolder(Source):
         return build_pooled_dataset(sets[0], sets[1] if len(sets) > 1 else None, names, transform, columns)
 
     def _find_pictures(self, folder: Path, advice: str) -> list[tuple[Path, str, str]]:
-        """Returns file, class and site of each image."""
+        """Returns the file, class and site of each image."""
         entries = []
         for outer in _subfolders(folder):
             inner = [outer] if self.layout == "class" else _subfolders(outer)
@@ -112,10 +113,10 @@ def _list_pictures(folder: Path, *, deep: bool) -> list[Path]:
 
 
 def _check_one_level(folder: Path) -> None:
-    """Checks that the folders do not look like sites with classes in them, or the other way round.
+    """Checks that the folders hold images of one class or site each, and not two levels of folders (sites and classes).
 
     Raises:
-        UserError: they do.
+        UserError: several folders have subfolders of the same names.
     """
     names_by_folder = {
         outer.name: {subfolder.name for subfolder in _subfolders(outer)} for outer in _subfolders(folder)
@@ -132,7 +133,7 @@ def _check_one_level(folder: Path) -> None:
 @final
 @dataclass(frozen=True)
 class ImageTable(Source):
-    """Reads images that a table lists: a CSV or Parquet file with columns of paths, of labels, and of sites.
+    """Reads images whose paths, labels and sites are columns of a CSV or Parquet file.
 
     Args:
         path: CSV or Parquet file.
@@ -165,12 +166,12 @@ class ImageTable(Source):
         check_field_types(self, "task")
 
     def load(self) -> PooledDataset:
-        """Reads the images."""
+        """Reads the data set from the table and its images."""
         advice = "give --data.path with a CSV or Parquet file that lists pictures, a row each"
         if not self.path:
             raise UserError(advice)
         table = read_table(self.path)
-        target_names = parse_names(self.target, table)
+        target_names = parse_column_names(self.target, table)
         for role, name in {"image": self.image, "site": self.site, "group": self.group}.items():
             if name is not None:
                 check_columns_exist(table, [name], role)
@@ -188,7 +189,7 @@ class ImageTable(Source):
                 f"{str(files[absent[0]])!r}; give --data.folder with the folder where relative paths begin"
             )
         y, names, task = read_targets(table, target_names, self.task, self.positive)
-        x, transform = load_pictures([files], self.grey, self.image_size, self.lazy)
+        x, transform = load_images_and_transform([files], self.grey, self.image_size, self.lazy)
         columns = {}
         for name in table.column_names:
             if (
@@ -203,20 +204,20 @@ class ImageTable(Source):
 
 
 def check_image_size(image_size: int) -> None:
-    """Raises a `UserError` unless images of this size have at least one pixel."""
+    """Raises a `UserError` unless `image_size` is at least one pixel."""
     if image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, got {image_size}")
 
 
-def load_pictures(
+def load_images_and_transform(
     parts: Sequence[Sequence[Path]], grey: bool, size: int, lazy: bool
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Returns the stored tensor of each part's images, and the transform of all parts, measured on the first."""
+    """Returns one tensor of images per part, and the transform that normalises them by statistics of the first part."""
     mode: Mode = "L" if grey else "RGB"
     if not lazy:
         x = [read_images(part, mode, size) for part in parts]
         return x, measure_normalisation(x[0])
-    stored, transform = build_lazy_images(
-        build_encoded_files([file for part in parts for file in part]), mode, size, len(parts[0])
+    stored, transform = build_image_keys_and_decoder(
+        index_image_files([file for part in parts for file in part]), mode, size, len(parts[0])
     )
     return list(torch.split(stored, [len(part) for part in parts])), transform

@@ -1,4 +1,4 @@
-"""Lists every data source by name."""
+"""Registers every data source by its name."""
 
 from polyfed.data.pool import Source
 from polyfed.data.sources.arrays import Npz, Parquet

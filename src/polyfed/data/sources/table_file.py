@@ -1,4 +1,4 @@
-"""Reads users' tables as data sets: a CSV or Parquet file, with a target and a column of sites."""
+"""Reads a data set from a user's table: a CSV or Parquet file with target columns and, optionally, a column of sites."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from polyfed.data.tabular.table_reader import (
 @final
 @dataclass(frozen=True)
 class TableFile(Source):
-    """Reads a table with one row per example: a CSV file or a Parquet file with a column per feature.
+    """Reads a data set from a table with one row per example and one column per feature: a CSV or Parquet file.
 
     Numbers are scaled and missing ones filled in with the mean, both by the training rows of each site, and marked by an
     extra feature; texts become categories, with one feature each. Dates and free text are refused.
@@ -92,12 +92,12 @@ class TableFile(Source):
             )
 
     def load(self) -> PooledDataset:
-        """Reads the table."""
+        """Reads the data set from the file."""
         if not self.path:
             raise UserError(PATH_ADVICE)
         table = read_table(
             self.path,
-            missing=parse_names(self.missing),
+            missing=parse_column_names(self.missing),
             delimiter=self.delimiter,
             decimal=self.decimal,
             encoding=self.encoding,
@@ -105,19 +105,19 @@ class TableFile(Source):
         return self.build_dataset(table)
 
     def build_dataset(self, table: Table) -> PooledDataset:
-        """Builds a data set from a table that has been read.
+        """Builds the data set from a table that has already been read.
 
         Raises:
             UserError: a column does not exist or cannot be used.
         """
-        target_names = parse_names(self.target, table)
+        target_names = parse_column_names(self.target, table)
         if not target_names:
             names = ", ".join(table.column_names)
             raise UserError(f"give --data.target with the column to predict; the columns: {names}")
         roles = {"site": self.site, "group": self.group}
         names_by_role = {"target": target_names} | {role: (name,) for role, name in roles.items() if name is not None}
         for role in ("columns", "drop", "categorical"):
-            names_by_role[role] = parse_names(getattr(self, role), table)
+            names_by_role[role] = parse_column_names(getattr(self, role), table)
         for role, role_names in names_by_role.items():
             check_columns_exist(table, role_names, role)
         for role, name in roles.items():
@@ -143,15 +143,17 @@ class TableFile(Source):
     def _feature_columns(self, table: Table, targets: Sequence[str]) -> tuple[Column, ...]:
         left_out = {
             *targets,
-            *parse_names(self.drop, table),
+            *parse_column_names(self.drop, table),
             *(name for name in (self.site, self.group) if name is not None),
         }
-        chosen = parse_names(self.columns, table) or tuple(name for name in table.column_names if name not in left_out)
+        chosen = parse_column_names(self.columns, table) or tuple(
+            name for name in table.column_names if name not in left_out
+        )
         if overlap := sorted(set(chosen) & left_out):
             raise UserError(
                 f"column {overlap[0]!r} cannot be a feature: it is the target, the site or the group, or dropped"
             )
-        categorical = parse_names(self.categorical, table)
+        categorical = parse_column_names(self.categorical, table)
         if not chosen:
             raise UserError(
                 "no column is left for features: leave out less (--data.drop), or name some (--data.columns)"
@@ -159,7 +161,9 @@ class TableFile(Source):
         return tuple(infer_feature_column(table, name, name in categorical) for name in chosen)
 
     def _subgroup_columns(self, table: Table, targets: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Returns the columns of sites and groups, and the columns of few different values, which may define subgroups."""
+        """Returns the columns of sites and groups, and the columns with few different values, by which scores of
+        subgroups can be computed.
+        """
         columns = {}
         for name in table.column_names:
             if name in targets:
@@ -172,11 +176,11 @@ class TableFile(Source):
         return columns
 
 
-def parse_names(names: Sequence[str] | str, table: Table | None = None) -> tuple[str, ...]:
-    """Splits names that are given as one text with commas, or returns those of a list; an existing column with a comma is
-    one name.
+def parse_column_names(names: Sequence[str] | str, table: Table | None = None) -> tuple[str, ...]:
+    """Splits a text with commas into names of columns, or returns the names of a list; an existing column with a comma
+    is one name.
 
-    >>> parse_names("age, sex"), parse_names(["a"]), parse_names("")
+    >>> parse_column_names("age, sex"), parse_column_names(["a"]), parse_column_names("")
     (('age', 'sex'), ('a',), ())
     """
     if not isinstance(names, str):

@@ -1,4 +1,4 @@
-"""Reads Sentiment140: tweets, positive or negative, by user."""
+"""Reads Sentiment140: tweets with positive or negative sentiment, and their users."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import check_file, expand_user_path
+from polyfed.core.io.atomic_files import check_regular_file, expand_user_path
 from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
     find_column,
+    integer_and_text_columns,
     read_parquet_splits,
     resolve_existing_path,
-    scalar_columns,
 )
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.text import Vocabulary, build_vocabulary, load_vocabulary
@@ -33,7 +33,9 @@ _FIELDS = ("sentiment", "id", "date", "query", "user", "text")
 @final
 @dataclass(frozen=True)
 class Sentiment140(Source):
-    """Reads 1.6 million tweets with sentiment by emoticon (Go et al. 2009); column "user" for `Natural`, where it is given.
+    """Reads 1.6 million tweets, labelled positive or negative by their emoticons (Go et al. 2009).
+
+    The column "user" is for the partition `Natural`, if the files contain it.
 
     Inputs are token numbers, int64, shape (num, length); classes are negative (0) and positive (1). Neutral tweets (the
     published test set has some) are left out.
@@ -61,7 +63,7 @@ class Sentiment140(Source):
             raise UserError(f"length must be at least 1 token, got {self.length}")
 
     def load(self) -> PooledDataset:
-        """Reads the tweets, tokenised."""
+        """Reads the tweets and encodes their tokens as integers."""
         tables = self._load_tables()
         texts, labels, columns = _read_tweets(tables["train"])
         vocabulary = self._load_or_build_vocabulary(texts)
@@ -106,7 +108,7 @@ def _read_csv_splits(path: Path) -> dict[str, Table]:
     options = pyarrow.csv.ReadOptions(column_names=_FIELDS, encoding="latin1")
     try:
         return {
-            split: pyarrow.csv.read_csv(check_file(split_files[0]), read_options=options)
+            split: pyarrow.csv.read_csv(check_regular_file(split_files[0]), read_options=options)
             for split, split_files in files.items()
             if split_files
         }
@@ -117,7 +119,7 @@ def _read_csv_splits(path: Path) -> dict[str, Table]:
 
 
 def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any]]]:
-    """Returns texts, labels 0 and 1, and columns that may identify users, of the tweets that are not neutral."""
+    """Returns text, label (0 or 1), and columns that may identify users, of all tweets except neutral ones."""
     text, label = find_column(table, ("text",), "text"), find_column(table, ("label", "sentiment"), "label")
     values = column_to_numpy(table, label)
     # Published labels are 0 negative, 2 neutral, 4 positive; other copies have 0 and 1.
@@ -126,7 +128,8 @@ def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any
         raise UserError(f"column {label!r} must hold 0 and 4 (2 is neutral) or 0 and 1, got {np.unique(values)[:6]}")
     rows = np.flatnonzero(values != 2)
     columns = {
-        name: column[rows] for name, column in scalar_columns(table, (text, label, "id", "date", "query")).items()
+        name: column[rows]
+        for name, column in integer_and_text_columns(table, (text, label, "id", "date", "query")).items()
     }
     texts = table.column(text).to_pylist()
     return [str(texts[row]) for row in rows], torch.from_numpy((values[rows] == positive).astype(np.int64)), columns

@@ -1,4 +1,4 @@
-"""Reads published image data sets: digits (shipped with scikit-learn), the MNIST family, CIFAR."""
+"""Reads published image data sets: scikit-learn's digits, the MNIST family, CIFAR."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from polyfed.data.formats.files import (
     find_column,
     find_idx_file,
     hub_class_names,
+    integer_and_text_columns,
     read_idx_file,
     read_image_bytes,
     read_parquet_splits,
     resolve_existing_path,
-    scalar_columns,
 )
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.images import Mode, decode_images
@@ -48,7 +48,7 @@ _CIFAR_ADVICE = "give --data.path with the folder of the hub's Parquet files (tr
 @final
 @dataclass(frozen=True)
 class Digits(Source):
-    """Reads 1,797 handwritten digits of 8×8 pixels, offline.
+    """Reads 1,797 images of handwritten digits, 8×8 pixels, which scikit-learn contains.
 
     They are shipped with scikit-learn (UCI optdigits). The 17 grey levels are spread over 0 to 255. The set has no test set
     of its own.
@@ -68,7 +68,7 @@ class Digits(Source):
             raise UserError(f"common_test must be at least 0 and below 1, got {self.common_test}")
 
     def load(self) -> PooledDataset:
-        """Reads the digits."""
+        """Reads the images of digits."""
         # Read the file itself: importing scikit-learn takes two seconds.
         package = importlib.util.find_spec("sklearn")
         folders = [] if package is None else package.submodule_search_locations or []
@@ -87,7 +87,7 @@ class Digits(Source):
 @final
 @dataclass(frozen=True)
 class FashionMNIST(Source):
-    """Reads 60,000 + 10,000 grey images of clothes, 28×28 (Xiao et al. 2017).
+    """Reads 60,000 + 10,000 grey images of clothes, 28×28 pixels (Xiao et al. 2017).
 
     Args:
         path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
@@ -107,7 +107,7 @@ class FashionMNIST(Source):
 @final
 @dataclass(frozen=True)
 class MNIST(Source):
-    """Reads 60,000 + 10,000 handwritten digits, 28×28 (LeCun et al. 1998).
+    """Reads 60,000 + 10,000 images of handwritten digits, 28×28 pixels (LeCun et al. 1998).
 
     Args:
         path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
@@ -118,7 +118,7 @@ class MNIST(Source):
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """Reads the digits."""
+        """Reads the images of digits."""
         data = _load_images(self.path, "ylecun/mnist", "L", _idx_advice("train", "t10k"), ("train", "t10k"))
         return _build_dataset(data, _DIGITS, Normalise((0.1307,), (0.3081,)), self.deal_test)
 
@@ -126,7 +126,7 @@ class MNIST(Source):
 @final
 @dataclass(frozen=True)
 class EMNIST(Source):
-    """Reads handwritten letters and digits, 28×28 (Cohen et al. 2017), turned upright.
+    """Reads images of handwritten letters and digits, 28×28 pixels (Cohen et al. 2017), turned upright.
 
     Args:
         path: folder with the files emnist-SUBSET-train-images-idx3-ubyte.gz and so on, or with Parquet files; None for the
@@ -143,7 +143,7 @@ class EMNIST(Source):
         check_field_types(self)
 
     def load(self) -> PooledDataset:
-        """Reads the characters."""
+        """Reads the images of characters."""
         prefixes = f"emnist-{self.subset}-train", f"emnist-{self.subset}-test"
         advice = _idx_advice(*prefixes)
         if self.path is None and self.subset not in ("letters", "mnist"):
@@ -159,7 +159,7 @@ class EMNIST(Source):
 @final
 @dataclass(frozen=True)
 class CIFAR10(Source):
-    """Reads 50,000 + 10,000 colour images of 10 classes, 32×32 (Krizhevsky 2009).
+    """Reads 50,000 + 10,000 colour images of 10 classes, 32×32 pixels (Krizhevsky 2009).
 
     Args:
         path: folder with Parquet files; None for the Hugging Face hub.
@@ -180,7 +180,8 @@ class CIFAR10(Source):
 @final
 @dataclass(frozen=True)
 class CIFAR100(Source):
-    """Reads 50,000 + 10,000 colour images of 100 classes, 32×32 (Krizhevsky 2009); column "coarse_label" for `Natural`.
+    """Reads 50,000 + 10,000 colour images of 100 classes, 32×32 pixels (Krizhevsky 2009); the column "coarse_label" is
+    for the partition `Natural`.
 
     Args:
         path: folder with Parquet files; None for the Hugging Face hub.
@@ -201,7 +202,7 @@ class CIFAR100(Source):
 
 @dataclass(frozen=True, eq=False)
 class _ImageSplits:
-    """Holds images and labels of training and test set, class names and further columns, from a file or the hub."""
+    """Holds the training and test images of a data set, with labels, class names and further columns."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor] | None
@@ -213,7 +214,9 @@ class _ImageSplits:
 def _load_images(
     path: str | None, repo: str, mode: Mode, advice: str, idx: tuple[str, str] | None = None
 ) -> _ImageSplits:
-    """Loads images from the hub, or from `path`: Parquet files if it has some, else IDX files with these prefixes."""
+    """Loads images from the hub, or from `path` if given: from Parquet files if there are any, else from IDX files with
+    the prefixes `idx`.
+    """
     if path is None:
         return _from_tables(load_hub_tables(repo, advice), mode)
     folder = resolve_existing_path(path, advice)
@@ -237,9 +240,12 @@ def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _ImageSplits:
     image, label = _image_columns(train)
     test, test_columns = None, {}
     if "test" in tables:
-        test, test_columns = read(tables["test"]), scalar_columns(tables["test"], _image_columns(tables["test"]))
+        test, test_columns = (
+            read(tables["test"]),
+            integer_and_text_columns(tables["test"], _image_columns(tables["test"])),
+        )
     return _ImageSplits(
-        read(train), test, hub_class_names(train, label), scalar_columns(train, (image, label)), test_columns
+        read(train), test, hub_class_names(train, label), integer_and_text_columns(train, (image, label)), test_columns
     )
 
 
@@ -258,7 +264,9 @@ def _from_idx(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
 
 
 def _turn_upright(images: tuple[Tensor, Tensor], subset: str) -> tuple[Tensor, Tensor]:
-    """Exchanges rows and columns of EMNIST's images, as published, and counts its letters from 0 instead of 1."""
+    """Transposes EMNIST's images, which are published with rows and columns exchanged, and renumbers the labels of
+    letters from 0.
+    """
     x, y = images
     return x.transpose(2, 3).contiguous(), y - 1 if subset == "letters" and int(y.max()) == 26 else y
 

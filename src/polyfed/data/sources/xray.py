@@ -1,4 +1,4 @@
-"""Reads ChestX-ray14: 112,120 chest X-rays with up to 14 findings each, from one folder or from the hub."""
+"""Reads ChestX-ray14, 112,120 chest X-rays with up to 14 findings each, from a folder or from the Hugging Face hub."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.array_files import read_npy
-from polyfed.core.io.atomic_files import check_file, expand_user_path, read_text_file
+from polyfed.core.io.atomic_files import check_regular_file, expand_user_path, read_text_file
 from polyfed.data.formats.files import Table, column_to_numpy, find_column, read_image_bytes, resolve_existing_path
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.images import decode_images, measure_normalisation, read_images
@@ -40,7 +40,10 @@ _ADVICE = "give --data.path with the folder of Data_Entry_2017.csv and the image
 @final
 @dataclass(frozen=True)
 class ChestXray14(Source):
-    """Reads chest X-rays (Wang et al. 2017), multi-label: 14 findings, no finding is all zeros; column "patient".
+    """Reads chest X-rays with 14 findings as multi-label targets (Wang et al. 2017); the column "patient" identifies
+    patients.
+
+    An X-ray without a finding has only zeros.
 
     Inputs are grey images, uint8, shape (num, 1, image_size, image_size). If the folder has the published test_list.txt, its
     images are the test set, and no patient is in both.
@@ -63,7 +66,7 @@ class ChestXray14(Source):
             raise UserError(f"cache must be a file that ends in .npy, got {self.cache!r}")
 
     def load(self) -> PooledDataset:
-        """Reads the X-rays."""
+        """Reads the X-rays and their findings."""
         if self.path is None:
             return self._from_hub()
         folder = resolve_existing_path(self.path, _ADVICE)
@@ -124,7 +127,7 @@ def _read_entries(folder: Path) -> Table:
     column_names = ["Image Index", "Finding Labels", "Patient ID"]
     try:
         return pyarrow.csv.read_csv(
-            check_file(file), convert_options=pyarrow.csv.ConvertOptions(include_columns=column_names)
+            check_regular_file(file), convert_options=pyarrow.csv.ConvertOptions(include_columns=column_names)
         )
     except (pyarrow.ArrowException, KeyError) as error:
         raise UserError(f"{str(file)!r} has not the published columns {', '.join(column_names)} ({error})") from error

@@ -1,1 +1,1 @@
-"""Reads tables, infers what their columns are, and prepares their rows for networks."""
+"""Reads tables, infers the types of their columns, and converts their rows to inputs of networks."""

@@ -1,4 +1,4 @@
-"""Infers what the columns of a table are (features, categories, targets), and warns of suspicious ones."""
+"""Infers the types of a table's columns (features, categories, targets), and warns of suspicious columns."""
 
 import re
 import warnings
@@ -17,8 +17,8 @@ from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
     DECIMAL_COMMA,
     MAX_MISSING_WORDS,
-    arrow_column,
     check_no_missing_values,
+    column_as_arrow_array,
     column_as_numbers,
     column_as_texts,
     format_row_numbers,
@@ -40,14 +40,15 @@ TaskName = Literal["auto", "classification", "regression", "multilabel"]
 
 
 def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
-    """Infers a feature column: numbers, or categories if it holds texts or `as_categories` is set.
+    """Infers whether a feature column holds numbers or categories; it holds categories if its cells are text or
+    `as_categories` is set.
 
     Raises:
         UserError: it holds dates, free text, or no value.
     """
     import pyarrow.types as kinds
 
-    kind = arrow_column(table, name).type
+    kind = column_as_arrow_array(table, name).type
     if is_empty_column(table, name):
         raise UserError(f"column {name!r} has no value in any row; leave it out: --data.drop {name}")
     if kinds.is_temporal(kind):
@@ -78,7 +79,7 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
 
 
 def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
-    """Returns why a column of texts is no column of categories, as a sentence, or "".
+    """Returns why a column of strings is not categorical (dates, for example), as a sentence, or "" if it is.
 
     Args:
         column: texts, None where there is no value.
@@ -115,7 +116,7 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
 
 
 def sorted_unique_texts(items: Sequence[str]) -> tuple[str, ...]:
-    """Returns different texts, numbers in ascending order, all else by name.
+    """Returns the unique texts, sorted by value if all are numbers, else alphabetically.
 
     >>> sorted_unique_texts(["10", "9", "10"]), sorted_unique_texts(["b", "10", "9"])
     (('9', '10'), ('10', '9', 'b'))
@@ -128,12 +129,12 @@ def sorted_unique_texts(items: Sequence[str]) -> tuple[str, ...]:
 
 
 def has_few_values(table: Table, name: str) -> bool:
-    """Returns whether a column has few enough different values for scores of subgroups."""
+    """Returns whether a column has so few different values that scores of subgroups can be computed by it."""
     import pyarrow.compute
 
-    kind = arrow_column(table, name).type
+    kind = column_as_arrow_array(table, name).type
     max_values = _MOST_CATEGORIES if is_text_type(kind) else _MOST_SUBGROUP_VALUES if is_numeric_type(kind) else 0
-    return bool(max_values) and pyarrow.compute.count_distinct(arrow_column(table, name)).as_py() <= max_values
+    return bool(max_values) and pyarrow.compute.count_distinct(column_as_arrow_array(table, name)).as_py() <= max_values
 
 
 def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
@@ -150,7 +151,8 @@ def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
 
 
 def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
-    """Warns of rows that are equal in all columns except `ignored_column`: they could be in both training and test sets.
+    """Warns of rows that are equal in all columns except `ignored_column`, since they could be in both training and
+    test sets.
 
     If more than half of the rows are copies, rows repeat by nature, and there is no warning.
     """
@@ -174,9 +176,7 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
 
 
 def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
-    """Converts cells to float32, unless a column of numbers would lose digits that matter relative to its standard
-    deviation.
-    """
+    """Converts cells to float32, unless that would lose too much precision relative to a column's standard deviation."""
     numeric_positions = [i for i, column in enumerate(features) if column.categories is None]
     numeric_cells = stored[:, numeric_positions].numpy()
     if not numeric_cells.size:
@@ -193,7 +193,7 @@ def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
 def read_targets(
     table: Table, names: Sequence[str], task: TaskName, positive: str | None
 ) -> tuple[Tensor, tuple[str, ...], Task]:
-    """Returns targets, the names of classes, labels or targets, and the task.
+    """Returns the targets of a table, the names of its classes, labels or targets, and the task.
 
     Raises:
         UserError: a row without a target, or targets that do not fit the task.
@@ -230,7 +230,7 @@ def read_targets(
 
 
 def _infer_task(table: Table, names: Sequence[str]) -> Task:
-    numeric = all(is_numeric_type(arrow_column(table, name).type) for name in names)
+    numeric = all(is_numeric_type(column_as_arrow_array(table, name).type) for name in names)
     if len(names) > 1:
         if not numeric:
             raise UserError(f"several targets must be numbers, got {', '.join(names)}; give one")

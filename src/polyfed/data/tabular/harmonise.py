@@ -1,4 +1,4 @@
-"""Gives tables in several places one common preprocessing: its definition, statistics, and recoded examples.
+"""Gives the tables of several sites a common preprocessing: merges columns and categories, and recodes the rows.
 
 Each place has coded its rows by its own categories and classes. Once all know the common ones, rows are recoded by these,
 and regression targets are scaled by statistics over all places.
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, count_and_sum
+from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, count_and_sum_numeric_columns
 from polyfed.data.tabular.schema import merge_schemas, read_schema, recode_targets_to_schema, table_schema
 
 
 def preprocessor_of(examples: Examples) -> TablePreprocessor:
-    """Returns the preprocessing of examples of a table.
+    """Returns the preprocessing of examples that come from a table.
 
     Raises:
         UserError: the examples are not from a table.
@@ -26,9 +26,9 @@ def preprocessor_of(examples: Examples) -> TablePreprocessor:
     return examples.transform
 
 
-def count_and_sum_with_targets(train: Examples, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Counts the values of each column of numbers in the training rows and sums them up, then the same for regression
-    targets.
+def count_and_sum_columns_and_targets(train: Examples, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns the number of values and their sum for each numeric column of the training rows, then for each regression
+    target.
 
     With `mean` it sums the squared differences from it instead. Targets are in the table's unit.
 
@@ -41,7 +41,9 @@ def count_and_sum_with_targets(train: Examples, mean: Tensor | None = None) -> t
     """
     preprocessor = preprocessor_of(train)
     num_numeric = len(preprocessor.mean)
-    count, total = count_and_sum(train, preprocessor.columns, None if mean is None else mean[:num_numeric])
+    count, total = count_and_sum_numeric_columns(
+        train, preprocessor.columns, None if mean is None else mean[:num_numeric]
+    )
     if preprocessor.task != "regression":
         return count, total
     y = _unscale_targets(train.labels, preprocessor)
@@ -51,21 +53,21 @@ def count_and_sum_with_targets(train: Examples, mean: Tensor | None = None) -> t
 
 
 def _unscale_targets(y: Tensor, preprocessor: TablePreprocessor) -> Tensor:
-    """Returns targets in the table's unit, float64, shape (n, targets)."""
+    """Returns regression targets in the unit of the table, float64, shape (n, targets)."""
     mean, spread = torch.tensor(preprocessor.target or ((0.0, 1.0),), dtype=torch.float64).T
     targets: Tensor = y.double().reshape(len(y), -1) * spread + mean
     return targets
 
 
 def needs_common_preprocessing(tables: Sequence[TablePreprocessor]) -> bool:
-    """Returns whether tables with federated preprocessing were read one by one, and have yet to agree on a common one."""
+    """Returns whether the sites' tables are to have federated preprocessing and do not share a common one yet."""
     federated_tables = [table for table in tables if table.scope == "federated"]
     return len(set(federated_tables)) > 1 or any(set(table.target) == {(0.0, 1.0)} for table in federated_tables)
 
 
 def merge_table_definitions(tables: Mapping[str, TablePreprocessor]) -> TablePreprocessor:
-    """Merges the definitions of tables: their common columns, with the categories and classes of any, and no fitted
-    statistics.
+    """Merges the preprocessing of several sites' tables: the common columns, the union of categories and classes, no
+    fitted statistics.
 
     Args:
         tables: the preprocessing of each site's table, by site.
@@ -109,7 +111,8 @@ def _table_difference(first: TablePreprocessor, second: TablePreprocessor) -> st
 
 
 def recode_examples(examples: Sequence[Examples], common: TablePreprocessor) -> list[Examples]:
-    """Recodes, scales and prepares examples of one table by the common preprocessing.
+    """Returns the examples of one table with their categories, classes and scaling converted to the common
+    preprocessing.
 
     Examples that share a store share a store afterwards.
 
@@ -156,7 +159,7 @@ def _recode_inputs(x: Tensor, preprocessor: TablePreprocessor, common: TablePrep
 
 
 def _code_translation(before: Column, after: Column) -> Tensor:
-    """Returns the new code of each category, of rows without one, and, at the end, of rows with an unknown category (-1)."""
+    """Returns the new code of each category, then of missing values, and last of unknown categories (-1)."""
     old, new = before.categories or (), after.categories or ()
     if lost := [value for value in old if value not in new]:
         raise UserError(f"column {before.name!r} has {len(lost)} categories that the common table does not know")

@@ -1,4 +1,5 @@
-"""Converts the rows of a table to a network's inputs: scales numbers, fills in missing values, encodes categories one-hot.
+"""Converts the rows of a table to a network's inputs: scales numbers, fills in missing values, one-hot encodes
+categories.
 
 A table is stored as it was read, one number a cell: a number itself (NaN where there is none), or the index of a category.
 `TablePreprocessor` converts batches of these. So one store serves all sites, equal rows are found, and a network can be
@@ -23,8 +24,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.validation import validation_error
 from polyfed.data.tabular.table_reader import (
-    arrow_column,
     check_columns_exist,
+    column_as_arrow_array,
     column_as_numbers,
     column_as_texts,
     format_row_numbers,
@@ -44,7 +45,7 @@ Scope = Literal["site", "federated"]
 @final
 @dataclass(frozen=True)
 class Column:
-    """Describes a feature column of a table.
+    """Describes a feature column of a table: its name, and its categories unless it is numeric.
 
     Args:
         name: of the column.
@@ -72,7 +73,7 @@ class _PreprocessorJSON(TypedDict):
 @final
 @dataclass(frozen=True)
 class TablePreprocessor:
-    """Converts stored rows of a table to inputs of a network, with statistics fitted on training rows.
+    """Converts rows of a table to inputs of a network, with statistics fitted on training rows.
 
     It is the `transform` of a table's `Examples`. Inputs are in this order: the numbers, (value − mean) / spread, 0 where
     there is none, and always 0 for a column that did not vary in the training rows, whose scale is unknown; for those with
@@ -118,7 +119,7 @@ class TablePreprocessor:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Returns the names of the inputs, in their order."""
+        """Returns the names of the network's inputs in their order."""
         plain = [c.name for c in self.columns if c.categories is None]
         marked = [f"{c.name} is missing" for c in self.columns if c.categories is None and c.missing]
         shares = [f"{c.name}={value}" for c in self.columns for value in _category_names(c)]
@@ -126,7 +127,9 @@ class TablePreprocessor:
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """Returns the divisors of numbers: their spread, or infinity for a column that did not vary, which so becomes 0."""
+        """Returns the divisor of each numeric column: its standard deviation, or infinity for a constant column, which
+        so becomes 0.
+        """
         return tuple(spread or math.inf for spread in self.spread)
 
     @cached_property
@@ -134,7 +137,7 @@ class TablePreprocessor:
         return {}
 
     def _column_tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns tensors that `__call__` computes with, on the device and in the type of `x`; cached.
+        """Returns the tensors with which `__call__` computes, on the device and in the type of `x`; cached.
 
         They are the indices of the columns of numbers, means, divisors, indices of the columns with `missing`, and column
         and code of each category.
@@ -164,7 +167,7 @@ class TablePreprocessor:
         return {name: value for name, value in self.__dict__.items() if name != "_tensors"}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the inputs for a batch of stored rows: float32, shape (batch, features)."""
+        """Returns the network's inputs for a batch of stored rows: float32, shape (batch, features)."""
         numeric, mean, spread, marked, owners, codes = self._column_tensors(x)
         scaled = (x[:, numeric] - mean) / spread
         parts = [torch.where(scaled.isnan(), 0.0, scaled).to(torch.float32)]
@@ -175,7 +178,7 @@ class TablePreprocessor:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def encode(self, rows: Any) -> Tensor:
-        """Encodes raw rows as they are stored.
+        """Encodes raw rows of a table as numbers: numeric cells, and indices of categories.
 
         Args:
             rows: a pandas frame, a mapping of columns, a list of {name: value}, or the path of a CSV or Parquet file. Other
@@ -187,7 +190,8 @@ class TablePreprocessor:
         return encode_table(read_table(rows), self.columns).to(torch.float64)
 
     def changed_constant_columns(self, x: Tensor) -> tuple[str, ...]:
-        """Returns the columns with one value, or none, in the training rows, and another value in the stored rows `x`.
+        """Returns the names of the columns that were constant or empty in the training rows and have other values in
+        the stored rows `x`.
 
         >>> ready = TablePreprocessor((Column("age"), Column("chol")), (50.0, 0.0), (10.0, 0.0))
         >>> ready.changed_constant_columns(torch.tensor([[70.0, 240.0]])), ready(torch.tensor([[70.0, 240.0]])).tolist()
@@ -201,12 +205,14 @@ class TablePreprocessor:
         return tuple(changed_names)
 
     def warn_of_changed_constants(self, x: Tensor, name: str) -> None:
-        """Warns of stored rows with another value in a column that did not vary; `name` stands for the rows."""
+        """Warns if the stored rows `x` have other values in columns that were constant in the training rows; `name`
+        denotes the rows.
+        """
         if changed := self.changed_constant_columns(x):
             warn_of_changed_constants({name: changed})
 
     def unscale_outputs(self, outputs: Tensor) -> Tensor:
-        """Converts a network's regression outputs to the unit of the table; returns other outputs unchanged."""
+        """Converts a network's regression outputs to the unit of the table; returns outputs for other tasks unchanged."""
         if not self.target:
             return outputs
         mean, spread = torch.tensor(self.target, dtype=torch.float64).T
@@ -214,7 +220,7 @@ class TablePreprocessor:
         return unscaled.to(torch.float32)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Returns a dict for JSON, which `preprocessor_from_json` reads."""
+        """Returns the preprocessing as a dict for JSON, which `preprocessor_from_json` reads."""
         columns = [
             {"name": c.name, "categories": None if c.categories is None else list(c.categories), "missing": c.missing}
             for c in self.columns
@@ -227,7 +233,7 @@ class TablePreprocessor:
 
 
 def preprocessor_from_json(content: Any) -> TablePreprocessor:
-    """Builds the preprocessing that a run wrote beside a model, `models/ID.preprocessing.json`.
+    """Builds the preprocessing from the content of `models/ID.preprocessing.json`, which a run wrote beside a model.
 
     Raises:
         UserError: it is no such description.
@@ -254,14 +260,14 @@ def preprocessor_from_json(content: Any) -> TablePreprocessor:
 
 
 def _category_names(column: Column) -> tuple[str, ...]:
-    """Returns the categories of a column, and after them, if rows lack one, the missing category."""
+    """Returns the names of a column's categories, followed by a name for missing values if there are any."""
     if column.categories is None:
         return ()
     return (*column.categories, MISSING_CATEGORY) if column.missing else column.categories
 
 
 def encode_table(table: Any, columns: Sequence[Column]) -> Tensor:
-    """Encodes the cells of a table as they are stored: float64, shape (rows, columns).
+    """Encodes a table as numbers (numeric cells, and indices of categories): float64, shape (rows, columns).
 
     Raises:
         UserError: a column is missing, or of another kind.
@@ -292,8 +298,8 @@ def encode_table(table: Any, columns: Sequence[Column]) -> Tensor:
 
 
 def _describe_non_numbers(table: Any, name: str) -> str:
-    """Describes the content of a column that is no column of numbers."""
-    kind = arrow_column(table, name).type
+    """Returns a description of the content of a column that should hold numbers, and does not."""
+    kind = column_as_arrow_array(table, name).type
     if not is_text_type(kind):
         return str(kind)
     cells = column_as_texts(table, name)
@@ -304,7 +310,7 @@ def _describe_non_numbers(table: Any, name: str) -> str:
 
 
 def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> None:
-    """Warns of columns that did not vary in training rows and vary in others, if there are any.
+    """Warns of columns that were constant in the training rows and have other values in later rows.
 
     Args:
         columns_by_owner: names of such columns, by their owner, such as "site 'north'".
@@ -328,8 +334,10 @@ def _join_first(names: Sequence[str], between: str = ", ") -> str:
     return between.join(names[:_SHOWN]) + more
 
 
-def count_and_sum(train: Examples, columns: Sequence[Column], mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Counts the values of each column of numbers in the training rows, and sums them up.
+def count_and_sum_numeric_columns(
+    train: Examples, columns: Sequence[Column], mean: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the number of values and their sum for each numeric column of the training rows.
 
     With `mean` it sums the squared differences from it instead. Both float64, shape (columns of numbers,).
     """
@@ -341,16 +349,18 @@ def count_and_sum(train: Examples, columns: Sequence[Column], mean: Tensor | Non
 
 
 def mean_or_zero(count: Tensor, total: Tensor) -> Tensor:
-    """Returns means, `total / count`; 0 where no row has a value."""
+    """Returns the means `total / count`; 0 for a column in which no row has a value."""
     return torch.where(count > 0, total / torch.where(count > 0, count, 1.0), 0.0)
 
 
-def set_statistics(template: TablePreprocessor, mean: Tensor, variance: Tensor, scope: Scope) -> TablePreprocessor:
-    """Returns the preprocessing with these means and variances of its columns.
+def preprocessor_with_statistics(
+    template: TablePreprocessor, mean: Tensor, variance: Tensor, scope: Scope
+) -> TablePreprocessor:
+    """Returns a copy of the preprocessing with new means and variances of its numeric columns.
 
     Further means and variances, after those of the columns, are of the targets.
     """
-    num_numeric, spread = len(template.mean), standard_deviation(mean, variance).tolist()
+    num_numeric, spread = len(template.mean), standard_deviation_or_zero(mean, variance).tolist()
     units = [value or 1.0 for value in spread[num_numeric:]]  # targets that do not vary keep their unit
     target = tuple(zip(mean[num_numeric:].tolist(), units, strict=True)) or template.target
     return replace(
@@ -359,8 +369,8 @@ def set_statistics(template: TablePreprocessor, mean: Tensor, variance: Tensor, 
     )  # fmt: skip
 
 
-def standard_deviation(mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns standard deviations; 0 for numbers that do not vary."""
+def standard_deviation_or_zero(mean: Tensor, variance: Tensor) -> Tensor:
+    """Returns standard deviations; 0 for columns that are constant up to rounding."""
     spread = variance.sqrt()
     return torch.where(spread <= _CONSTANT * mean.abs(), torch.zeros_like(spread), spread)
 
@@ -368,16 +378,18 @@ def standard_deviation(mean: Tensor, variance: Tensor) -> Tensor:
 def fit_preprocessor(
     template: TablePreprocessor, trains: Sequence[Examples], scope: Scope = "site"
 ) -> TablePreprocessor:
-    """Fits preprocessing to the training rows of one site, or to sums over several sites, in their order.
+    """Fits the preprocessing to the training rows of one site, or of several sites together.
 
     >>> like = TablePreprocessor((Column("age"),), (0.0,), (1.0,))
     >>> rows = Examples(torch.tensor([[40.0], [60.0], [torch.nan]]), torch.tensor([0, 1, 0]))
     >>> fit_preprocessor(like, [rows]).mean, fit_preprocessor(like, [rows]).spread
     ((50.0,), (10.0,))
     """
-    mean = mean_or_zero(*_add_pairs([count_and_sum(train, template.columns) for train in trains]))
-    variance = mean_or_zero(*_add_pairs([count_and_sum(train, template.columns, mean) for train in trains]))
-    return set_statistics(template, mean, variance, scope)
+    mean = mean_or_zero(*_add_pairs([count_and_sum_numeric_columns(train, template.columns) for train in trains]))
+    variance = mean_or_zero(
+        *_add_pairs([count_and_sum_numeric_columns(train, template.columns, mean) for train in trains])
+    )
+    return preprocessor_with_statistics(template, mean, variance, scope)
 
 
 def _add_pairs(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

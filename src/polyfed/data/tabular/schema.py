@@ -1,4 +1,4 @@
-"""Describes the columns, categories and classes that tables in different places must share to be trained on together.
+"""Describes the columns, categories and classes that tables of several sites must share to be trained on together.
 
 A schema holds names and categories, and nothing of a row.
 """
@@ -19,7 +19,7 @@ from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, prepro
 
 
 def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:
-    """Returns the schema of a table, for JSON: its preprocessing without fitted statistics.
+    """Returns the schema of a table as a dict for JSON: columns, categories and classes, without fitted statistics.
 
     >>> table_schema(TablePreprocessor((Column("age"),), (61.0,), (10.0,)))["mean"]
     [0.0]
@@ -37,7 +37,7 @@ def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:
 
 
 def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
-    """Reads a schema from a JSON file, or from the result of `table_schema`.
+    """Reads a schema from a JSON file, or from the dict that `table_schema` returned.
 
     Raises:
         UserError: the file cannot be read, or holds no schema.
@@ -54,7 +54,8 @@ def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
 
 
 def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | None = None) -> dict[str, Any]:
-    """Merges the schemas of several tables: the columns that all have, with the categories and classes of any.
+    """Merges the schemas of several tables: keeps the columns that all have, and the categories and classes that any
+    has.
 
     A column has a mark for missing values if any table has missing values in it.
 
@@ -107,7 +108,9 @@ def _merge_column(columns: Sequence[Column]) -> Column:
 
 
 def _union(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Returns the first list, then what the others add; sorted if all lists are, as for one table of all rows."""
+    """Returns the items of the first list, followed by further items of the other lists; sorted if all lists are
+    sorted.
+    """
     items = list(dict.fromkeys(value for part in lists for value in part))
     return (
         sorted_unique_texts(items) if all(tuple(part) == sorted_unique_texts(part) for part in lists) else tuple(items)
@@ -115,7 +118,8 @@ def _union(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def recode_targets_to_schema(y: Tensor, class_names: Sequence[str], schema: TablePreprocessor, task: str) -> Tensor:
-    """Recodes targets of a table to the classes of a schema.
+    """Converts a table's class indices to the indices that the same classes have in a schema; returns targets of other
+    tasks unchanged.
 
     Raises:
         UserError: another task, or a class, label or target that the schema does not have.

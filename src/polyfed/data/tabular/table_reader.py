@@ -1,4 +1,4 @@
-"""Reads users' tables (CSV and Parquet files, pandas frames and the like) as Arrow tables; errors name columns and rows."""
+"""Reads users' tables (CSV and Parquet files, pandas frames and others) as Arrow tables; errors name columns and rows."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -85,7 +85,7 @@ def _check_column_names(frame: Any) -> Any:
 
 
 def _mixed_columns_as_texts(frame: Any, missing: Sequence[str]) -> Any:
-    """Returns the frame with columns that mix texts and numbers as texts."""
+    """Returns the frame with each column that mixes strings and numbers converted to strings."""
     if len(set(frame.columns)) < len(frame.columns):
         return frame  # `read_table` refuses a name twice
     mixed = {name: _as_texts(frame[name].tolist(), missing) for name in frame.columns if frame[name].dtype.kind == "O"}
@@ -94,7 +94,7 @@ def _mixed_columns_as_texts(frame: Any, missing: Sequence[str]) -> Any:
 
 
 def _as_texts(cells: Sequence[Any], missing: Sequence[str]) -> list[str | None] | None:
-    """Converts cells to texts, as in a CSV file, if they are numbers and a few texts that may stand for no value.
+    """Converts the cells of a column to strings, if they are numbers and a few strings that may denote missing values.
 
     Returns None for other cells.
     """
@@ -113,7 +113,7 @@ def _as_texts(cells: Sequence[Any], missing: Sequence[str]) -> list[str | None] 
 
 
 def _is_absent(cell: Any) -> bool:
-    """Returns whether a cell has no value: None, NaN, and pandas' NA and NaT."""
+    """Returns whether a cell has no value: None, NaN, or pandas' NA or NaT."""
     return cell is None or type(cell).__name__ in ("NAType", "NaTType") or (isinstance(cell, float) and cell != cell)
 
 
@@ -131,7 +131,7 @@ def _arrow_array(values: Any, missing: Sequence[str]) -> Any:
 
 
 def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) -> Table:
-    """Removes the values of cells that are one of these texts, or the number in it, and replaces decimal commas in texts.
+    """Removes cells that hold one of the strings for missing values, or the number in it, and replaces decimal commas.
 
     `_read_csv` does so while it reads.
     """
@@ -142,7 +142,7 @@ def _blank_missing_values(table: Table, missing: Sequence[str], decimal: str) ->
         return table
     amounts = [float(text) for text in missing if is_numeric_text(text)]
     for place, name in enumerate(table.column_names):
-        column = arrow_column(table, name)
+        column = column_as_arrow_array(table, name)
         if is_text_type(column.type):
             cells = column_as_texts(table, name)
             cleaned = [None if cell in missing else cell for cell in cells.tolist()]
@@ -210,7 +210,7 @@ _ENCODING = "give --data.encoding latin-1, or save the file as UTF-8"
 
 
 def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
-    """Checks that the table has columns of these names.
+    """Checks that the table has columns with these names.
 
     Raises:
         UserError: it lacks one; the message has the nearest names.
@@ -224,8 +224,8 @@ def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
             raise UserError(f"{role}: the table has no column {name!r}; {did_you_mean(name, table.column_names)}")
 
 
-def arrow_column(table: Table, name: str) -> Any:
-    """Returns a column as one `pyarrow.Array`, with categories as their values."""
+def column_as_arrow_array(table: Table, name: str) -> Any:
+    """Returns a table's column as one `pyarrow.Array`; dictionary-encoded categories are decoded."""
     import pyarrow
     import pyarrow.types as kinds
 
@@ -236,7 +236,7 @@ def arrow_column(table: Table, name: str) -> Any:
 
 
 def is_numeric_type(kind: Any) -> bool:
-    """Returns whether an Arrow type holds numbers, true and false included."""
+    """Returns whether an Arrow type holds numbers or truth values."""
     import pyarrow.types as kinds
 
     tests = (kinds.is_integer, kinds.is_floating, kinds.is_boolean, kinds.is_decimal)
@@ -244,22 +244,22 @@ def is_numeric_type(kind: Any) -> bool:
 
 
 def is_text_type(kind: Any) -> bool:
-    """Returns whether an Arrow type holds texts."""
+    """Returns whether an Arrow type holds strings."""
     import pyarrow.types as kinds
 
     return any(test(kind) for test in (kinds.is_string, kinds.is_large_string, kinds.is_string_view))
 
 
 def is_empty_column(table: Table, name: str) -> bool:
-    """Returns whether a column that is not one of numbers has no value in any row."""
+    """Returns whether a column, unless its type is numeric, has no value in any row."""
     import pyarrow.types as kinds
 
-    column = arrow_column(table, name)
+    column = column_as_arrow_array(table, name)
     return kinds.is_null(column.type) or (is_text_type(column.type) and column.null_count == len(column))
 
 
 def is_numeric_column(table: Table, name: str) -> bool:
-    """Returns whether a column holds numbers, or texts that are numbers, as the cells of a CSV file are.
+    """Returns whether a column holds numbers, or strings that are numbers, as the cells of a CSV file are.
 
     Categories of a frame that are texts are not numbers.
 
@@ -269,16 +269,16 @@ def is_numeric_column(table: Table, name: str) -> bool:
     """
     import pyarrow.types as kinds
 
-    if is_numeric_type(arrow_column(table, name).type):
+    if is_numeric_type(column_as_arrow_array(table, name).type):
         return True
-    if kinds.is_dictionary(table.column(name).type) or not is_text_type(arrow_column(table, name).type):
+    if kinds.is_dictionary(table.column(name).type) or not is_text_type(column_as_arrow_array(table, name).type):
         return False
     present = [value for value in column_as_texts(table, name).tolist() if value is not None]
     return bool(present) and all(map(is_numeric_text, present))
 
 
 def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
-    """Returns a column as numbers; NaN where there is no value.
+    """Returns a table's column as numbers; NaN for missing values.
 
     Args:
         table: that has the column.
@@ -289,7 +289,7 @@ def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
     """
     import pyarrow
 
-    column = arrow_column(table, name)
+    column = column_as_arrow_array(table, name)
     if is_text_type(column.type):
         column = pyarrow.array(
             [None if value is None else float(value) for value in column_as_texts(table, name).tolist()], "float64"
@@ -306,12 +306,13 @@ def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
 
 
 def column_as_texts(table: Table, name: str) -> NDArray[Any]:
-    """Returns a column as texts, None where there is no value; whole numbers have no decimal point, whatever their type.
+    """Returns a table's column as strings; None for missing values. Whole numbers have no decimal point, whatever their
+    type.
 
     >>> column_as_texts(read_table({"a": [1.0, None, 2.5]}), "a").tolist()
     ['1', None, '2.5']
     """
-    return np.array([_cell_text(value) for value in arrow_column(table, name).to_pylist()], dtype=object)
+    return np.array([_cell_text(value) for value in column_as_arrow_array(table, name).to_pylist()], dtype=object)
 
 
 def _cell_text(value: Any) -> str | None:
@@ -323,7 +324,7 @@ def _cell_text(value: Any) -> str | None:
 
 
 def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
-    """Checks that every row has a value.
+    """Checks that a column has a value in every row.
 
     Raises:
         UserError: a row has none; the message has the numbers of such rows, the first being 1.
@@ -344,7 +345,7 @@ def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
 
 
 def format_row_numbers(rows: NDArray[Any]) -> str:
-    """Formats row numbers for a sentence, counted from 1.
+    """Returns row numbers as text for a sentence, counted from 1.
 
     >>> format_row_numbers(np.array([0])), format_row_numbers(np.array([1, 4])), format_row_numbers(np.arange(10))
     ('row 1', 'rows 2 and 5', 'rows 1, 2, 3, 4, 5 and 5 more')
@@ -356,12 +357,12 @@ def format_row_numbers(rows: NDArray[Any]) -> str:
 
 
 def has_no_letter_or_digit(text: str) -> bool:
-    """Returns whether a text has no letter and no digit, as texts that stand for no value: "?", "-"."""
+    """Returns whether a text has neither letters nor digits, as "?" and "-", which denote missing values."""
     return not any(map(str.isalnum, text))
 
 
 def is_numeric_text(value: str) -> bool:
-    """Returns whether a text is a number."""
+    """Returns whether a text represents a number."""
     try:
         float(value)
     except ValueError:

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, check_file, read_file
+from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, check_regular_file, read_file
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
 
 MIN_FREE_BYTES = 2**30
@@ -35,7 +35,7 @@ def find_read_obstacle(part: str, file: Path) -> Finding | None:
             "give the file to it (chown)",
         )
     try:
-        check_file(file, MAX_TEXT_BYTES)
+        check_regular_file(file, MAX_TEXT_BYTES)
     except UserError as error:  # the file is too large, for example
         return problem_finding(part, str(error))
     return None

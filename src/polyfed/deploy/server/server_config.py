@@ -14,7 +14,7 @@ from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.trusted_code import is_trusted, load_function, trust_code
+from polyfed.core.io.trusted_code import is_code_trusted, load_function, trust_code
 from polyfed.core.io.validation import parse_yaml
 from polyfed.core.messages.lora import architecture_without_ranks
 from polyfed.core.nn.module_cache import cached_module
@@ -176,7 +176,7 @@ def _load_server_function(
         raise UserError(
             f'{reason}: name a Python file with a function {name}() in the configuration, file = "/path/server.py"'
         )
-    if not is_trusted(str(file)):
+    if not is_code_trusted(str(file)):
         raise UserError(
             f"{reason}: the directory of the run names the Python file {str(file)!r}, whose code would run; if it is yours, "
             f'name it in the configuration, file = "{file}"'

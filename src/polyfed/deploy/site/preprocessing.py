@@ -18,7 +18,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, read_file, read_text_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.data.tabular.harmonise import count_and_sum_with_targets, preprocessor_of
+from polyfed.data.tabular.harmonise import count_and_sum_columns_and_targets, preprocessor_of
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.data.tabular.schema import table_schema
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
@@ -62,7 +62,7 @@ def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, sec
             "its table asks for preprocess='federated', whose sums would leave it without its noise and "
             "clipping; preprocess='site' sends none"
         )
-    count, _ = count_and_sum_with_targets(client.train)
+    count, _ = count_and_sum_columns_and_targets(client.train)
     if not secure and bool(((count > 0) & (count < _MIN_ROWS)).any()):
         raise RefusalError(
             f"a column of its table has values in fewer than {_MIN_ROWS} training rows, which their sum would nearly "

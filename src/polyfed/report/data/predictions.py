@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.score_functions import probabilities
+from polyfed.core.evaluation.score_functions import outputs_to_probabilities
 from polyfed.report.data.binary_stats import BinaryPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.simulation.storage.predictions import FOLDER, Predictions, read_predictions
@@ -79,7 +79,7 @@ class GroupPredictions:
         tables = [self.prediction_tables[method, seed, client] for client in clients]
         outputs, targets = torch.cat([p.outputs for p in tables]), torch.cat([p.targets for p in tables])
         finite_rows = torch.isfinite(outputs).all(1)
-        score = probabilities(outputs[finite_rows], self.task)[:, question.column]
+        score = outputs_to_probabilities(outputs[finite_rows], self.task)[:, question.column]
         finite_targets = targets[finite_rows]
         positive = (
             finite_targets[:, question.column] > 0.5 if finite_targets.dim() == 2 else finite_targets == question.column

@@ -14,14 +14,14 @@ from polyfed.core.algorithm import Architecture
 from polyfed.core.errors import UserError
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import (
-    check_file,
+    check_regular_file,
     create_private_folder,
     expand_user_path,
+    flush_folder_to_disk,
     open_new_file,
     read_file,
-    sync_folder,
 )
-from polyfed.core.io.trusted_code import is_trusted
+from polyfed.core.io.trusted_code import is_code_trusted
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
@@ -168,12 +168,12 @@ def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
             for name, content in contents.items():
                 with open_new_file(partial / name, private=False) as file:
                     file.write(content)
-            sync_folder(partial)
+            flush_folder_to_disk(partial)
             partial.rename(target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        sync_folder(target.parent)
+        flush_folder_to_disk(target.parent)
     except OSError as error:
         raise UserError(f"cannot write {target} ({error.strerror}); choose another folder") from error
 
@@ -220,7 +220,7 @@ class ExportedModel:
             content["algorithm"] is None
             and (network_spec is None or is_user_code)
             and script.is_file()
-            and is_trusted(str(script))
+            and is_code_trusted(str(script))
         ):
             self._script = _load_script(script)
             return
@@ -254,6 +254,6 @@ def _load_script(script: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls TorchScript deprecated
         try:
-            return torch.jit.load(str(check_file(script)))  # type: ignore[no-untyped-call]
+            return torch.jit.load(str(check_regular_file(script)))  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise UserError(f"{script} cannot be read ({str(error).splitlines()[0]}); export again") from error

@@ -11,9 +11,9 @@ from markupsafe import Markup
 from polyfed.core.io.number_format import (
     capitalize_first,
     count_with_noun,
-    format_bare_number,
     format_number,
-    format_short,
+    format_three_digits,
+    format_without_percent_sign,
     join_with_and,
 )
 from polyfed.report.data.predictions import GroupPredictions
@@ -114,7 +114,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         if run_group.local_method:
             gains = run_group.gains_over_local(method)
             gain = _stored_statistic(method, "gain", mean_of_defined([gain.mean for gain in gains]))
-            row.append(format_bare_number(gain, unit, signed=True))
+            row.append(format_without_percent_sign(gain, unit, signed=True))
             ups, downs = (sum(sign * gain.mean > 0 for gain in gains) for sign in (1, -1))
             row.append(f"{ups} / {downs}" if gains else "–")
             if is_comparison:
@@ -123,8 +123,8 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         costs = [run.megabytes_and_seconds for run in method.runs]
         rounds = sorted({run.scored_round for run in method.runs})
         row += [
-            format_short(mean_of_defined([moved for moved, _ in costs])),
-            format_short(mean_of_defined([seconds for _, seconds in costs])),
+            format_three_digits(mean_of_defined([moved for moved, _ in costs])),
+            format_three_digits(mean_of_defined([seconds for _, seconds in costs])),
         ]
         rows.append([*row, str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"])
     target, target_rows = _cost_to_target(run_group)
@@ -145,7 +145,15 @@ def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
             math.nan if target_cost[name] is None else target_cost[name] for name in ("round", "bytes", "seconds")
         )
         reached = f"{target_cost['reached']} of {len(method['runs'])}"
-        rows.append([label, reached, format_short(rounds), format_short(moved / 2**20), format_short(seconds)])
+        rows.append(
+            [
+                label,
+                reached,
+                format_three_digits(rounds),
+                format_three_digits(moved / 2**20),
+                format_three_digits(seconds),
+            ]
+        )
     return f"{format_number(target['score'], run_group.score_format.unit)} ({target['sentence']})", rows
 
 
@@ -189,8 +197,8 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
             row = [
                 method.label,
                 f"{c['rounds'][k]:.0f}",
-                format_short(c["megabytes"][k]),
-                format_short(c["seconds"][k]),
+                format_three_digits(c["megabytes"][k]),
+                format_three_digits(c["seconds"][k]),
             ]
             spread = (
                 [f"{format_number(c['low'][k], unit)} to {format_number(c['high'][k], unit)}"]
@@ -249,7 +257,9 @@ def html_gains(run_group: RunGroup, key: str) -> Markup:
         if any(bar.low != bar.high for bar in bars):
             caption += " Thin lines: from the lowest to the highest seed."
         caption += f" Drawn are {len(drawn)} of them, evenly." if len(drawn) < len(gains) else ""
-        formatted_gains = [[format_bare_number(v, unit, signed=True) for v in (g.mean, g.low, g.high)] for g in drawn]
+        formatted_gains = [
+            [format_without_percent_sign(v, unit, signed=True) for v in (g.mean, g.low, g.high)] for g in drawn
+        ]
         rows = [[gain.client, *values] for gain, values in zip(drawn, formatted_gains, strict=True)]
         numbers_html = html_table(
             f"Gain of {method.label}, {axis_unit}", ["client", "mean", "lowest seed", "highest seed"], rows

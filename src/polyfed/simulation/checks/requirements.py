@@ -24,7 +24,7 @@ from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks,
 from polyfed.core.nn.module_cache import (
     build_module,
     cached_module,
-    differ_only_in_frozen,
+    differ_only_in_frozen_values,
     frozen_parameters,
     hash_tensors,
 )
@@ -139,7 +139,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
                 i for i in architecture_by_client if architecture_by_client[i] != architecture_by_client[clients[0].id]
             ),
         )
-        if differ_only_in_frozen(architecture_by_client[first], architecture_by_client[odd_client]):
+        if differ_only_in_frozen_values(architecture_by_client[first], architecture_by_client[odd_client]):
             raise UserError(
                 f"{name} needs one architecture, and the networks of {odd_client!r} and {first!r} differ in frozen "
                 "parameters (requires_grad=False); begin all clients' networks with the same pretrained weights"

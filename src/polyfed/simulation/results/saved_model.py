@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.core.capabilities import BringsNetwork, wrap_network
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation.score_functions import probabilities
+from polyfed.core.evaluation.score_functions import outputs_to_probabilities
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_json
@@ -75,7 +75,7 @@ def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> 
     names = prepared.classes
     if prepared.task == "regression":
         return {name: outputs[:, i].tolist() for i, name in enumerate(names)}
-    shares = probabilities(outputs, prepared.task)
+    shares = outputs_to_probabilities(outputs, prepared.task)
     columns: dict[str, list[Any]] = {}
     if prepared.task == "classification":
         columns["predicted"] = [names[i] for i in shares.argmax(axis=1)]

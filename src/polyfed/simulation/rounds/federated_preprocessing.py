@@ -20,13 +20,13 @@ from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.fixed_point import FRACTION_BITS
 from polyfed.core.state_dict import StateDict, StateDictSpec
 from polyfed.data.tabular.harmonise import (
-    count_and_sum_with_targets,
+    count_and_sum_columns_and_targets,
     merge_table_definitions,
     needs_common_preprocessing,
     preprocessor_of,
     recode_examples,
 )
-from polyfed.data.tabular.preprocessing import TablePreprocessor, mean_or_zero, set_statistics
+from polyfed.data.tabular.preprocessing import TablePreprocessor, mean_or_zero, preprocessor_with_statistics
 from polyfed.models import ModelSpec
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -76,7 +76,7 @@ class Moments(Averaging):
     ) -> tuple[Message, dict[str, Any]]:
         """Returns a client's reply: for each column the number of training rows with a value, and their sum (in round 2 the
         sum of squared differences from the mean)."""
-        count, total = count_and_sum_with_targets(
+        count, total = count_and_sum_columns_and_targets(
             client.train, message.tensors["known"]["mean"] if message.scalars["done"] else None
         )
         return Message({"moments": {"count": count, "total": total}}), client_state
@@ -164,7 +164,9 @@ def run_moments_rounds(federation: Federation, engine: Engine, template: TablePr
     state: Any = checkpoint.state
     if federation.settings.secure:
         _warn_of_inexact_columns(template, state["variance"], state["moments"]["count"])
-    return CommonPreprocessing(set_statistics(template, state["mean"], state["variance"], "federated"), facts)
+    return CommonPreprocessing(
+        preprocessor_with_statistics(template, state["mean"], state["variance"], "federated"), facts
+    )
 
 
 def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, count: Tensor) -> None:

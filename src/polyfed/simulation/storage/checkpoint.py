@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import create_private_folder, open_new_file, read_file, sync_folder
+from polyfed.core.io.atomic_files import create_private_folder, flush_folder_to_disk, open_new_file, read_file
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree, iter_tensors
@@ -134,11 +134,11 @@ def save_checkpoint(
         else:
             sums[name] = _write(partial / name, serialize_state(checkpoint.client_states[client]))
     _write(partial / COMPLETE_FILE, json.dumps({"bound": dict(binding or {}), "files": sums}, indent=1).encode())
-    sync_folder(partial)
+    flush_folder_to_disk(partial)
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)
-    sync_folder(folder)
+    flush_folder_to_disk(folder)
     for old in list(_newest_first(folder)):
         if old not in kept_folders:
             shutil.rmtree(old)

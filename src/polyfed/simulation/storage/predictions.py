@@ -25,8 +25,8 @@ from polyfed.core.io.atomic_files import (
     UNLIMITED_BYTES,
     create_private_folder,
     expand_user_path,
+    flush_files_to_disk,
     open_file,
-    sync_files,
     write_file_atomically,
 )
 from polyfed.simulation.storage import predictions_parquet
@@ -203,7 +203,7 @@ class PredictionStore:
             if client_outputs:
                 files.append(self._folder / f"{safe_file_name(client.id)}.parquet")
                 predictions_parquet.write_outputs(files[-1], client, client_outputs)
-        sync_files(files)
+        flush_files_to_disk(files)
         # Renamed first: a folder that is removed half must not be mistaken for a complete one.
         (self._folder / _SPOOL).rename(self._folder / _OLD)
         shutil.rmtree(self._folder / _OLD)

@@ -34,7 +34,7 @@ MOST_ROWS = 20_000_000  # a larger file takes minutes to read
 
 def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Writes the outputs of a client's networks, by round, to the client's Parquet file. The file is written atomically but
-    not synced: `sync_files` does that for all files together.
+    not synced: `flush_files_to_disk` does that for all files together.
 
     Args:
         path: of the file.

@@ -92,7 +92,7 @@ def predict_file(
 def _read_rows(file: str, table_options: dict[str, Any]) -> Any:
     """Reads a file with the options of the run's own table."""
     from polyfed.core.io.validation import build_dataclass
-    from polyfed.data.sources.table_file import TableFile, parse_names
+    from polyfed.data.sources.table_file import TableFile, parse_column_names
     from polyfed.data.tabular.table_reader import read_table
 
     option_names = {"missing", "delimiter", "decimal", "encoding"}
@@ -101,7 +101,7 @@ def _read_rows(file: str, table_options: dict[str, Any]) -> Any:
     )
     return read_table(
         file,
-        missing=parse_names(source.missing),
+        missing=parse_column_names(source.missing),
         delimiter=source.delimiter,
         decimal=source.decimal,
         encoding=source.encoding,

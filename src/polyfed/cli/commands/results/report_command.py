@@ -14,7 +14,7 @@ from polyfed.cli.commands.results.method_panels import PanelInputs, has_panels, 
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
-from polyfed.core.io.number_format import count_with_noun, join_first
+from polyfed.core.io.number_format import count_with_noun, join_first_and_count_rest
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.page import update_norms
@@ -60,7 +60,7 @@ def show_report(
     for note in notes:
         print_line(console, note)
     names = [folder.resolve().name for folder in folders]
-    title = f"polyfed: {join_first(names, 3)}"
+    title = f"polyfed: {join_first_and_count_rest(names, 3)}"
     page = folders[0] / PAGE if out is None else out
     try:
         write_file_atomically(page, render_page(groups, extras, notes, title).encode(), private=out is None)
