@@ -25,7 +25,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FLHAGHN
-from polyfed.comparison.statistics.mrmc import estimate_mean, estimate_variance_components
+from polyfed.comparison.statistics.mrmc import estimate_mean_over_clients, estimate_variance_components
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.sources.vision import FashionMNIST
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -114,7 +114,7 @@ def difference(members, factored, dense):
         )
         for c in members
     ]
-    found = estimate_mean([site for site in sites if site is not None])
+    found = estimate_mean_over_clients([site for site in sites if site is not None])
     return {key: round(100 * getattr(found, key), 2) for key in ("value", "low", "high")}
 
 

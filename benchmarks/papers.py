@@ -36,7 +36,11 @@ from polyfed.cli.commands.papers import reproduce_command
 from polyfed.cli.commands.papers.paper_tables import find_table
 from polyfed.cli.commands.papers.reproduce_command import ReproduceOptions
 from polyfed.cli.main import main as polyfed
-from polyfed.comparison.statistics.mrmc import difference_components, estimate_mean, score_seeds
+from polyfed.comparison.statistics.mrmc import (
+    estimate_mean_over_clients,
+    score_seeds,
+    variance_components_of_difference,
+)
 from polyfed.core.errors import RoundError
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.storage import predictions
@@ -406,7 +410,9 @@ def by_seed(of):
 
 def ahead(ours, theirs):
     """The difference of two methods' scores, mean over clients, with an interval for new seeds and test examples."""
-    estimate = estimate_mean([difference_components(one, theirs[client]) for client, one in ours.items()])
+    estimate = estimate_mean_over_clients(
+        [variance_components_of_difference(one, theirs[client]) for client, one in ours.items()]
+    )
     seeds = [one - other for one, other in zip(by_seed(ours), by_seed(theirs), strict=True)]
     return {"gain": estimate.value, "low": estimate.low, "high": estimate.high, "by_seed": seeds}
 

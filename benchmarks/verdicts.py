@@ -29,7 +29,11 @@ from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import Evidence
-from polyfed.comparison.statistics.mrmc import estimate_by_client, estimate_mean, estimate_variance_components
+from polyfed.comparison.statistics.mrmc import (
+    estimate_client_means,
+    estimate_mean_over_clients,
+    estimate_variance_components,
+)
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.seeds import derive_seed
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -77,7 +81,7 @@ def sentences(score, outputs, targets):
     known = [site for site in sites if site is not None]
     if not known:
         return None, []
-    return estimate_mean(known), estimate_by_client(known)
+    return estimate_mean_over_clients(known), estimate_client_means(known)
 
 
 def cell(score, clients, examples, seeds, repeats):
@@ -129,7 +133,7 @@ def covered(gain, clients, examples, seeds, repeats):
         ours, theirs = (stats.norm.cdf((base + more) / width) for more in (gain, 0.0))
         mean, sites = sentences("accuracy", outputs, targets)
         found, truth = torch.from_numpy(outputs[0]), torch.from_numpy(targets)
-        alone = estimate_mean(
+        alone = estimate_mean_over_clients(
             [
                 estimate_variance_components(METRICS["accuracy"], list(found[:, i]), None, truth[i])
                 for i in range(clients)

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from polyfed.algorithms import REGISTRY
-from polyfed.cli.commands.list_command import first_sentence, show_choices
+from polyfed.cli.commands.list_command import first_docstring_sentence, show_choices
 from polyfed.cli.commands.options.recipes import recipe_files
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
@@ -36,7 +36,7 @@ def test_the_overview_fits_three_screens_of_forty_lines_with_every_name_in_full(
 
 @pytest.mark.parametrize("name", THINGS)
 def test_a_sentence_is_whole(name):
-    sentence = first_sentence(THINGS[name])
+    sentence = first_docstring_sentence(THINGS[name])
     assert sentence.endswith(".")
     assert sentence.count("(") == sentence.count(")")
     assert not re.search(r"\b(eqs?|al|e\.g|i\.e|cf|figs?|vs|sec)\.$", sentence, re.IGNORECASE)
@@ -49,14 +49,14 @@ def test_an_abbreviation_ends_no_sentence(word):
         pass
 
     thing.__doc__ = f"The first {word} 3) goes on. The second."
-    assert first_sentence(thing) == f"The first {word} 3) goes on."
+    assert first_docstring_sentence(thing) == f"The first {word} 3) goes on."
 
 
 def test_a_symbol_or_a_number_may_begin_the_next_sentence():
     def thing():
         """The first of class C. 3 more."""
 
-    assert first_sentence(thing) == "The first of class C."
+    assert first_docstring_sentence(thing) == "The first of class C."
 
 
 def test_details_have_what_the_overview_leaves_out():

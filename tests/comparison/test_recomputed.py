@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.comparison.statistics.mrmc import estimate_by_client, estimate_mean, estimate_variance_components
+from polyfed.comparison.statistics.mrmc import (
+    estimate_client_means,
+    estimate_mean_over_clients,
+    estimate_variance_components,
+)
 from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.storage import predictions
@@ -72,15 +76,15 @@ def test_scores_and_intervals_are_those_of_the_predictions_and_networks_that_are
     others = len(content["methods"]) - 1
     for label, method in content["methods"].items():
         told = method["statistics"]
-        own = estimate_mean([site(label, None, client) for client in ids])
+        own = estimate_mean_over_clients([site(label, None, client) for client in ids])
         assert told["mean"] == pytest.approx(own.value)
         assert told["interval"] == pytest.approx(ends(own, 0.0))
         if label == "local":
             continue
         gains = [site(label, "local", client) for client in ids]
-        over_all = estimate_mean(gains, tests=others)
+        over_all = estimate_mean_over_clients(gains, num_tests=others)
         assert told["gain"] == pytest.approx(over_all.value)
         assert told["gain_interval"] == pytest.approx(ends(over_all, -1.0))
-        for client, gain in zip(ids, estimate_by_client(gains, tests=others), strict=True):
+        for client, gain in zip(ids, estimate_client_means(gains, num_tests=others), strict=True):
             assert told["clients"][client]["gain"] == pytest.approx(gain.value)
             assert told["clients"][client]["gain_interval"] == pytest.approx(ends(gain, -1.0))

@@ -206,7 +206,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
 
     def described():
         content = comparisons.read_description(folder / "c")
-        comparisons.load_result_criteria(content)
+        comparisons.parse_result_criteria(content)
         kept = content.get("experiment")
         if kept is not None:
             build_experiment(kept["config"])

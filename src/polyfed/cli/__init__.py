@@ -1,1 +1,1 @@
-"""The command `polyfed`."""
+"""Implements the command line `polyfed`."""

@@ -1,4 +1,6 @@
-"""The command `polyfed`. Progress goes to standard error, results to standard output.
+"""Implements the entry point of the command `polyfed`.
+
+Progress goes to standard error, results to standard output.
 
 Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure of the run; 130 for Ctrl-C.
 """
@@ -35,13 +37,13 @@ _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
 
 
 def entry() -> None:
-    """Runs the console script."""
+    """Runs the command `polyfed` for the console script, and exits with its status."""
     warnings.formatwarning = format_warning
     sys.exit(main(sys.argv[1:]))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command, and returns its exit status."""
+    """Runs the subcommand that `arguments` name, and returns the exit status."""
     commands: dict[str, Callable[[list[str]], None]] = {
         "run": subcommands.run,
         "compare": subcommands.compare,

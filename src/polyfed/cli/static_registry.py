@@ -1,4 +1,5 @@
-"""Reads methods, data sets and networks from their source files, without importing them.
+"""Reads the names, fields and docstrings of methods, data sets and networks from their source files, which is faster
+than importing them.
 
 A list of methods, a help text or a misspelt option should be answered at once, but importing a method imports torch, which
 takes seconds. An outline has the docstring, bases, fields, defaults and signature of a class or function, and no code.
@@ -26,7 +27,8 @@ _FOREIGN: Any = Any  # stands for whatever another package defines: no field of 
 
 @final
 class StaticRegistry(Mapping[str, Any]):
-    """Maps the names of a registry, a literal dict of a module, to outlines, each made when it is looked up.
+    """Maps the names of a registry (a literal dict in a module) to outlines of the classes, which are read from the
+    source when they are looked up.
 
     >>> methods = StaticRegistry("polyfed.algorithms", "REGISTRY")
     >>> list(methods)[:2], methods["fedprox"](mu=1).mu
@@ -52,7 +54,8 @@ class StaticRegistry(Mapping[str, Any]):
 
 @cache
 def resolve_without_import(module: str, name: str) -> Any:
-    """Returns what a name means at the top level of a module: an outline, or the value of a constant.
+    """Returns, without an import of the module, the value of a constant at its top level, or an outline of a class or
+    function.
 
     >>> resolve_without_import("polyfed.core.nn.precision", "Precision")
     typing.Literal['fp32', 'bf16']
@@ -80,13 +83,13 @@ def _is_polyfed_module(module: str) -> bool:
 
 
 def _import_if_standard(module: str) -> Any:
-    """Imports a module of Python's standard library; returns a stand-in for any other."""
+    """Imports a module of Python's standard library; returns a stand-in for any other module."""
     return import_module(module) if module.partition(".")[0] in sys.stdlib_module_names else _FOREIGN
 
 
 @cache
 def _top_level_definitions(module: str) -> Mapping[str, ast.AST]:
-    """Returns the statement or expression that defines each name of a module."""
+    """Returns the statement or expression that defines each top-level name of a module."""
     path = _PACKAGE.joinpath(*module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     gc_was_enabled = gc.isenabled()
@@ -166,7 +169,7 @@ def _evaluate_annotation(node: ast.expr, module: str) -> Any:
 
 
 def _evaluate(node: ast.expr, module: str) -> Any:
-    """Evaluates an expression of names, literals, types and calls of Python's own."""
+    """Evaluates an expression of names, literals, types and calls to Python's own functions."""
 
     def evaluate(part: ast.expr) -> Any:
         return _evaluate(part, module)

@@ -1,4 +1,4 @@
-"""Parses the words of each subcommand, and calls what carries it out.
+"""Parses the command line of each subcommand, and calls the function that implements the subcommand.
 
 torch takes seconds to import, so it is imported only when nothing is left to say about the words.
 """
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from polyfed.cli.commands.argv import (
     CommandParser,
-    decimal_number,
+    expand_optional_path,
     has_help_flag,
     option_name,
-    optional_path,
+    parse_decimal_number,
+    parse_whole_number,
     split_names,
-    whole_number,
 )
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
@@ -22,7 +22,7 @@ from polyfed.simulation.storage.paths import choose_run_directory
 
 
 def run(argv: list[str]) -> None:
-    """Runs a federation and its baselines."""
+    """Implements `polyfed run`: runs a federation and its baselines."""
     from polyfed.cli.commands.options import configuration_parser, recipes
 
     parser = CommandParser(
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> None:
     if has_help_flag(argv):
         parser.print_help()
         print("  --loss MODULE:NAME  your own loss, a function of outputs and targets\n")
-    recipe, config, note = recipes.pop_recipe_configuration(words, options.scale, options.variant)
+    recipe, config, note = recipes.pop_recipe(words, options.scale, options.variant)
     config = configuration_parser.parse_configuration(words, config, "polyfed run")
     from polyfed.cli.commands.run import run_command
     from polyfed.simulation.experiment import build_experiment
@@ -57,14 +57,14 @@ def run(argv: list[str]) -> None:
     title = Path(recipe).stem if recipe else type(experiment.algorithm).__name__.lower()
     run_command.run_experiment(
         experiment,
-        optional_path(options.out, "--out") or choose_run_directory(title),
+        expand_optional_path(options.out, "--out") or choose_run_directory(title),
         quiet=options.quiet,
         logger=validate_logger_names(options.logger or ()),
     )
 
 
 def compare(argv: list[str]) -> None:
-    """Compares methods, or continues or reads a comparison."""
+    """Implements `polyfed compare`: compares methods, or continues or shows a comparison in a directory."""
     from polyfed.cli.commands.compare.compare_options import (
         build_compare_parser,
         is_comparison_folder,
@@ -81,7 +81,7 @@ def compare(argv: list[str]) -> None:
         misplaced = [*words[1:], *(f"--{name}" for name, value in vars(others).items() if value is not None)]
         compare_command.resume_comparison(expand_user_path(words[0], "the folder"), compare_options, misplaced)
         return
-    recipe, config, note = recipes.pop_recipe_configuration(words, others.scale, others.variant)
+    recipe, config, note = recipes.pop_recipe(words, others.scale, others.variant)
     if any(option_name(word) == "--seed" for word in words):
         raise UserError("polyfed compare takes no --seed; give --seeds, one or several")
     config = configuration_parser.parse_configuration(words, config, "polyfed compare")
@@ -92,12 +92,12 @@ def compare(argv: list[str]) -> None:
     folder = f"compare-{Path(recipe).stem if recipe else config['algorithm']['name']}"
     title = Path(recipe).stem if recipe else Path(str(config["data"].get("path") or config["data"]["name"])).stem
     compare_command.run_compare_command(
-        config, compare_options, title, optional_path(others.out, "--out") or choose_run_directory(folder)
+        config, compare_options, title, expand_optional_path(others.out, "--out") or choose_run_directory(folder)
     )
 
 
 def resume(argv: list[str]) -> None:
-    """Continues a run or a comparison that was stopped."""
+    """Implements `polyfed resume`: continues a run or a comparison that was stopped."""
     parser = CommandParser(
         "polyfed resume DIR [--quiet]",
         "Continues a run that was stopped by Ctrl-C, kill -9 or a failure, with its baselines, or a comparison. The "
@@ -124,7 +124,7 @@ def resume(argv: list[str]) -> None:
 
 
 def warmstart(argv: list[str]) -> None:
-    """Gives unseen clients weights from the hypernetwork of a run."""
+    """Implements `polyfed warmstart`: generates weights for unseen clients with the hypernetwork of a run."""
     from polyfed.cli.commands.compare.compare_options import is_warmstart_key
     from polyfed.cli.commands.options import configuration_parser
 
@@ -146,10 +146,10 @@ def warmstart(argv: list[str]) -> None:
     parser.add_option("--client", "ID", "instead, a client of the run, which changes its network to --model")
     parser.add_option(
         "--epochs", "E", "then train the whole network for E epochs, from the generated weights and from scratch",
-        whole_number,
+        parse_whole_number,
     )  # fmt: skip
-    parser.add_option("--lr", "RATE", "of these epochs (default: the run's)", decimal_number)
-    parser.add_option("--scratch-lr", "RATE", "of the epochs from scratch (default: --lr)", decimal_number)
+    parser.add_option("--lr", "RATE", "of these epochs (default: the run's)", parse_decimal_number)
+    parser.add_option("--scratch-lr", "RATE", "of the epochs from scratch (default: --lr)", parse_decimal_number)
     parser.add_option("--plot", "FILE", "picture of both curves, .png or .svg")
     parser.add_option("--out", "FILE", "weights to write, .safetensors (default: RUN/unseen/ID.safetensors)")
     options, words = parser.parse_words(argv)
@@ -178,14 +178,14 @@ def warmstart(argv: list[str]) -> None:
         epochs=options.epochs or 0,
         lr=options.lr,
         scratch_lr=options.scratch_lr,
-        plot=optional_path(options.plot, "--plot"),
-        out=optional_path(options.out, "--out"),
+        plot=expand_optional_path(options.plot, "--plot"),
+        out=expand_optional_path(options.out, "--out"),
     )
     warmstart_command.run_warmstart(folder, words, warmstart_options)
 
 
 def report(argv: list[str]) -> None:
-    """Prints the scores of runs, and writes the HTML page."""
+    """Implements `polyfed report`: prints the scores of runs, and writes the HTML page."""
     parser = CommandParser(
         "polyfed report DIR... [--out FILE] [--subgroup COLUMN]...",
         "Prints the last scores of runs, of their baselines and of comparisons (polyfed compare), and what their "
@@ -212,13 +212,13 @@ def report(argv: list[str]) -> None:
 
     report_command.show_report(
         [expand_user_path(word, "the run directory") for word in directories],
-        out=optional_path(options.out, "--out"),
+        out=expand_optional_path(options.out, "--out"),
         subgroups=list(dict.fromkeys(column_names)),
     )
 
 
 def reproduce(argv: list[str]) -> None:
-    """Runs a table or figure of a paper."""
+    """Implements `polyfed reproduce`: runs the experiments of a table or figure of a paper."""
     from polyfed.cli.commands.papers import reproduce_command
 
     parser = CommandParser(
@@ -246,7 +246,7 @@ def reproduce(argv: list[str]) -> None:
 
 
 def flower(argv: list[str]) -> None:
-    """Deploys a federation to real sites over Flower."""
+    """Implements `polyfed flower`: deploys a federation to real sites with Flower."""
     parsers = {
         "init": CommandParser("polyfed flower init DIR [--sites NAMES]", "Writes a ready project for these sites."),
         "up": CommandParser(
@@ -267,7 +267,7 @@ def flower(argv: list[str]) -> None:
     for action in ("init", "up"):
         parsers[action].add_option("--sites", "NAMES", "names with commas between, or a number (default: 4, or all)")
     for action in ("up", "doctor"):
-        parsers[action].add_option("--port", "P", "port of the SuperLink (default: 8000)", whole_number)
+        parsers[action].add_option("--port", "P", "port of the SuperLink (default: 8000)", parse_whole_number)
     for action in ("run", "status"):
         parsers[action].add_option("--connection", "NAME", "Flower's name of the SuperLink (default: fed)")
     parsers["up"].add_option("--node-config", "WORDS", "node configuration of all sites: 'KEY=VALUE ...'")
@@ -292,19 +292,21 @@ def flower(argv: list[str]) -> None:
     from polyfed.cli.commands.deploy import doctor_command, flower_command
 
     if action == "init":
-        flower_command.write_project(folder, options.sites or "4")
+        flower_command.write_flower_project(folder, options.sites or "4")
     elif action == "up":
         loss = "" if options.loss is None else f' loss="{options.loss}"'
-        flower_command.run_trial(folder, options.sites, options.port or 8000, f"{options.node_config or ''}{loss}")
+        flower_command.run_local_trial(
+            folder, options.sites, options.port or 8000, f"{options.node_config or ''}{loss}"
+        )
     elif action == "doctor":
         doctor_command.run_doctor(folder, options.port or 8000, options.address)
     elif action == "status":
-        flower_command.show_status(folder, options.connection or "fed")
+        flower_command.show_deployment_status(folder, options.connection or "fed")
     else:
         flower_command.submit_run(
             folder,
-            out=optional_path(options.out, "--out"),
-            resume=optional_path(options.resume, "--resume"),
+            out=expand_optional_path(options.out, "--out"),
+            resume=expand_optional_path(options.resume, "--resume"),
             allow_disclosure=options.allow_disclosure,
             changes=options.set,
             connection=options.connection or "fed",
@@ -312,7 +314,7 @@ def flower(argv: list[str]) -> None:
 
 
 def list_choices(argv: list[str]) -> None:
-    """Lists methods, data, networks and recipes."""
+    """Implements `polyfed list`: prints the available methods, data sets, networks and recipes."""
     parser = CommandParser(
         "polyfed list [algorithms|data|models|recipes]",
         "Lists what there is to choose from: names, with a line each; with an argument, more about one kind.",

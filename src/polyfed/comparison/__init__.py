@@ -1,1 +1,2 @@
-"""Compares several methods on the same clients: tuning, several seeds, confidence intervals, verdicts."""
+"""Compares several methods on the same clients: searches hyper-parameters, trains with several seeds, computes
+confidence intervals, and answers in sentences."""

@@ -1,4 +1,5 @@
-"""Defines at which round each run is compared (the budget) and which mean score it is to reach (the target)."""
+"""Defines the rule that selects the round at which each run is compared (the budget), and the mean score that a run
+should reach (the target)."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ BUDGET_KINDS = ("best", "steps", "bytes", "seconds")
 @final
 @dataclass(frozen=True)
 class Budget:
-    """Defines the round at which each run is compared.
+    """Holds the rule that selects the round at which each run is compared: the best round, the last round, or the last
+    round within a limit of bytes or seconds.
 
     Args:
         kind: "best", each at its best round by validation loss; "steps", after all rounds with the same local training;
@@ -37,15 +39,18 @@ class Budget:
 
     @property
     def is_fixed(self) -> bool:
-        """Returns whether the budget fixes the round, so that a method counts as it is there even if its loss still
-        falls."""
+        """Returns whether the round follows from the budget alone, and not from the validation loss.
+
+        With a fixed round, a method whose loss still falls is compared all the same.
+        """
         return self.kind != "best"
 
     @classmethod
-    def parse(cls, text: str) -> "Budget":
-        """Parses "best", "steps", "bytes", "seconds", "bytes=5e6" or "seconds=30".
+    def from_text(cls, text: str) -> "Budget":
+        """Parses a budget as the command line gives it: "best", "steps", "bytes", "seconds", "bytes=5e6" or
+        "seconds=30".
 
-        >>> Budget.parse("bytes=5e6")
+        >>> Budget.from_text("bytes=5e6")
         Budget(kind='bytes', limit=5000000.0)
         """
         kind, equals, limit = str(text).partition("=")
@@ -62,7 +67,7 @@ class Budget:
 @final
 @dataclass(frozen=True)
 class ResultCriteria:
-    """Holds the budget and the target of a comparison.
+    """Holds the budget and the target by which the results of a comparison are computed.
 
     Args:
         budget: the round at which each run is compared.
@@ -80,6 +85,7 @@ class ResultCriteria:
             raise UserError(f"a target is a mean score, a number such as 0.8, got {self.target!r}")
 
     def check_target(self, unit: str) -> None:
-        """Raises a `UserError` if the target cannot be a score in this unit: 80 where scores are shares, for instance."""
+        """Raises a `UserError` if the target cannot be a score in this unit, such as 80 where scores are shares between
+        0 and 1."""
         if self.target is not None and unit == "%" and self.target > 1:
             raise UserError(f"a target is a mean score, a share such as 0.8 and not 80, got {self.target!r}")

@@ -1,4 +1,5 @@
-"""Builds the results of a comparison from its runs, as `polyfed.comparison.storage.results_schema` describes them."""
+"""Builds the results of a comparison from its finished runs, in the format that
+`polyfed.comparison.storage.results_schema` describes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 from polyfed.comparison.verdicts.rival_gains import (
     add_reference_gains,
     leader_gain_over_alternatives,
-    name_from_key,
+    name_of_method_or_reference,
     reference_scores,
 )
 from polyfed.comparison.verdicts.verdict_sentences import (
@@ -40,14 +41,14 @@ Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
 
 
 def no_outputs(label: str, seed: int, client: str, round_number: int) -> Tensor | None:
-    """Returns None, for results whose predictions were not kept."""
+    """Returns None: stands in for the function `outputs` of `ResultInputs` if no predictions were kept."""
     return None
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ResultInputs:
-    """Holds what the results of a comparison are computed from.
+    """Holds everything from which the results of a comparison are computed.
 
     Attributes:
         description: the content of `comparison.yaml`.
@@ -76,13 +77,13 @@ class ResultInputs:
     paths: Mapping[Run, str] = field(default_factory=dict)
 
 
-def build_results(inputs: ResultInputs, reading: ResultCriteria) -> dict[str, Any]:
-    """Builds the content of `comparison.json`."""
+def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, Any]:
+    """Builds the content of `comparison.json` from the runs of a comparison."""
     description, metric = inputs.description, inputs.metric
     labels, reference = list(description["methods"]), description["reference"]
     curves = {run: build_learning_curve(history, metric.name) for run, history in inputs.histories.items()}
-    limit = _budget_limit(reading.budget, curves)
-    chosen = {run: _compared_point(run, inputs, reading.budget, limit, points) for run, points in curves.items()}
+    limit = _budget_limit(criteria.budget, curves)
+    chosen = {run: _compared_point(run, inputs, criteria.budget, limit, points) for run, points in curves.items()}
     runs = {
         label: {str(s): _run_entry(label, s, inputs, curves[label, s], chosen[label, s]) for s in description["seeds"]}
         for label in labels
@@ -93,10 +94,10 @@ def build_results(inputs: ResultInputs, reading: ResultCriteria) -> dict[str, An
     means_of = {label: mean_if_all_defined([run["mean"] for run in runs[label].values()]) for label in labels}
     stopped = any(description["methods"][label].get("patience") is not None for label in labels)
     best_by, ranks = _ranking(labels, runs, means_of, 1 if metric.higher_is_better else -1, fitted=stopped)
-    target = means_of.get(reference) if reading.target is None else reading.target
+    target = means_of.get(reference) if criteria.target is None else criteria.target
     for label, seed in curves:
         reference_mean = runs[reference][str(seed)]["mean"] if reference is not None else None
-        run_target = reference_mean if reading.target is None else target
+        run_target = reference_mean if criteria.target is None else target
         reached = None if (label, str(seed)) in clients_without_score else first_point_reaching_target(
             curves[label, seed], run_target, higher_is_better=metric.higher_is_better)  # fmt: skip
         runs[label][str(seed)]["to_target"] = (
@@ -117,13 +118,13 @@ def build_results(inputs: ResultInputs, reading: ResultCriteria) -> dict[str, An
         "data": inputs.client_sizes,
     }
     validated = any(point is not None and _is_chosen(run, inputs) for run, point in chosen.items())
-    kind, has_limit = reading.budget.kind, reading.budget.limit is not None
+    kind, has_limit = criteria.budget.kind, criteria.budget.limit is not None
     content["budget"] = {
         "kind": kind,
         "limit": limit,
         "sentence": budget_sentence(kind, limit, has_limit=has_limit, validated=validated),
     }
-    content["target"] = {"score": target, "sentence": target_sentence(reading.target, reference)}
+    content["target"] = {"score": target, "sentence": target_sentence(criteria.target, reference)}
     content |= {
         "reference": reference,
         "best": max(ranks, key=ranks.__getitem__) if ranks else None,
@@ -152,7 +153,7 @@ def build_results(inputs: ResultInputs, reading: ResultCriteria) -> dict[str, An
     )
     content |= {"skipped": dict(description["skipped"]), "failed": dict(description.get("failed", {}))}
     content["tuning"] = description.get("tuning")
-    leader, why_not = _leader_and_doubt(content, ranks, reading.budget)
+    leader, why_not = _leader_and_doubt(content, ranks, criteria.budget)
     content["leader"] = leader
     by_class = (
         metric.per_example is None and description["task"] != "regression"
@@ -161,7 +162,7 @@ def build_results(inputs: ResultInputs, reading: ResultCriteria) -> dict[str, An
         content, leader, why_not, leader_gain_over_alternatives(content, evidence, leader), metric, by_class=by_class
     )
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])
-    content |= {"covers": coverage_sentences(content), "warnings": _warnings(content, reading.budget)}
+    content |= {"covers": coverage_sentences(content), "warnings": _warnings(content, criteria.budget)}
     content["notes"] = note_sentences(content, clients_without_score, unclear)
     return content
 
@@ -341,7 +342,7 @@ def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Se
     def outputs(label: str, seed: int, client: str) -> Tensor | None:
         if label in rounds:
             return inputs.outputs(label, seed, client, rounds[label][seed])
-        return inputs.reference_outputs(name_from_key(label), seed, client)
+        return inputs.reference_outputs(name_of_method_or_reference(label), seed, client)
 
     method_scores = {label: {int(s): run["scores"] for s, run in methods[label]["runs"].items()} for label in scored}
     return Evidence(

@@ -1,4 +1,4 @@
-"""Several methods on the same clients, several seeds each: what `compare` runs, and how it goes on after a stop."""
+"""Implements `polyfed.compare`: trains several methods on the same clients, with several seeds each."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -82,7 +82,7 @@ def compare(
     progress: bool = True,
     quiet: bool = False,
 ) -> Comparison:
-    """Runs several methods on the same clients with several seeds, and puts the results side by side.
+    """Trains several methods on the same clients with several seeds, and compares their scores.
 
     `local` is always compared, `fedavg` and `fedavg_ft` too where the clients have one architecture. A method that they do
     not suit is left out, with the reason; one of which a run fails (it diverges, for instance) is reported as failed,
@@ -168,8 +168,8 @@ def compare(
         methods=select_methods(methods, like),
         seeds=tuple(seeds),
         settings=settings,
-        client_set=client_sets.__getitem__,
-        criteria=ResultCriteria(Budget.parse(budget), target),
+        build_client_set=client_sets.__getitem__,
+        criteria=ResultCriteria(Budget.from_text(budget), target),
         out=None if out is None else expand_user_path(out, "out"),
         parallel_runs=parallel,
         search_space=parse_search_space(tune, trials),
@@ -184,7 +184,8 @@ def compare(
 
 
 def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
-    """The fields to search, of what was asked for.
+    """Returns the hyper-parameters to search, each with its values, from the arguments of `compare`; None for no
+    search.
 
     Raises:
         UserError: an unknown word, or `trials` without fields.
@@ -198,7 +199,7 @@ def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Seq
                 f"tune must be 'auto', 'none', or fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {tune!r}"
             )
         if trials is not None:
-            raise UserError(hyperparameter_search.no_fields_error(trials))
+            raise UserError(hyperparameter_search.trials_without_fields_error(trials))
         return hyperparameter_search.DEFAULT_SEARCH_SPACE if tune == hyperparameter_search.AUTO else None
     if not isinstance(tune, Mapping):
         search_space: Mapping[str, Sequence[Any] | str] | None = tune  # None, or refused by `tuning.check`
@@ -211,7 +212,7 @@ def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Seq
 
 @limit_leak_warnings()
 def run_comparison(plan: ComparisonPlan) -> Comparison:
-    """Runs what a plan lacks, and reads the results.
+    """Runs the training runs of a plan that are not finished yet, and computes the results from all runs.
 
     Raises:
         UserError, ClientError, RoundError: as for `compare`; complete runs are kept.
@@ -228,9 +229,9 @@ def run_comparison(plan: ComparisonPlan) -> Comparison:
 
 def _run_comparison(plan: ComparisonPlan) -> Comparison:
     plan = dataclasses.replace(
-        plan, client_set=lru_cache(maxsize=1)(plan.client_set)
+        plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set)
     )  # dealing may read and decode whole data sets
-    task = plan.client_set(plan.seeds[0]).clients[0].task
+    task = plan.build_client_set(plan.seeds[0]).clients[0].task
     metrics = resolve_metrics(plan.metrics or COMPARISON_METRICS.get(task), task)
     plan = dataclasses.replace(plan, metrics=metrics)
     plan.criteria.check_target(metrics[0].unit)
@@ -290,18 +291,18 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
 
 
 def _targets(plan: ComparisonPlan, seed: int, client: str) -> Any:
-    return next(c.test.labels.cpu() for c in plan.client_set(seed).clients if c.id == client)
+    return next(c.test.labels.cpu() for c in plan.build_client_set(seed).clients if c.id == client)
 
 
 def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
-    """The content of `comparison.yaml`, what there is to know of the data by seed, and the classes' names. All that can be
-    found wrong beforehand is found here, for each seed."""
+    """Returns the content of `comparison.yaml`, the sizes of the clients' data by seed, and the names of the classes.
+    Every error that can be found before training is found here, for each seed."""
     skipped: dict[str, str] = {}
     data: dict[str, Any] = {}
     fingerprints: dict[str, str] = {}
     first_weights = ""
     for seed in plan.seeds:
-        client_set = plan.client_set(seed)
+        client_set = plan.build_client_set(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
         requirements.check_clients(client_set.clients)
         requirements.check_networks_run(client_set.clients)
@@ -311,7 +312,7 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
                 continue
             reasons = [
                 _reason_unsuited(client_set, variant, settings)
-                for variant in hyperparameter_search.search_variants(plan, method) or [method]
+                for variant in hyperparameter_search.build_search_variants(plan, method) or [method]
             ]
             if reason := next(filter(None, reasons), None):
                 if None in reasons:
@@ -342,10 +343,10 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
 
 
 def _search_budget(plan: ComparisonPlan) -> Budget:
-    """The budget with which a comparison began. A search is not repeated when its results are read by another."""
+    """Returns the budget of the search, with which the comparison began; other budgets do not repeat the search."""
     if plan.out is None or not (plan.out / comparison_directory.DESCRIPTION).exists():
         return plan.criteria.budget
-    return Budget.parse(comparison_directory.read_description(plan.out).get("searched_at", Budget().kind))
+    return Budget.from_text(comparison_directory.read_description(plan.out).get("searched_at", Budget().kind))
 
 
 def _metric_entry(metric: Metric) -> dict[str, Any]:
@@ -368,7 +369,7 @@ def _method_fields(method: Method) -> dict[str, Any]:
 
 
 def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) -> str | None:
-    """Why the clients do not suit a method, in the words with which a run would refuse them; None if they do."""
+    """Returns why the clients do not suit a method, as a run would say it in an error; None if they suit it."""
     try:
         check_method(client_set.clients, method, client_set.public)
         if settings.secure and not isinstance(method, Local):

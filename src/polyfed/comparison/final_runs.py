@@ -1,4 +1,5 @@
-"""The runs that are compared: each method with what a search found for it, and with the next best where that diverges.
+"""Runs each method with the hyper-parameters that a search chose for it, and with the next best ones if the training
+diverges.
 
 A search has the first seed alone, so that its best learning rate may be at the edge of what a method can bear, and diverge
 with another seed. The next best of the search is then taken for all seeds, as often as there is one. Test examples have no
@@ -19,8 +20,10 @@ from polyfed.simulation.settings import Keep
 def run_final_methods(
     plan: ComparisonPlan, methods: Mapping[str, Method], description: dict[str, Any]
 ) -> tuple[dict[str, Method], dict[tuple[str, int], FinishedRun], dict[str, Failure]]:
-    """The methods as they are compared, their runs by label and seed, and why methods failed. The search, if there is one,
-    is put into the description.
+    """Trains every method with its best hyper-parameters, for all seeds; adds the search, if there is one, to
+    `description`.
+
+    Returns the methods with their chosen fields, the finished runs by label and seed, and the failures by label.
 
     Args:
         plan, methods: what is compared.
@@ -82,7 +85,8 @@ def _run_folder(
 
 
 def _round_to_keep(plan: ComparisonPlan, label: str, tuning_entry: Mapping[str, Any] | None) -> Keep:
-    """The round whose models a run keeps: the one at which it is compared unless a budget is the question."""
+    """Returns the round whose models a run keeps: the round that the search chose, the one with the lowest validation
+    loss, or the last."""
     if tuning_entry is not None and "rounds" in tuning_entry:
         return tuning_entry["rounds"].get(label) or "last"
-    return "loss" if any(c.val is not None for c in plan.client_set(plan.seeds[0]).clients) else "last"
+    return "loss" if any(c.val is not None for c in plan.build_client_set(plan.seeds[0]).clients) else "last"

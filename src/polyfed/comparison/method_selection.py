@@ -1,4 +1,4 @@
-"""Selects the methods of a comparison, the default ones included, and gives all of them the same local training."""
+"""Selects the methods of a comparison, adds the default methods, and gives all of them the same local training."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
 def select_methods(
     methods: Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
 ) -> dict[str, Method]:
-    """Returns the methods of a comparison by label: the default methods that are missing from `methods`, then `methods`.
+    """Returns all methods of a comparison by label: first the default methods that are missing from `methods`, then
+    `methods`.
 
     Args:
         methods: names or methods, as a list or a mapping from labels.
@@ -80,7 +81,8 @@ def _training_template(name: str, candidates: Sequence[Any]) -> Any:
 
 
 def build_method_with_training_of(name: str, template: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
-    """Builds the method `name` with the local training of `template`, so that all methods train equally.
+    """Builds the method called `name` with the local training (epochs, batch size, ...) of `template`, so that all
+    methods train equally.
 
     The method keeps its own defaults for all other fields. `fields` override both.
 
@@ -143,7 +145,7 @@ def _trains_differently(kind: Any, template: Any) -> bool:
 
 
 def check_equal_training(methods: Mapping[str, Method]) -> None:
-    """Checks that all methods train equally in each round: same epochs or steps, same batch size.
+    """Raises a `UserError` unless all methods train equally in each round: same epochs or steps, same batch size.
 
     A method that trains more would win by its amount of training, whatever the budget.
 

@@ -1,4 +1,4 @@
-"""What a comparison runs: who takes part, which methods and seeds, and the runs themselves, several at once."""
+"""Describes a comparison (clients, methods, seeds), and executes its training runs, several in parallel."""
 
 import base64
 import dataclasses
@@ -40,7 +40,7 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 @final
 @dataclass(frozen=True)
 class ClientSet:
-    """Who takes part at one seed.
+    """Holds the clients that take part with one seed, and the public examples.
 
     Attributes: `clients`; `public` examples; `class_names`; `config` and `facts`, for `config.yaml` and `manifest.json` of
     the runs.
@@ -56,39 +56,37 @@ class ClientSet:
 @final
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What is to be compared.
+    """Describes a comparison: the clients, methods, seeds, settings and the search of hyper-parameters.
 
     Args:
         title: for headings.
-        methods: by label; those that the clients do not suit are left out.
+        methods: label -> method; methods that the clients do not suit are left out.
         seeds: of the runs; cohorts, weights and batches derive from them, the same for every method.
-        settings: of every run, but for the seed.
-        client_set: who takes part at a seed.
+        settings: of every run, except for the seed.
+        build_client_set: returns the clients, and what belongs to them, for a seed.
         criteria: budget and target.
         search_budget: the budget by whose rounds a search compares what it tried. A directory keeps it, however its results
             are read later.
         out: the directory; None keeps all in memory.
         parallel_runs: runs at once, or "auto".
-        experiment: what describes the casts in a file, for a comparison that can be rebuilt from its directory.
-        search_space: fields that are searched on validation examples before, see module `tuning`: field -> values or
-            range; or
-            None.
+        experiment: the configuration from which the clients can be built again; None for clients made in Python.
+        search_space: field -> values or range to search on validation examples, see module `tuning`; None for no search.
         num_trials: how many runs a method has in the search by Optuna; None tries every combination of values.
-        quiet: says nothing.
-        metrics: that are computed, as `polyfed.core.evaluation.metrics.resolve_metrics` takes them; the first decides.
-        num_resplits: how many times training and test examples were dealt again, one seed each; None for never.
-        with_references: whether scores of simple models and of all data pooled are put next to the methods.
-        callbacks: the user's, called in each run that is compared, not in those of a search.
+        quiet: whether no progress is shown.
+        metrics: as `polyfed.core.evaluation.metrics.resolve_metrics` takes them; the first decides.
+        num_resplits: number of times that training and test examples are split again, one seed each; None for none.
+        with_references: whether simple models and a network on all data pooled are compared with the methods.
+        callbacks: the user's callbacks, called in each run that is compared, not in the runs of a search.
 
     Raises:
-        UserError: seeds that are none or repeated, a label that is no folder's name.
+        UserError: no seeds or repeated ones, or a label that cannot be a folder's name.
     """
 
     title: str
     methods: Mapping[str, Method]
     seeds: tuple[int, ...]
     settings: Settings
-    client_set: Callable[[int], ClientSet]
+    build_client_set: Callable[[int], ClientSet]
     criteria: ResultCriteria = field(default_factory=ResultCriteria)
     out: Path | None = None
     parallel_runs: int | Literal["auto"] = "auto"
@@ -122,9 +120,12 @@ class ComparisonPlan:
 @final
 @dataclass(frozen=True, eq=False)
 class RunSpec:
-    """One run: the method, the seed, the run directory or None, the fingerprint of the clients, the round whose models are
-    kept, whether its predictions are compared, and whether it goes on without a client that fails. It is itself alone:
-    fields of methods may be mappings, which have no hash."""
+    """Describes one training run of a comparison: a method with one seed.
+
+    Attributes: the method and its label, the seed, the run directory or None, the fingerprint of the clients, the round
+    whose models are kept, whether its predictions are compared, and whether it goes on without a client that fails. A
+    specification equals only itself: fields of methods may be mappings, which have no hash.
+    """
 
     label: str
     method: Method
@@ -143,7 +144,7 @@ Failure = ClientError | RoundError
 @final
 @dataclass(frozen=True, eq=False)
 class FinishedRun:
-    """A run that has run: its `history`, and its predictions, in its `folder` or as `packed_outputs` text."""
+    """Holds a finished run: its `history`, and its predictions, either in `folder` or as the text `packed_outputs`."""
 
     history: History
     folder: Path | None = None
@@ -154,7 +155,8 @@ class FinishedRun:
         return {} if self.packed_outputs is None else deserialize_state(base64.b64decode(self.packed_outputs))
 
     def test_outputs(self, client: str, round_number: int) -> Tensor | None:
-        """Of the client's network after that round on its test examples, shape (n, outputs); None if they were not kept."""
+        """Returns the outputs of a client's network after a round, on the client's test examples, shape (n, outputs);
+        None if they were not kept."""
         if self.folder is None:
             stored: Tensor | None = self._unpacked_outputs.get(str(round_number), {}).get(client.encode().hex())
             return stored
@@ -167,9 +169,12 @@ class FinishedRun:
 def run_jobs(
     plan: ComparisonPlan, jobs: Sequence[RunSpec], callbacks: Sequence[Callback] = ()
 ) -> tuple[dict[RunSpec, FinishedRun], dict[RunSpec, Failure]]:
-    """Runs, and why the others could not be completed: a method that diverges does not keep the others from being compared.
-    Runs that are finished are read, those that were stopped are resumed."""
-    clients = [c.id for c in plan.client_set(jobs[0].seed).clients]
+    """Executes training runs, several in parallel, and returns the finished runs and the failures.
+
+    A method that diverges does not keep the others from being compared. Runs that are finished already are read, and
+    stopped ones are resumed.
+    """
+    clients = [c.id for c in plan.build_client_set(jobs[0].seed).clients]
     finished_runs: dict[RunSpec, FinishedRun] = {}
     failed: dict[RunSpec, Failure] = {}
     for job in jobs:
@@ -189,7 +194,7 @@ def run_jobs(
     def tasks() -> Iterator[tuple[RunSpec, Callable[[], Any]]]:
         for job in missing:
             progress = _progress(plan.quiet) if in_this_process else SilentProgress()
-            client_set = plan.client_set(job.seed)
+            client_set = plan.build_client_set(job.seed)
             yield job, partial(_run_and_report, job, client_set, settings, plan.metrics, progress, callbacks)
 
     for job, result in run_in_processes(tasks(), processes):

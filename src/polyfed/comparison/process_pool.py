@@ -1,4 +1,4 @@
-"""Executes several training runs in parallel, each in a forked process of its own.
+"""Executes several training runs in parallel, each in its own forked process.
 
 A process sends its result to the parent as JSON over a pipe; the run's files are in its directory. A process that is
 asked to stop saves its run first. A process whose parent has died exits at once, so that the run can be resumed
@@ -36,29 +36,30 @@ class _RunningTask(NamedTuple):
 
 
 def supports_forked_runs(settings: Settings) -> bool:
-    """Returns whether runs with these settings can have a forked process each."""
+    """Returns whether runs with these settings can each be executed in a forked process."""
     return settings.engine != "ray" and can_fork(client_device(settings))
 
 
-def default_parallel_runs(settings: Settings, clients: int) -> int:
-    """Returns how many runs to train in parallel: one per core if the settings leave engine and workers open, else 1.
+def default_parallel_runs(settings: Settings, num_clients: int) -> int:
+    """Returns the number of runs to train in parallel: one per core if the settings leave engine and workers open, else
+    1.
 
     With few clients a round the cores idle while they wait for its last client; parallel runs fill them.
 
     Args:
         settings: of the runs.
-        clients: number of clients of each run.
+        num_clients: number of clients of each run.
 
     >>> default_parallel_runs(Settings(rounds=1, workers=2), 10)
     1
     """
     free = settings.engine == "auto" and settings.workers == "auto" and supports_forked_runs(settings)
     cores = num_usable_cores()
-    return cores if free and settings.cohort_size(clients) <= _FEW * cores else 1
+    return cores if free and settings.cohort_size(num_clients) <= _FEW * cores else 1
 
 
 def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int) -> Iterator[tuple[Key, Any]]:
-    """Runs the tasks in up to `processes` processes and yields (key, result) as each task finishes.
+    """Runs each task in its own process, at most `processes` at once, and yields (key, result) as each task finishes.
 
     One task is taken from the iterator ahead. A run that fails yields its `ClientError` or `RoundError` as the result,
     and the others go on.

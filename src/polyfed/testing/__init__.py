@@ -1,4 +1,5 @@
-"""Tests a method: the contract that every method must pass, and small federations on which it trains in a moment."""
+"""Tests a federated learning method: the contract that every method must pass, and small federations on which a method
+trains in a moment."""
 
 from polyfed.testing.algorithm_contract import AlgorithmContract
 from polyfed.testing.method_example import MethodExample, example_of

@@ -1,4 +1,4 @@
-"""Tests what every method must hold to: this library's methods and yours.
+"""Tests the contract that every method must fulfil, one that polyfed ships or one of your own.
 
 Subclass `AlgorithmContract` in a test file and name the method in a fixture; pytest collects the tests:
 
@@ -63,7 +63,7 @@ def _equals_sent(private: torch.Tensor, sent: torch.Tensor) -> bool:
 
 
 def _is_close_to_received(private: torch.Tensor, received: torch.Tensor) -> bool:
-    """Returns whether a private tensor is what the server had sent, up to rounding.
+    """Returns whether a private tensor equals, up to rounding, a tensor that the server had sent.
 
     Training a bias in front of a BatchNorm, whose gradient is zero, hardly changes it.
     """
@@ -71,7 +71,7 @@ def _is_close_to_received(private: torch.Tensor, received: torch.Tensor) -> bool
 
 
 def _storage_pointers(nested: PyTree) -> set[int]:
-    """Returns the addresses of the storages in which these tensors lie."""
+    """Returns the memory addresses of the storages of all tensors in a nested structure."""
     return {t.untyped_storage().data_ptr() for t in iter_tensors(nested) if t.numel()}
 
 
@@ -109,18 +109,21 @@ _DECLARATION_OF = {
 
 
 class AlgorithmContract(ABC):
-    """Tests the method that the fixture `algorithm` returns; override `clients` for a method that needs others."""
+    """Runs the tests that every method must pass on the method that the fixture `algorithm` returns.
+
+    Override `clients` for a method that needs other clients.
+    """
 
     published: ClassVar[frozenset[str]] = frozenset()
     """Groups (top-level keys) of the client state that a method without a card sends by its nature, as FedFomo does the
     client's own model (`MethodCard.published`). Nothing else of the client state may be in a reply."""
 
     def clients(self, number: int = 3) -> list[Client]:
-        """Returns the clients on which the method is tested."""
+        """Builds the clients on which the method is tested."""
         return small_clients(number)
 
     def public(self) -> Any:
-        """Returns public examples, for a method that requires them; as many as FedHeNN's default takes."""
+        """Builds public examples, for a method that requires them; they are as many as FedHeNN takes by default."""
         return torch.randn(5000, 6, generator=torch_generator(8)), torch.zeros(5000, dtype=torch.int64)
 
     def _federate(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client] | None = None, **options: Any) -> Run:
@@ -133,12 +136,12 @@ class AlgorithmContract(ABC):
         return Federation({c.id: c for c in self.clients()}, algorithm, Settings(rounds=2, seed=3), public)
 
     def test_declared_words_are_known(self, algorithm: Algorithm[Any, Any]) -> None:
-        """`requires` names only what can be checked, `discloses` only what consent can be asked for."""
+        """A method's `requires` and `discloses` must contain only words that polyfed defines."""
         check_declared_words(algorithm, type(algorithm).__name__)
 
     def test_metrics_are_complete_and_of_the_returned_network(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Every client has a score, a loss and bytes in every round, the bytes are those of the messages, and loss, score
-        and predictions of the last round are those of `run.model`, bit for bit."""
+        """Every round must record a score, a loss and the bytes of each client, and the last round's values must be
+        exactly those of the network that `run.model` returns."""
         run = self._federate(algorithm)
         for record in run.history:
             assert record["failures"] == []
@@ -162,7 +165,8 @@ class AlgorithmContract(ABC):
             )
 
     def test_states_survive_a_checkpoint(self, algorithm: Algorithm[Any, Any]) -> None:
-        """The server's and the clients' states come back from a checkpoint as they were."""
+        """The server state and the client states must be unchanged after they are written to a checkpoint and read
+        back."""
         federation = self._federation(algorithm)
         with single_torch_thread():
             check_serializable(algorithm.server_init(federation.server_context()), "the server's state")
@@ -170,12 +174,16 @@ class AlgorithmContract(ABC):
                 check_serializable(algorithm.client_init(client, 3), "the private state")
 
     def test_same_result_for_0_and_2_workers(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Metrics, predictions and models are equal bit for bit in this process and on a pool of two; a pool of one is
-        where a stopped run is resumed."""
+        """Training in this process and in two worker processes must give the same metrics, predictions and models, bit
+        for bit.
+
+        One worker process is tested where a stopped run is resumed.
+        """
         assert_runs_equal(self._federate(algorithm), self._federate(algorithm, workers=2))
 
     def test_seed_decides_the_result(self, algorithm: Algorithm[Any, Any]) -> None:
-        """The same seed gives the same run, another one another; torch's global random state is left alone."""
+        """Two runs with the same seed must be equal, runs with different seeds must differ, and torch's global random
+        state must not change."""
         rng_state = torch.random.get_rng_state()
         run = self._federate(algorithm, rounds=1)
         assert torch.equal(rng_state, torch.random.get_rng_state()), "the run used torch's global random state"
@@ -192,7 +200,7 @@ class AlgorithmContract(ABC):
         assert torch.equal(rng_state, torch.random.get_rng_state()), "the method used torch's global random state"
 
     def test_inputs_are_not_changed(self, algorithm: Algorithm[Any, Any]) -> None:
-        """No half changes the state, message, private state or data that it was given."""
+        """A method must not change the states, messages, replies and data that it receives."""
         federation = self._federation(algorithm)
         clients = list(federation.clients.values())
         data = [t.clone() for c in clients for t in (c.train.input_tensor, c.train.y, c.test.input_tensor)]
@@ -224,7 +232,8 @@ class AlgorithmContract(ABC):
         )
 
     def test_dispatch_all_equals_dispatch(self, algorithm: Algorithm[Any, Any]) -> None:
-        """`dispatch` and `dispatch_all` send a client the same, up to rounding, before training and for evaluation."""
+        """The methods `dispatch` and `dispatch_all` must send a client the same message, up to rounding, both for
+        training and for evaluation."""
         federation = self._federation(algorithm)
         with single_torch_thread():
             server_state = algorithm.server_init(federation.server_context())
@@ -240,8 +249,8 @@ class AlgorithmContract(ABC):
                         torch.testing.assert_close(dict(tree), dict(message.tensors[group]))
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Neither the order in which an engine runs the clients nor that of the replies changes a bit; nor do scalars that
-        the method does not call needed."""
+        """The order of the clients and of their replies must not change a bit of the result, and neither must scalars
+        outside `scalars_needed`."""
         federation = self._federation(algorithm)
         with single_torch_thread():
             server_state = algorithm.server_init(federation.server_context())
@@ -277,8 +286,10 @@ class AlgorithmContract(ABC):
         _assert_unchanged(forward, from_needed_scalars, "the aggregate of replies with no scalars but `scalars_needed`")
 
     def test_resumed_equals_uninterrupted(self, algorithm: Algorithm[Any, Any], tmp_path: Path) -> None:
-        """A run that is stopped and resumed, in this process or in another, ends as one that is not, bit for bit. One of
-        three clients has not taken part when it stops."""
+        """A run that is stopped and resumed must equal an uninterrupted run, bit for bit.
+
+        It is resumed in this process and in another one. One of the three clients has not taken part when it stops.
+        """
         public = self.public() if "public_data" in algorithm.requires else None
         uninterrupted = self._federate(algorithm, clients_per_round=2)
         stopped, copied = tmp_path / "run", tmp_path / "copy"
@@ -294,7 +305,8 @@ class AlgorithmContract(ABC):
             assert_runs_equal(uninterrupted, resumed)
 
     def test_private_state_is_not_sent(self, algorithm: Algorithm[Any, Any]) -> None:
-        """A reply is valid, and holds no private tensor (nor shares its memory), no input and no labels of the client."""
+        """A reply must be valid, and must not contain the client's private tensors, inputs or labels, nor share memory
+        with them."""
         published = self.published | (frozenset[str]() if (card := card_of(algorithm)) is None else card.published)
         federation = self._federation(algorithm)
         with single_torch_thread():
@@ -326,9 +338,12 @@ class AlgorithmContract(ABC):
                         )
 
     def test_replies_reveal_only_what_is_declared(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Number and order of examples, the largest label and the network show in forms and scalars of the replies, and how
-        many examples of each class there are shows in their numbers, only where `requires`, `discloses` and
-        `scalars_needed` say so. (On tables; left out where `clients` is overridden.)"""
+        """Replies must reveal facts about a client's data and network only if the method declares these facts.
+
+        Such facts are the number and order of examples, the largest label and the network, which shapes and scalars may
+        show, and the number of examples of each class, which values may show. The method declares them in `requires`,
+        `discloses` and `scalars_needed`. The test takes tables, and is left out where `clients` is overridden.
+        """
         if type(self).clients is AlgorithmContract.clients:
             public = as_examples(self.public()) if "public_data" in algorithm.requires else None
             undeclared = find_revealed_facts(algorithm, public) - declared_facts(algorithm)
@@ -340,8 +355,11 @@ class AlgorithmContract(ABC):
             )
 
     def test_validation_examples_are_fitted_only_where_declared(self, algorithm: Algorithm[Any, Any]) -> None:
-        """With other labels of the validation examples the server's state and the networks are the same, but for networks of
-        a method whose `traits` say `fits_validation`. (Early stopping, `patience`, is exempt.)"""
+        """Labels of validation examples must not change the server state, and must change the networks only if the
+        method's `traits` contain `fits_validation`.
+
+        A method with early stopping (`patience`) is exempt.
+        """
         clients, runs = self.clients(), []
         for shift in (0, 1):
             relabelled_clients = [
@@ -357,11 +375,12 @@ class AlgorithmContract(ABC):
                 _assert_unchanged(first_state, second_state, "with other validation examples, a network")
 
     def test_single_client_runs(self, algorithm: Algorithm[Any, Any]) -> None:
-        """A federation of one runs."""
+        """A federation with a single client must run."""
         assert len(self._federate(algorithm, clients=self.clients(1)).table()) == 2
 
     def test_partial_participation_runs(self, algorithm: Algorithm[Any, Any]) -> None:
-        """Rounds with a part of the clients run, and those who never took part are evaluated too."""
+        """A run in which only some clients train in a round must finish, and must evaluate also the clients that never
+        trained."""
         run = self._federate(algorithm, rounds=1, clients_per_round=1)
         assert all(row["loss"] is not None for row in run.table())
         assert len(run.history[0]["clients"]) == 3

@@ -1,4 +1,4 @@
-"""Builds clients and arguments that suit a method, for tests that loop over all methods."""
+"""Builds clients, public examples and hyper-parameters that suit a method, for tests that loop over all methods."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,7 +22,7 @@ _QUICK_FIELDS: Mapping[str, Any] = {"lr": 0.05, "batch_size": 8}
 @final
 @dataclass(frozen=True)
 class MethodExample:
-    """Clients, public examples and hyper-parameters with which a test trains a method in a moment.
+    """Builds clients, public examples and hyper-parameters with which a method trains in a moment.
 
     Args:
         method: the class of the method.
@@ -32,7 +32,8 @@ class MethodExample:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Returns the hyper-parameters: a rate, a batch size, and what the method's card calls `small`."""
+        """Returns hyper-parameters for a short training: a learning rate, a batch size, and those that the method's
+        card lists as `small`."""
         return {**_QUICK_FIELDS, **self._small}
 
     @property
@@ -41,19 +42,22 @@ class MethodExample:
         return {} if card is None else card.small
 
     def build(self, **wishes: Any) -> Algorithm[Any, Any]:
-        """Builds the method. `wishes` are hyper-parameters that a test would like: those that the method does not have are
-        left out, and those that its card calls `small` stay as they are there."""
+        """Builds the method with hyper-parameters for a short training, changed by `wishes`.
+
+        Hyper-parameters in `wishes` that the method does not have are left out, and those that its card lists as
+        `small` stay unchanged.
+        """
         field_names = {field.name for field in fields(self.method) if field.init}  # type: ignore[arg-type]  # a dataclass
         chosen = {**self.fields, **{name: value for name, value in wishes.items() if name not in self._small}}
         return self.method(**{name: value for name, value in chosen.items() if name in field_names})
 
     def clients(self, number: int = 3) -> list[Client]:
-        """Builds clients whom the method suits: with `SmallNet` and six numbers an example, or with images and without
-        networks where the method brings its own."""
+        """Builds clients that suit the method: with a `SmallNet` and six numbers per example, or with images and
+        without networks if the method provides the networks."""
         return small_clients(number) if self.method.requires & MODEL_REQUIREMENTS else small_image_clients(number)
 
     def public(self, number: int = 60) -> Examples | None:
-        """Builds public examples of the form of the clients' inputs; None for a method that needs none."""
+        """Builds public examples of the same shape as the clients' inputs; None for a method that needs none."""
         if "public_data" not in self.method.requires:
             return None
         return as_examples(
@@ -62,7 +66,7 @@ class MethodExample:
 
 
 def example_of(method: str | type[Algorithm[Any, Any]]) -> MethodExample:
-    """Returns clients and arguments that suit a method, for tests that loop over many.
+    """Returns the builder of clients and hyper-parameters for a method, given by its name or class.
 
     Args:
         method: its name in the registry, or its class.

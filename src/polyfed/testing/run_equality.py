@@ -1,4 +1,4 @@
-"""Compares two runs bit for bit."""
+"""Compares the results of two runs bit for bit."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from polyfed.simulation.results.run import Run
 
 
 def without_durations(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the records of rounds without the seconds, which differ from run to run."""
+    """Returns the records of all rounds without the measured seconds, which differ from run to run."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -20,8 +20,8 @@ def without_durations(history: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def assert_runs_equal(run_a: Run, run_b: Run) -> None:
-    """Raises an `AssertionError` unless metrics of every round, all predictions after the last and all personal models are
-    equal bit for bit."""
+    """Raises an `AssertionError` unless two runs have the same metrics in every round, the same final predictions and
+    the same personal models, bit for bit."""
     assert without_durations(run_a.history) == without_durations(run_b.history)
     for client in run_a.federation.clients:
         if "loss" in run_a.history[-1]["clients"].get(client, {}):

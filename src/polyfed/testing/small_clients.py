@@ -1,4 +1,4 @@
-"""Builds small federations on which tests train a method in a moment."""
+"""Builds small federations on which a test can train a method in a moment."""
 
 from typing import final
 
@@ -11,7 +11,7 @@ from polyfed.core.seeds import torch_generator
 
 @final
 class SmallNet(nn.Module):
-    """A network with BatchNorm and dropout, so that a test covers buffers and random numbers.
+    """A small network with BatchNorm and dropout, so that tests cover buffers and random numbers.
 
     A buffer that is not in the state dict counts the training steps and dampens the outputs: whoever trains or evaluates
     it with the count that another client left gets other results.
@@ -25,7 +25,7 @@ class SmallNet(nn.Module):
         self.register_buffer("steps", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns logits (batch, 3) of inputs (batch, 6)."""
+        """Returns the logits, shape (batch, 3), of inputs of shape (batch, 6)."""
         if self.training:
             self.steps += 1
         out: torch.Tensor = self.head(self.body(x)) / (1 + 0.02 * self.steps)
@@ -33,7 +33,7 @@ class SmallNet(nn.Module):
 
 
 def small_clients(number: int = 3) -> list[Client]:
-    """Builds clients with a few separable examples each, of unequal number; the same at every call.
+    """Builds clients with a few separable examples each, in different numbers; every call builds the same clients.
 
     >>> [len(client.train) for client in small_clients()]
     [20, 26, 32]
@@ -50,8 +50,10 @@ def small_clients(number: int = 3) -> list[Client]:
 
 
 def small_image_clients(number: int = 3) -> list[Client]:
-    """Builds clients without networks that each have a few images of three kinds of stripes, for methods that bring their
-    own network; the same at every call.
+    """Builds clients with a few images each and without networks, for methods that provide the networks; every call
+    builds the same clients.
+
+    The images show three kinds of stripes.
 
     >>> small_image_clients()[0].train.input_tensor.shape
     torch.Size([14, 1, 6, 6])

@@ -76,7 +76,7 @@ def test_one_low_value_before_does_not_hide_a_fall():
 
 
 def test_a_fall_after_a_rise_from_the_first_value_counts():
-    found = judge_convergence([curve([1, 4, 5, 6, 5, 4, 3, 2])], kind="training loss")
+    found = judge_convergence([curve([1, 4, 5, 6, 5, 4, 3, 2])], loss_name="training loss")
     assert found.converged is False
     assert "after it had risen" in found.sentence
 

@@ -16,8 +16,8 @@ from polyfed.comparison.statistics.learning_curve import (
     last_point_within_budget,
 )
 from polyfed.comparison.statistics.mrmc import (
-    estimate_by_client,
-    estimate_mean,
+    estimate_client_means,
+    estimate_mean_over_clients,
     estimate_variance_components,
     gain_interval,
     score_interval,
@@ -72,7 +72,7 @@ def test_one_seed_of_accuracy_agrees_with_mcnemar():
     for only_one, only_other in ((20, 5), (14, 4), (30, 30), (9, 1), (6, 0), (40, 22)):
         ours, theirs = np.ones(200, dtype=bool), np.ones(200, dtype=bool)
         ours[:only_other], theirs[only_other : only_other + only_one] = False, False
-        one = estimate_mean(
+        one = estimate_mean_over_clients(
             [estimate_variance_components(ACCURACY, [logits(ours, targets)], [logits(theirs, targets)], targets)],
             alpha=1 - CONFIDENCE_LEVEL,
         )
@@ -146,7 +146,7 @@ def test_the_mean_squares_are_those_of_the_table():
     assert found.seed_variance + found.residual_variance == pytest.approx(seeds / 90)
     assert found.residual_variance == pytest.approx(rest / 90)
     assert found.example_variance == pytest.approx(max(examples - rest, 0) / 90)
-    one = estimate_mean([found])
+    one = estimate_mean_over_clients([found])
     half = math.sqrt(
         stats.t.ppf(1 - ALPHA / 2, 2) ** 2 * seeds / 90
         + stats.t.ppf(1 - ALPHA / 2, found.degrees_of_freedom) ** 2 * found.example_variance
@@ -157,7 +157,7 @@ def test_the_mean_squares_are_those_of_the_table():
 def test_what_is_certain_and_what_is_not_defined():
     targets = torch.tensor([0, 1] * 20)
     same = logits(np.ones(40, dtype=bool), targets)
-    equal = estimate_mean([estimate_variance_components(ACCURACY, [same, same], [same, same], targets)])
+    equal = estimate_mean_over_clients([estimate_variance_components(ACCURACY, [same, same], [same, same], targets)])
     assert equal.low < 0 < equal.high  # two networks that agree on 40 examples may differ on others
     assert equal.p == 1.0
     one_positive = torch.tensor([1] + [0] * 39)
@@ -177,7 +177,7 @@ def test_an_interval_holds_what_was_seen():
     the middle of the interval is moved by more than its width."""
     targets = torch.arange(10).repeat(10)
     always = [torch.eye(10)[torch.full((100,), said)] for said in range(2)]
-    found = estimate_mean([estimate_variance_components(ACCURACY, always, None, targets)] * 10)
+    found = estimate_mean_over_clients([estimate_variance_components(ACCURACY, always, None, targets)] * 10)
     assert found.value == pytest.approx(0.1)
     assert found.low <= found.value <= found.high
 
@@ -198,10 +198,13 @@ def test_p_is_where_the_interval_touches_zero():
     for _ in range(5):
         ours, theirs = ([scored(rng.normal(size=80) + k * targets.numpy()) for _ in range(3)] for k in (1.2, 0.6))
         one = estimate_variance_components(AUC, ours, theirs, targets)
-        for found in (estimate_mean([one], tests=2), estimate_by_client([one, one], tests=2)[0]):
+        for found in (
+            estimate_mean_over_clients([one], num_tests=2),
+            estimate_client_means([one, one], num_tests=2)[0],
+        ):
             assert (found.p <= 1 - CONFIDENCE_LEVEL) == (found.low > 0 or found.high < 0)
-        mean = estimate_mean([one])
-        at = estimate_mean([one], alpha=min(mean.p, 1.0) * ALPHA / (1 - CONFIDENCE_LEVEL))
+        mean = estimate_mean_over_clients([one])
+        at = estimate_mean_over_clients([one], alpha=min(mean.p, 1.0) * ALPHA / (1 - CONFIDENCE_LEVEL))
         assert min(abs(at.low), abs(at.high)) < 1e-6
 
 
@@ -213,15 +216,15 @@ def test_more_sites_methods_and_fewer_seeds_are_wider():
     width = [
         e.high - e.low
         for e in (
-            estimate_by_client([whole])[0],
-            estimate_by_client([whole] * 4)[0],
-            estimate_by_client([whole] * 4, tests=5)[0],
+            estimate_client_means([whole])[0],
+            estimate_client_means([whole] * 4)[0],
+            estimate_client_means([whole] * 4, num_tests=5)[0],
         )
     ]
     assert width[0] < width[1] < width[2]
     assert (
-        estimate_mean([whole]).high - estimate_mean([whole]).low
-        < estimate_mean([half]).high - estimate_mean([half]).low
+        estimate_mean_over_clients([whole]).high - estimate_mean_over_clients([whole]).low
+        < estimate_mean_over_clients([half]).high - estimate_mean_over_clients([half]).low
     )
 
 
@@ -264,8 +267,8 @@ def wrong(name, clients, examples, seeds, repetitions):
     rng, metric, false = np.random.default_rng([clients, examples, seeds]), METRICS[name], [0, 0]
     for _ in range(repetitions):
         sites = [estimate_variance_components(metric, *site) for site in drawn(name, clients, examples, seeds, rng)]
-        false[0] += estimate_mean(sites).p <= 1 - CONFIDENCE_LEVEL
-        false[1] += any(site.p <= 1 - CONFIDENCE_LEVEL for site in estimate_by_client(sites))
+        false[0] += estimate_mean_over_clients(sites).p <= 1 - CONFIDENCE_LEVEL
+        false[1] += any(site.p <= 1 - CONFIDENCE_LEVEL for site in estimate_client_means(sites))
     return [count / repetitions for count in false]
 
 
@@ -312,7 +315,7 @@ def test_a_difference_that_is_there_is_found():
         ours, theirs = (
             [scored(hard + rng.normal(0, 0.7, 200) + gain * targets.numpy()) for _ in range(3)] for gain in (2.0, 1.0)
         )
-        found += estimate_mean([estimate_variance_components(AUC, ours, theirs, targets)]).low > 0
+        found += estimate_mean_over_clients([estimate_variance_components(AUC, ours, theirs, targets)]).low > 0
     assert found >= 18
 
 
@@ -326,10 +329,12 @@ def test_intervals_of_means_over_many_small_sites_hold_the_truth_where_there_is_
     for _ in range(repeats):
         ours, theirs = rng.uniform(0.8, 1.0, clients), rng.uniform(0.1, 0.5, clients)
         right = [[logits(rng.random(examples) < p, targets) for p in chances] for chances in (ours, theirs)]
-        gain = estimate_mean(
+        gain = estimate_mean_over_clients(
             [estimate_variance_components(ACCURACY, [o], [t], targets) for o, t in zip(*right, strict=True)]
         )
-        score = estimate_mean([estimate_variance_components(ACCURACY, [o], None, targets) for o in right[0]])
+        score = estimate_mean_over_clients(
+            [estimate_variance_components(ACCURACY, [o], None, targets) for o in right[0]]
+        )
         missed["gain"] += not gain.low <= (ours - theirs).mean() <= gain.high
         missed["score"] += not score.low <= ours.mean() <= score.high
     assert max(missed.values()) < 9, missed

@@ -6,7 +6,7 @@ import torch
 
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
-from polyfed.comparison.verdicts.answer_basis import answer_basis, count_rarest_class
+from polyfed.comparison.verdicts.answer_basis import count_examples_behind_answer, count_rarest_class
 from polyfed.core.evaluation.metrics import METRICS
 
 SEEDS = (0, 1, 2)
@@ -369,7 +369,7 @@ def test_what_events_are_called():
     def words(classes, rarest, task="classification", names=None):
         row = {"test": 54, "classes": [1] * classes, "rarest": rarest}
         content = {"data": {"0": {"a": row}}, "task": task, "class_names": names}
-        return answer_basis(content, ["a"], by_class=True).sentence
+        return count_examples_behind_answer(content, ["a"], by_class=True).sentence
 
     assert words(2, [4, 0]) == "54 test examples, 4 of the rarer class"
     assert words(2, [4, 0], names=["healthy", "ill"]) == "54 test examples, 4 of the rarer class (healthy)"

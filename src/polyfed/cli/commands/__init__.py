@@ -1,1 +1,1 @@
-"""What the command line does: options to configurations, configurations to experiments, tables of results."""
+"""Implements the subcommands of `polyfed`: parses their options, builds the experiment, and prints the results."""

@@ -1,4 +1,4 @@
-"""Parses the words of a command line that are options of a command itself."""
+"""Parses the options that a subcommand declares itself, and leaves the rest of the command line unparsed."""
 
 import argparse
 import itertools
@@ -20,7 +20,7 @@ _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:factory, anywher
 
 @final
 class CommandParser(argparse.ArgumentParser):
-    """Parses the options that one command declares, and leaves all other words to the command.
+    """Parses the options that a subcommand declares, and returns all other words of the command line unparsed.
 
     Options of data, networks and methods (`--data.clients`) are parsed by `parse_configuration`.
 
@@ -35,26 +35,29 @@ class CommandParser(argparse.ArgumentParser):
         self.option_names: list[str] = []
 
     def add_option(
-        self, name: str, metavar: str, help_text: str, kind: Callable[[str], Any] = str, *, repeatable: bool = False
+        self, name: str, metavar: str, help_text: str, convert: Callable[[str], Any] = str, *, repeatable: bool = False
     ) -> None:
-        """Declares an option with a value; `kind` converts its text, and the default is None, or [] where repeatable."""
+        """Declares an option that takes a value; `convert` converts the value's text.
+
+        Without the option the value is None, or [] where repeatable.
+        """
         self.option_names.append(name)
         self.add_argument(
             name,
             metavar=metavar,
             help=help_text.replace("%", "%%"),
-            type=kind,
+            type=convert,
             action="append" if repeatable else "store",
             default=[] if repeatable else None,
         )
 
     def add_flag(self, name: str, help_text: str) -> None:
-        """Declares an option without a value."""
+        """Declares an option that takes no value."""
         self.option_names.append(name)
         self.add_argument(name, action="store_true", help=help_text.replace("%", "%%"))
 
     def parse_words(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the values of the declared options, and the remaining words in their order.
+        """Returns the values of the declared options, and the remaining words of the command line in their order.
 
         Underscores in names of options count as hyphens.
 
@@ -70,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         return self.parse_known_args(words)
 
     def flag_names(self) -> set[str]:
-        """Returns the options without a value."""
+        """Returns the names of the declared options that take no value."""
         return {
             name for name in self.option_names if self.get_default(name.removeprefix("--").replace("-", "_")) is False
         }
@@ -78,7 +81,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_arguments(
         self, argv: Sequence[str], expected: str, count: int = 1
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the values of the declared options, and exactly `count` other words.
+        """Returns the values of the declared options, and the remaining words of the command line, which must be
+        exactly `count`.
 
         Args:
             argv: the words after the command.
@@ -98,23 +102,23 @@ class CommandParser(argparse.ArgumentParser):
         return options, words
 
     def error(self, message: str) -> NoReturn:
-        """Raises argparse's error as a `UserError`, with the option first."""
+        """Raises a `UserError` with argparse's message, rewritten so that the option stands first."""
         text = re.sub(r"^argument (--[\w-]+): ", r"\1 ", message)
         raise UserError(text.replace("expected one argument", "needs a value"))
 
 
-def whole_number(text: str) -> int:
-    """Converts the value of an option to a whole number."""
+def parse_whole_number(text: str) -> int:
+    """Converts the text of an option's value to an int."""
     return int(_convert(text, int, "a whole number"))
 
 
-def decimal_number(text: str) -> float:
-    """Converts the value of an option to a number."""
+def parse_decimal_number(text: str) -> float:
+    """Converts the text of an option's value to a float."""
     return float(_convert(text, float, "a number"))
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Splits the value of an option at its commas.
+    """Splits the text of an option's value at its commas.
 
     >>> split_names("local, fedavg")
     ('local', 'fedavg')
@@ -123,7 +127,7 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def split_whole_numbers(text: str) -> tuple[int, ...]:
-    """Splits the value of an option at its commas, and converts each part to a whole number."""
+    """Splits the text of an option's value at its commas, and converts each part to an int."""
     return tuple(_convert(part, int, "whole numbers with commas between, such as 0,1,2") for part in text.split(","))
 
 
@@ -134,13 +138,14 @@ def _convert(text: str, kind: Callable[[str], Any], expected: str) -> Any:
         raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}") from None
 
 
-def optional_path(text: str | None, option: str) -> Path | None:
-    """Returns the path that an option gives, with `~` expanded; None without the option."""
+def expand_optional_path(text: str | None, option: str) -> Path | None:
+    """Returns the path that is the value of `option`, with `~` expanded; None if the option was not given."""
     return None if text is None else expand_user_path(text, option)
 
 
 def option_name(word: str) -> str:
-    """Returns the option that a word gives, with hyphens for underscores, as help and errors write it.
+    """Returns the name of the option in a word of the command line, without its value, and with hyphens in place of
+    underscores.
 
     >>> option_name("--data.test_fraction=0.2"), option_name("my_recipe")
     ('--data.test-fraction', 'my_recipe')
@@ -150,12 +155,12 @@ def option_name(word: str) -> str:
 
 
 def has_help_flag(argv: Sequence[str]) -> bool:
-    """Returns whether -h or --help is among the words."""
+    """Returns whether the command line asks for help, with -h or --help."""
     return "-h" in argv or "--help" in argv
 
 
 def parse_positive_integers(option: str, text: str, example: str) -> tuple[int, ...]:
-    """Parses whole numbers of at least 1 with commas between."""
+    """Parses a list of positive whole numbers with commas between them."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UserError(f"{option} must be whole numbers of at least 1, for instance {option} {example}, got {text!r}")
@@ -163,7 +168,7 @@ def parse_positive_integers(option: str, text: str, example: str) -> tuple[int, 
 
 
 def parse_yaml_value(option: str, text: str) -> Any:
-    """Parses a number, word or list as YAML writes it."""
+    """Parses an option's value as YAML: a number, a word or a list."""
     import yaml
 
     try:
@@ -172,12 +177,15 @@ def parse_yaml_value(option: str, text: str) -> Any:
         raise UserError(f"{option} must be a number, a word or a [list], got {text!r}") from None
 
 
-def user_code_names(argv: Sequence[str]) -> list[str]:
-    """Lists the user's own code (network, method, metric, source, partition) and the cluster that the command line names.
+def list_user_code_names(argv: Sequence[str]) -> list[str]:
+    """Returns the names (MODULE:NAME) of the user's own networks, methods, metrics and sources on the command line, and
+    the address of a Ray cluster.
 
     What is typed there is trusted; what a file names is not.
 
-    >>> user_code_names(["--model.name", "mlp,my_nets:make", "--algorithm.teacher={name: nets:big}", "--data.path", "a:b"])
+    >>> list_user_code_names(
+    ...     ["--model.name", "mlp,my_nets:make", "--algorithm.teacher={name: nets:big}", "--data.path", "a:b"]
+    ... )
     ['my_nets:make', 'nets:big']
     """
     names = []
@@ -192,7 +200,7 @@ def user_code_names(argv: Sequence[str]) -> list[str]:
 
 
 def bracket_metrics(argv: Sequence[str]) -> list[str]:
-    """Puts brackets around the names after `--metrics`, so that they parse as a list.
+    """Puts brackets around the list of names after `--metrics`, so that they are parsed as one list.
 
     >>> bracket_metrics(["--metrics", "auc,f1", "--metrics=auc", "--metrics", "[r2]"])
     ['--metrics', '[auc,f1]', '--metrics=[auc]', '--metrics', '[r2]']
@@ -206,11 +214,11 @@ def bracket_metrics(argv: Sequence[str]) -> list[str]:
 
 
 def print_error(message: object, status: int) -> int:
-    """Prints an error as one sentence on standard error, and returns the exit status."""
+    """Prints an error as one sentence on standard error, and returns the exit status `status`."""
     print(f"polyfed: {sanitise_for_terminal(' '.join(str(message).split()))}", file=sys.stderr)
     return status
 
 
 def format_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """Formats a warning as one line, without the line of code that Python adds."""
+    """Formats a warning as one line, without the line of source code that Python adds."""
     return f"polyfed: warning: {sanitise_for_terminal(' '.join(str(message).split()))}\n"

@@ -1,4 +1,4 @@
-"""Prints the methods, data sets, networks and recipes that there are (`polyfed list`)."""
+"""Implements `polyfed list`: prints the available methods, data sets, networks and recipes."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from polyfed.core.errors import UserError, did_you_mean
 
 
 def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
-    """Prints an overview of everything, or the details of some kinds.
+    """Prints an overview of all methods, data sets, networks and recipes, or the details of the given kinds.
 
     Raises:
         UserError: an unknown kind.
@@ -37,13 +37,13 @@ def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
         print_line(console, f"More of each: {more}")
 
 
-def first_sentence(thing: Any) -> str:
-    """Returns the first sentence of a docstring, on one line.
+def first_docstring_sentence(thing: Any) -> str:
+    """Returns the first sentence of an object's docstring, on one line.
 
-    >>> first_sentence(ALGORITHMS["local"])
-    'Trains each client alone, with any architecture.'
+    >>> first_docstring_sentence(ALGORITHMS["local"])
+    'Trains each client ...'
     >>> def method(): "Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2). And more."
-    >>> first_sentence(method)
+    >>> first_docstring_sentence(method)
     'Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2).'
     """
     text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
@@ -65,7 +65,9 @@ def _overview_tables(width: int) -> list[PlainTable]:
     ]
     registries: Mapping[str, Mapping[str, Any]] = {"data": SOURCES, "partitions": PARTITIONS, "models": MODELS}
     for title, registry in registries.items():
-        tables.append(_overview_table(title, {name: first_sentence(thing) for name, thing in registry.items()}, width))
+        tables.append(
+            _overview_table(title, {name: first_docstring_sentence(thing) for name, thing in registry.items()}, width)
+        )
     groups: dict[str, list[str]] = {}
     for name in recipe_files():
         groups.setdefault(name.split("_")[0], []).append(name)
@@ -113,7 +115,7 @@ def _algorithm_tables() -> list[PlainTable]:
                     name,
                     ", ".join(sorted(method.requires - {"model"})) or "any architectures",
                     ", ".join(sorted(method.discloses)) or "nothing",
-                    first_sentence(method),
+                    first_docstring_sentence(method),
                 ]
                 for name, method in methods.items()
             ],
@@ -131,7 +133,9 @@ def _model_tables() -> list[PlainTable]:
 
 
 def _registry_table(title: str, registry: Mapping[str, Any]) -> PlainTable:
-    return _build_table(title, ("name", ""), [[name, first_sentence(thing)] for name, thing in registry.items()])
+    return _build_table(
+        title, ("name", ""), [[name, first_docstring_sentence(thing)] for name, thing in registry.items()]
+    )
 
 
 def _recipe_tables() -> list[PlainTable]:

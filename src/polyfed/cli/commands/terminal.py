@@ -1,4 +1,4 @@
-"""Prints tables and lines as plain text: no text is markup, and no control character reaches the terminal."""
+"""Prints tables and lines as plain text: markup in a text has no effect, and control characters are removed."""
 
 from typing import Any, final
 
@@ -9,10 +9,11 @@ from rich.text import Text
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
-def plain_text(value: Any) -> Any:
-    """Returns text that rich does not read as markup; other renderables stay as they are.
+def without_markup(value: Any) -> Any:
+    """Returns a text in a form that rich prints literally, without markup; values that are no text are returned
+    unchanged.
 
-    >>> plain_text("[/b]\\x1b[31m")
+    >>> without_markup("[/b]\\x1b[31m")
     <text '[/b]�[31m' [] ''>
     """
     return Text(sanitise_for_terminal(value)) if isinstance(value, str) else value
@@ -20,7 +21,7 @@ def plain_text(value: Any) -> Any:
 
 @final
 class PlainTable(rich.table.Table):
-    """A rich table of plain text: title, caption, headers and cells."""
+    """A table of the package `rich` that prints all of its texts literally, without markup."""
 
     def __init__(self, *headers: str, title: str | None = None, caption: str | None = None, **options: Any) -> None:
         super().__init__(
@@ -32,14 +33,14 @@ class PlainTable(rich.table.Table):
             self.add_column(header)
 
     def add_column(self, header: Any = "", footer: Any = "", **options: Any) -> None:
-        """Adds a column."""
-        super().add_column(plain_text(header), plain_text(footer), **options)
+        """Adds a column, with header and footer printed literally."""
+        super().add_column(without_markup(header), without_markup(footer), **options)
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """Adds a row."""
-        super().add_row(*map(plain_text, cells), **options)
+        """Adds a row, with its cells printed literally."""
+        super().add_row(*map(without_markup, cells), **options)
 
 
 def print_line(console: Console, sentence: object) -> None:
-    """Prints a line, which the terminal may wrap."""
+    """Prints a line of text literally; the terminal may wrap it."""
     console.print(Text(sanitise_for_terminal(sentence)), highlight=False, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Recipes: one YAML file per experiment; `polyfed run NAME` runs it."""
+"""Contains the recipes that polyfed ships: one YAML file per experiment; `polyfed run NAME` runs it."""

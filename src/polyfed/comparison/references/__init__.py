@@ -1,1 +1,2 @@
-"""Trains the reference models of a comparison: what each client has alone, and one model on all data pooled."""
+"""Trains the reference models of a comparison: simple models that each client fits alone, and a network trained on the
+pooled data of all clients."""

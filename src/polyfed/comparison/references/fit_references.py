@@ -1,4 +1,5 @@
-"""Fits the reference models of a comparison: simple models for each client alone, and a network on all data pooled.
+"""Fits the reference models of a comparison for every seed: simple models of each client alone, and a network on the
+pooled data.
 
 Simple models are fitted again for each split of the data, on the examples that the client's network may use. A method
 is therefore compared with them as with training alone: on the same test examples, paired example by example.
@@ -29,7 +30,7 @@ Scores = dict[str, float | None]
 @final
 @dataclass(frozen=True, eq=False)
 class FittedReferences:
-    """Holds the fitted reference models.
+    """Holds the scores and outputs of the reference models of a comparison, with which its methods are compared.
 
     Attributes:
         references: the entry `references` of `comparison.json`, before statistics.
@@ -43,17 +44,20 @@ class FittedReferences:
     left_out: tuple[str, ...] = ()
 
 
-def fit_references(plan: ComparisonPlan, methods: Mapping[str, Method], data: Mapping[str, str]) -> FittedReferences:
-    """Fits the models that each client has alone, and trains networks on all data pooled.
+def fit_references(
+    plan: ComparisonPlan, methods: Mapping[str, Method], fingerprint_by_seed: Mapping[str, str]
+) -> FittedReferences:
+    """Fits the simple models of each client alone, trains a network on the pooled data of all clients, and returns
+    their scores and outputs.
 
     Args:
         plan: the plan of the comparison.
         methods: the compared methods; the pooled networks are trained as `Local` among them is.
-        data: seed, as text -> fingerprint of the clients. Seeds with the same data share one fit.
+        fingerprint_by_seed: seed, as text -> fingerprint of the clients. Seeds with the same data share one fit.
     """
     metric, first = plan.metrics[0], plan.seeds[0]
-    seed_of = {data[str(seed)]: seed for seed in reversed(plan.seeds)}  # the first seed with these data
-    distinct_seeds = [seed for seed in plan.seeds if seed_of[data[str(seed)]] == seed]
+    seed_of = {fingerprint_by_seed[str(seed)]: seed for seed in reversed(plan.seeds)}  # the first seed with these data
+    distinct_seeds = [seed for seed in plan.seeds if seed_of[fingerprint_by_seed[str(seed)]] == seed]
     fitted = _fit_all_seeds(plan, distinct_seeds)
     common_names = [
         name
@@ -61,25 +65,28 @@ def fit_references(plan: ComparisonPlan, methods: Mapping[str, Method], data: Ma
         if all(name in seed_fit["models"] for seed_fit in fitted.values())
     ]
     outputs = {
-        name: {seed: _unpack_outputs(fitted[seed_of[data[str(seed)]]]["models"][name]) for seed in plan.seeds}
+        name: {
+            seed: _unpack_outputs(fitted[seed_of[fingerprint_by_seed[str(seed)]]]["models"][name])
+            for seed in plan.seeds
+        }
         for name in common_names
     }
     runs = {name: dict[str, Scores]() for name in common_names}
     for seed in distinct_seeds:
-        targets = {c.id: c.test.labels.cpu() for c in plan.client_set(seed).clients}
+        targets = {c.id: c.test.labels.cpu() for c in plan.build_client_set(seed).clients}
         for name in common_names:
             scores = {c: _score_or_none(metric, outputs[name][seed][c], target) for c, target in targets.items()}
             runs[name] |= {
                 str(same_data_seed): scores
                 for same_data_seed in plan.seeds
-                if data[str(same_data_seed)] == data[str(seed)]
+                if fingerprint_by_seed[str(same_data_seed)] == fingerprint_by_seed[str(seed)]
             }
     references = {
         name: {"sentence": fitted[distinct_seeds[0]]["sentences"][name], "alone": True, "runs": of, **_mean_scores(of)}
         for name, of in runs.items()
     }
     left_out = tuple(dict.fromkeys(sentence for seed_fit in fitted.values() for sentence in seed_fit["left_out"]))
-    clients = plan.client_set(first).clients
+    clients = plan.build_client_set(first).clients
     local_method = next((method for method in methods.values() if isinstance(method, Local)), None)
     pooled = (
         None
@@ -100,13 +107,13 @@ def fit_references(plan: ComparisonPlan, methods: Mapping[str, Method], data: Ma
 def _fit_all_seeds(plan: ComparisonPlan, seeds: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Fits the simple models for each seed; returns their packed outputs, the sentences about them, and what was left
     out."""
-    clients = len(plan.client_set(seeds[0]).clients)
+    clients = len(plan.build_client_set(seeds[0]).clients)
     processes = default_parallel_runs(plan.settings, clients) if plan.parallel_runs == "auto" else plan.parallel_runs
     fit_by_seed: dict[int, dict[str, Any]] = {}
 
     def tasks() -> Iterator[tuple[int, Callable[[], Any]]]:
         for seed in seeds:
-            yield seed, partial(_fit_one_seed, plan.client_set(seed).clients, plan.seeds[0])
+            yield seed, partial(_fit_one_seed, plan.build_client_set(seed).clients, plan.seeds[0])
 
     for seed, seed_fit in run_in_processes(tasks(), min(processes, len(seeds))):
         fit_by_seed[seed] = seed_fit

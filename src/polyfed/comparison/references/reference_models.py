@@ -1,4 +1,5 @@
-"""Trains reference models that show whether a network is worth its cost: a constant, simple models, and all data pooled.
+"""Trains reference models that show whether a federated network is worth its cost: a constant, simple models, and a
+network on all data pooled.
 
 For simulations only: they need all clients' examples.
 """
@@ -30,7 +31,7 @@ from polyfed.simulation.monitoring.progress import SilentProgress
 @final
 @dataclass(frozen=True, eq=False)
 class ReferenceModel:
-    """Holds the outputs of a reference model on each client's test examples.
+    """Holds the name of a reference model, a sentence about it, and its outputs on each client's test examples.
 
     Args:
         name: "majority", "mean", "logistic_regression", "gradient_boosting", "ridge" or "pooled".
@@ -56,8 +57,8 @@ class ReferenceModel:
 
 
 def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[ReferenceModel]:
-    """Fits what each client can have without a network: a constant and, where all inputs are rows of numbers, simple
-    models.
+    """Fits the models that each client can have without a network: a constant and, for inputs that are rows of numbers,
+    simple models.
 
     Each client has its own, as if it were alone. The constant is the share of each class or label, or the mean, of its
     training examples. Simple models are fitted on its training and validation examples (module `simple_models`): logistic
@@ -84,7 +85,8 @@ def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[R
 def fit_client_references_with_notes(
     clients: Sequence[Client], *, seed: int = 0
 ) -> tuple[list[ReferenceModel], tuple[str, ...]]:
-    """Returns the models of `fit_client_references`, and sentences about those that were not fitted."""
+    """Fits the same models as `fit_client_references`, and also returns sentences about the models that could not be
+    fitted."""
     requirements.check_clients(clients)
     if any(c.loss is not None for c in clients):
         return [], (
@@ -96,15 +98,16 @@ def fit_client_references_with_notes(
     simple_models = fit_simple_models(list(clients), outputs, seed)
     simple = [
         ReferenceModel(name, words, _as_float32(client_outputs))
-        for name, (words, client_outputs) in simple_models.models.items()
+        for name, (words, client_outputs) in simple_models.outputs_by_model.items()
     ]
-    return [_constant_reference(clients, outputs), *simple], simple_models.left_out
+    return [_constant_reference(clients, outputs), *simple], simple_models.left_out_notes
 
 
 def train_pooled_reference(
     clients: Sequence[Client], method: LocalTraining, *, rounds: int, seed: int, device: str = "auto"
 ) -> ReferenceModel | None:
-    """Trains networks on the pooled training examples of all clients, which no participant could do.
+    """Trains one network per client architecture on the pooled training examples of all clients, which no real
+    participant could do; None if the clients' data cannot be pooled.
 
     Their score is what a method can hope for. It is no strict upper bound: clients that differ much may do better with
     networks of their own. Each architecture is trained on the examples of all clients together, from the clients'

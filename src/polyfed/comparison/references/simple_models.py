@@ -1,4 +1,5 @@
-"""Fits scikit-learn's simple models for each client alone: logistic or ridge regression, and gradient-boosted trees.
+"""Fits scikit-learn's simple models on each client's own data: logistic or ridge regression, and gradient-boosted
+trees.
 
 They use the examples that the client's network may use, for training and validation, and choose their penalty by
 cross-validation on these. None may take minutes; models that would are left out or fitted to fewer examples, and the
@@ -38,21 +39,22 @@ _NUMBERS = 20_000_000  # most examples x features x outputs of a client in a lin
 
 @final
 @dataclass(frozen=True)
-class FittedSimpleModels:
-    """Holds the simple models of all clients.
+class SimpleModelOutputs:
+    """Holds the outputs of every client's simple models on its test examples.
 
     Attributes:
-        models: name -> (description, client id -> outputs on its test examples, shape (n, outputs), in the form of a
-            network's).
-        left_out: sentences about models that were not fitted.
+        outputs_by_model: name -> (description, client id -> outputs on its test examples, shape (n, outputs), in the
+            form of a network's).
+        left_out_notes: sentences about models that were not fitted.
     """
 
-    models: Mapping[str, tuple[str, Mapping[str, Floats]]]
-    left_out: tuple[str, ...] = ()
+    outputs_by_model: Mapping[str, tuple[str, Mapping[str, Floats]]]
+    left_out_notes: tuple[str, ...] = ()
 
 
-def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: int) -> FittedSimpleModels:
-    """Fits the simple models of each client on its own examples.
+def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: int) -> SimpleModelOutputs:
+    """Fits logistic or ridge regression, and gradient-boosted trees, on each client's own examples, and returns their
+    outputs on the test examples.
 
     Args:
         clients: of one task.
@@ -63,7 +65,7 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
     lines, trees = _NAMES[task]
     tables = {c.id: table for c in clients if (table := _ClientInputs.from_client(c)) is not None}
     if len(tables) < len(clients):
-        return FittedSimpleModels(
+        return SimpleModelOutputs(
             {},
             (
                 f"Inputs are not rows of finite numbers at every site, so that {lines} and {trees} alone "
@@ -71,7 +73,7 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
             ),
         )
     if task == "multilabel" and max(outputs.values()) > _LABELS:
-        return FittedSimpleModels(
+        return SimpleModelOutputs(
             {},
             (
                 f"There are more than {_LABELS} labels, so that {lines} and {trees} alone, with a model a label, "
@@ -101,7 +103,7 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
             bound = f", of these at most {max(len(table.fit) for table in bounded_tables.values()):,}" if fewer else ""
             whose = f"fitted by each client on its own training and validation examples{bound}"
             models[name] = (f"scikit-learn's {words}, {whose}", client_outputs)
-    return FittedSimpleModels(models, tuple(left_out))
+    return SimpleModelOutputs(models, tuple(left_out))
 
 
 @final
@@ -317,8 +319,10 @@ def _fit_regression_trees(table: _ClientInputs, outputs: int, seed: int) -> Floa
 
 
 def _log_probabilities(model: Any, x: Floats) -> Floats:
-    """Returns log-probabilities of the model's classes, shape (n, classes); from its scores, since log(probability) may
-    be infinite."""
+    """Returns the log-probabilities of the model's classes, shape (n, classes).
+
+    They are computed from the model's scores, since log(probability) may be infinite.
+    """
     if model is None:
         return np.zeros((len(x), 1))
     scores = np.asarray(model.decision_function(x), dtype=np.float64)
@@ -336,7 +340,10 @@ def _spread_to_all_classes(log_probabilities: Floats, classes: NDArray[Any], out
 
 
 def label_share_logits(labels: NDArray[Any]) -> Floats:
-    """Returns the logit of each label's share; half a pseudo-example of either value keeps it finite."""
+    """Returns, for each label, the logit of the share of examples that have it.
+
+    Half a pseudo-example of either value keeps the logit finite.
+    """
     positive = (labels > 0).sum(axis=0) + 0.5
     return np.asarray(np.log(positive) - np.log(len(labels) + 1 - positive))
 

@@ -1,1 +1,1 @@
-"""Statistics of a comparison: confidence intervals and tests over seeds and test examples."""
+"""Computes the statistics of a comparison: confidence intervals and tests over seeds and test examples."""

@@ -1,4 +1,4 @@
-"""Judges whether a run was long enough: whether its loss had stopped falling when it ended."""
+"""Judges whether a training run was long enough, that is, whether its loss had stopped falling at the end."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _ROUNDING = 1e-9  # share of the loss below which a change is rounding error
 @final
 @dataclass(frozen=True)
 class ConvergenceResult:
-    """Holds the judgement whether a loss had stopped falling.
+    """Holds whether a loss had stopped falling (None if that cannot be judged), and a sentence about it.
 
     Attributes:
         converged: None where it cannot be judged.
@@ -34,9 +34,10 @@ class ConvergenceResult:
 
 
 def judge_convergence(
-    curves: Sequence[Sequence[tuple[int, float]]], kind: str = "validation loss", advice: str = "give more rounds"
+    curves: Sequence[Sequence[tuple[int, float]]], loss_name: str = "validation loss", advice: str = "give more rounds"
 ) -> ConvergenceResult:
-    """Judges whether the loss had stopped falling at the end of the runs.
+    """Tests whether the loss had stopped falling at the end of the runs, by a least-squares line through its last
+    rounds.
 
     The loss is the mean over the runs, at the rounds at which every run has a finite value. It still fell if all of
     these hold:
@@ -49,7 +50,7 @@ def judge_convergence(
 
     Args:
         curves: (round, loss) pairs of each run; values that are not finite are skipped.
-        kind: the name of the loss in the sentence.
+        loss_name: the name of the loss in the sentence.
         advice: what the sentence suggests if the loss still fell.
 
     Returns:
@@ -62,7 +63,7 @@ def judge_convergence(
     """
     rounds, mean = _mean_curve(curves)
     if len(rounds) < MIN_EVALUATED_ROUNDS:
-        few = f"whether the {kind} still fell cannot be judged from {len(rounds)} evaluated rounds"
+        few = f"whether the {loss_name} still fell cannot be judged from {len(rounds)} evaluated rounds"
         return ConvergenceResult(None, f"{few}; it takes at least {MIN_EVALUATED_ROUNDS}")
     last, size = int(rounds[-1]), max(_WINDOW, math.ceil(len(rounds) / 3))
     fall, end, p = _fit_line(rounds[-size:], mean[-size:])
@@ -75,15 +76,15 @@ def judge_convergence(
         how_much = f"by {100 * fall / total_fall:.0f} % of its whole fall" if total_fall > 0 else "after it had risen,"
         return ConvergenceResult(
             False,
-            f"the {kind} still fell at round {last}: {how_much} over the last {size} evaluated rounds; {advice}",
+            f"the {loss_name} still fell at round {last}: {how_much} over the last {size} evaluated rounds; {advice}",
         )
     lowest = int(rounds[int(mean.argmin())])
     since = "" if lowest > rounds[-size - 1] else f"; it was lowest at round {lowest}"
-    return ConvergenceResult(True, f"the {kind} no longer fell at round {last}{since}")
+    return ConvergenceResult(True, f"the {loss_name} no longer fell at round {last}{since}")
 
 
 def convergence_advice(tuning: Mapping[str, Any] | None) -> str:
-    """Returns what to do for a method whose loss still fell at the end.
+    """Returns a sentence that advises what to do for a method whose loss still fell at the end.
 
     More rounds help if the search tried a larger learning rate and it did worse. Otherwise the learning rate may be
     too small, and the advice is to search it first.
@@ -113,7 +114,8 @@ def convergence_advice(tuning: Mapping[str, Any] | None) -> str:
 
 
 def _lowest_smoothed(before: NDArray[np.float64]) -> float:
-    """Returns the lowest moving average of `before` over three rounds; infinity if the first value is the lowest."""
+    """Returns the lowest moving average over three rounds of the losses `before`; infinity if the first value is the
+    lowest."""
     if int(before.argmin()) == 0:
         return math.inf
     near = min(_NEAR, len(before))

@@ -14,7 +14,7 @@ approximations for discrete and skewed scores: `benchmarks/verdicts.py` measures
 @final
 @dataclass(frozen=True)
 class Estimate:
-    """Holds a point estimate with its confidence interval and p-value.
+    """Holds a point estimate, the two ends of its confidence interval, and its p-value.
 
     Attributes:
         value: the point estimate.
@@ -30,15 +30,16 @@ class Estimate:
     p: float
 
 
-def t_quantile(alpha: float, freedom: float) -> float:
-    """Returns the two-sided t quantile at error rate `alpha` with `freedom` degrees of freedom."""
+def t_quantile(alpha: float, degrees_of_freedom: float) -> float:
+    """Returns the two-sided quantile of Student's t distribution at error rate `alpha`."""
     from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
-    return float(stdtrit(freedom, 1 - alpha / 2))
+    return float(stdtrit(degrees_of_freedom, 1 - alpha / 2))
 
 
 def build_estimate(value: float, centre: float, half_width: Callable[[float], float], alpha: float) -> Estimate:
-    """Builds an estimate from the half-width of its interval as a function of the error rate.
+    """Builds an estimate with its interval and p-value from a function that returns the interval's half-width at an
+    error rate.
 
     Args:
         value: the point estimate.
@@ -56,7 +57,8 @@ def build_estimate(value: float, centre: float, half_width: Callable[[float], fl
 
 
 def _level_touching_zero(centre: float, half_width: Callable[[float], float]) -> float:
-    """Finds by bisection the error rate at which the interval just touches 0; intervals narrow as it rises."""
+    """Finds by bisection the error rate at which the interval just touches 0; intervals get narrower as the error rate
+    grows."""
     if abs(centre) <= half_width(1.0):
         return 1.0
     low, high = -40.0, 0.0  # logarithms of the error rate

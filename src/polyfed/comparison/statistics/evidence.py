@@ -1,5 +1,4 @@
-"""Computes estimates and confidence intervals of scores and gains from predictions on test examples, for the mean over
-clients and for each client."""
+"""Computes the scores and gains of methods with confidence intervals, for each client and for the mean over clients."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +13,10 @@ from polyfed.comparison.statistics.mrmc import (
     SeedScores,
     VarianceComponents,
     combine_gains_over_rivals,
-    difference_components,
-    estimate_by_client,
-    estimate_mean,
+    estimate_client_means,
+    estimate_mean_over_clients,
     score_seeds,
+    variance_components_of_difference,
 )
 from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_from_resplits
 from polyfed.core.evaluation.metrics import Metric, is_built_in_metric
@@ -28,27 +27,29 @@ ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # metho
 @final
 @dataclass(frozen=True)
 class MethodEvidence:
-    """Holds the estimates of one method's score and gains. The intervals of gains hold for all methods simultaneously.
+    """Holds the estimates of one method's mean score and of its gains over other methods.
+
+    The intervals of gains hold for all methods simultaneously.
 
     Attributes:
-        mean: the mean score over clients.
-        gain: the mean gain over the reference method.
-        against_best: the mean gain over the best method.
-        clients: client id -> gain over the reference method.
+        mean_score: the mean score over clients.
+        gain_over_reference: the mean gain over the reference method.
+        gain_over_best: the mean gain over the best method.
+        gain_by_client: client id -> gain over the reference method.
 
     Each is None where there is no method to compare with, or a variance is not defined.
     """
 
-    mean: Estimate | None
-    gain: Estimate | None = None
-    against_best: Estimate | None = None
-    clients: Mapping[str, Estimate | None] = field(default_factory=dict)
+    mean_score: Estimate | None
+    gain_over_reference: Estimate | None = None
+    gain_over_best: Estimate | None = None
+    gain_by_client: Mapping[str, Estimate | None] = field(default_factory=dict)
 
 
 @final
 @dataclass(frozen=True)
 class GainOverRivals:
-    """Holds the estimated gain of a method over the best of several rivals.
+    """Holds the estimated gain of a method over the best of several rival methods.
 
     Attributes:
         estimate: the gain over the best rival, whichever it is.
@@ -64,7 +65,7 @@ class GainOverRivals:
 @final
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Estimates scores and gains from the runs of a comparison, each at its compared round.
+    """Holds the scores and predictions of a comparison's runs, and estimates gains with confidence intervals from them.
 
     Attributes:
         metric: the metric that decides.
@@ -90,7 +91,7 @@ class Evidence:
     def evaluate_methods(
         self, labels: Sequence[str], reference: str | None, best: str | None
     ) -> dict[str, MethodEvidence]:
-        """Estimates the score and the gains of each method.
+        """Estimates each method's mean score, and its gains over the method `reference` and over the method `best`.
 
         Args:
             labels: all methods with scores.
@@ -114,8 +115,10 @@ class Evidence:
     def gain_over_best_rival(
         self, label: str, rivals: Sequence[str], num_methods: int
     ) -> tuple[GainOverRivals | None, dict[str, GainOverRivals | None]]:
-        """Estimates the gain of a method over its best rival: for the mean over clients, and for each client over its own
-        best rival.
+        """Estimates the gain of the method `label` over its best rival: for the mean over clients, and for each client
+        over this client's best rival.
+
+        A gain is None if it cannot be estimated.
 
         Args:
             label: the method.
@@ -142,7 +145,7 @@ class Evidence:
         return _gain_over_rivals(mean), {client: _gain_over_rivals(of) for client, of in clients.items()}
 
     def clients_with_scores(self, label: str, rival: str | None) -> list[str]:
-        """Lists the clients for which the method, and `rival` if given, has a score with every seed."""
+        """Returns the clients for which the method, and `rival` if it is not None, has a score with every seed."""
         tables = [self.scores[name][seed] for name in (label, rival) if name is not None for seed in self.seeds]
         return [c for c in sorted(tables[0]) if all(table.get(c) is not None for table in tables)]
 
@@ -156,10 +159,10 @@ class Evidence:
                 for c in clients
                 if (client_components := self._variance_components(label, rival, c)) is not None
             ]
-            return estimate_mean(components, tests=tests) if components else None
+            return estimate_mean_over_clients(components, num_tests=tests) if components else None
         means = [fmean(self._score_difference(label, rival, seed, c) for c in clients) for seed in self.seeds]
         return (
-            estimate_from_resplits([self._resplit_differences(means, clients)], tests=tests)[0]
+            estimate_from_resplits([self._resplit_differences(means, clients)], num_tests=tests)[0]
             if len(means) > 1
             else None
         )
@@ -175,7 +178,7 @@ class Evidence:
                 if (client_components := self._variance_components(label, rival, c)) is not None
             }
             estimates = (
-                dict(zip(components, estimate_by_client(list(components.values()), tests=tests), strict=True))
+                dict(zip(components, estimate_client_means(list(components.values()), num_tests=tests), strict=True))
                 if components
                 else {}
             )
@@ -184,7 +187,7 @@ class Evidence:
             return dict.fromkeys(clients)
         values = {c: [self._score_difference(label, rival, seed, c) for seed in self.seeds] for c in clients}
         sites = [self._resplit_differences(values[c], [c]) for c in clients]
-        return dict(zip(clients, estimate_from_resplits(sites, tests=tests), strict=True))
+        return dict(zip(clients, estimate_from_resplits(sites, num_tests=tests), strict=True))
 
     def _resplit_differences(self, values: Sequence[float], clients: Sequence[str]) -> ResplitDifferences:
         sizes = [self.sizes[seed][c] for seed in self.seeds for c in clients]
@@ -200,10 +203,17 @@ class Evidence:
 
     def _variance_components(self, label: str, rival: str | None, client: str) -> VarianceComponents | None:
         ours, theirs = self._seed_scores(label, client), None if rival is None else self._seed_scores(rival, client)
-        return None if ours is None or (rival is not None and theirs is None) else difference_components(ours, theirs)
+        return (
+            None
+            if ours is None or (rival is not None and theirs is None)
+            else variance_components_of_difference(ours, theirs)
+        )
 
     def _seed_scores(self, label: str, client: str) -> SeedScores | None:
-        """Returns the scores of a method at a client for all seeds, cached: each method is compared with several others."""
+        """Returns the scores of a method at a client for all seeds; None if one of them is not defined.
+
+        The scores are cached, since each method is compared with several others.
+        """
         if (label, client) not in self._seed_scores_cache:
             outputs = [self.outputs(label, seed, client) for seed in self.seeds]
             kept_outputs = [seed_outputs for seed_outputs in outputs if seed_outputs is not None]
@@ -215,7 +225,8 @@ class Evidence:
 
 
 def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None]]) -> GainOverRivals | None:
-    """Combines the gains over several rivals; None if one of them has no estimate, since that rival may be the best."""
+    """Combines the gains over several rivals into the gain over the best rival; None if the gain over one rival cannot
+    be estimated, since that rival may be the best."""
     defined = {
         name: (single, joint) for name, (single, joint) in gains.items() if single is not None and joint is not None
     }
@@ -230,7 +241,7 @@ def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None
 
 
 def interval_ends(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:
-    """Returns the ends of an interval, clipped to the values that the metric can take; None if there is no finite
+    """Returns the two ends of an interval, clipped to the values that the metric can take; None if there is no finite
     interval."""
     if estimate is None or not math.isfinite(estimate.low):
         return None

@@ -1,4 +1,4 @@
-"""Computes jackknife pseudo-values for any metric: what each test example contributes to a score.
+"""Computes jackknife pseudo-values of any metric: the contribution of each test example to the score.
 
 The pseudo-value of example j is n·A − (n − 1)·A₍₋ⱼ₎, A being the score of all n examples and A₍₋ⱼ₎ that without example j
 (Quenouille 1956, Tukey 1958). Their mean is A up to a bias of order 1/n, and their variance says how far A varies with
@@ -24,7 +24,8 @@ Values = NDArray[np.float64]
 
 
 def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values] | None:
-    """Returns the score and its jackknife pseudo-values.
+    """Returns the score of a network's outputs, and the jackknife pseudo-value of each test example; None if the score
+    is not defined, or is not without one of the examples.
 
     For n examples these have shape (n,), one per example, or (NUM_GROUPS,), one per group of examples. Groups depend
     on the targets alone, so that the values of two networks on the same examples can be compared one by one.
@@ -51,7 +52,8 @@ def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) ->
 
 
 def classes_of_pseudo_values(metric: Metric, targets: Tensor) -> NDArray[np.int64]:
-    """Returns the class of the example behind each pseudo-value where the metric depends on classes; 0 for all otherwise."""
+    """Returns the class of the example to which each pseudo-value belongs; 0 for all if the metric does not depend on
+    classes."""
     n = len(targets)
     if metric.per_example is None and n <= NUM_GROUPS and targets.dim() == 1 and not targets.is_floating_point():
         return np.asarray(targets.numpy(), dtype=np.int64)
@@ -63,8 +65,11 @@ def classes_of_pseudo_values(metric: Metric, targets: Tensor) -> NDArray[np.int6
 
 
 def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
-    """Returns the AUC, a mean over two-class problems, and its pseudo-values. Without the positive example j, which ranks
-    above the share p_j of the negatives, the AUC A of m positives is (m·A − p_j)/(m − 1)."""
+    """Returns the AUC, averaged over two-class problems, and its pseudo-values.
+
+    Without the positive example j, which ranks above the share p_j of the negatives, the AUC A of m positives is (m·A −
+    p_j)/(m − 1).
+    """
     if not bool(torch.isfinite(outputs).all()):
         return math.nan, np.full(len(targets), np.nan)
     from scipy.stats import rankdata  # takes half a second to import
@@ -92,7 +97,10 @@ def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]
 
 
 def _r2_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
-    """Returns R² = 1 − Σe²/Σ(y − ȳ)² and its leave-one-out pseudo-values."""
+    """Returns the coefficient of determination R² and its leave-one-out pseudo-values.
+
+    R² = 1 − Σe²/Σ(y − ȳ)².
+    """
     y = np.asarray(targets.double().numpy()).reshape(len(targets), -1)
     squared = ((y - np.asarray(outputs.double().numpy()).reshape(len(y), -1)) ** 2).sum(axis=1)
     from_mean = ((y - y.mean(axis=0)) ** 2).sum(axis=1)

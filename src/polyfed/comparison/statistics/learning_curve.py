@@ -1,4 +1,4 @@
-"""Builds a run's learning curve with its costs, and finds the round that is compared."""
+"""Builds a run's learning curve with its costs in bytes and seconds, and finds the round at which the run is compared."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, final
 @final
 @dataclass(frozen=True)
 class CurvePoint:
-    """Holds an evaluated round of a run: the mean score over clients, and the bytes and seconds spent up to it."""
+    """Describes one evaluated round of a run: the mean score over clients, and the bytes and seconds spent up to it."""
 
     round: int
     score: float | None
@@ -17,8 +17,9 @@ class CurvePoint:
     seconds: float
 
 
-def build_learning_curve(history: Sequence[Mapping[str, Any]], score: str) -> list[CurvePoint]:
-    """Builds the learning curve of a run from the records of its `metrics.jsonl`.
+def build_learning_curve(history: Sequence[Mapping[str, Any]], metric_name: str) -> list[CurvePoint]:
+    """Builds the learning curve of a run: the mean score and the costs of each evaluated round, from the records of its
+    `metrics.jsonl`.
 
     Seconds are those of clients and server: evaluation is no cost of the method.
 
@@ -28,14 +29,16 @@ def build_learning_curve(history: Sequence[Mapping[str, Any]], score: str) -> li
     [CurvePoint(round=2, score=0.5, bytes=4, seconds=3.0)]
     """
     return [
-        CurvePoint(record["round"], record["summary"].get(score, {}).get("mean"), moved, round(seconds, 4))
-        for record, moved, seconds in add_costs(history)
+        CurvePoint(record["round"], record["summary"].get(metric_name, {}).get("mean"), moved, round(seconds, 4))
+        for record, moved, seconds in iterate_with_cumulative_costs(history)
         if record["summary"]
     ]
 
 
-def add_costs(history: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], int, float]]:
-    """Yields each round's record with the bytes and seconds up to it.
+def iterate_with_cumulative_costs(
+    history: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], int, float]]:
+    """Yields the record of each round together with the bytes and seconds that the run has spent up to it.
 
     Seconds are those of clients and server, without evaluation; NaN for records of early versions, which have none.
     """
@@ -45,29 +48,31 @@ def add_costs(history: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[st
         yield record, record["bytes_down_total"] + record["bytes_up_total"], seconds
 
 
-def mean_metric_by_round(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Returns each evaluated round that has a metric, and the metric's mean over clients.
+def mean_metric_by_round(history: Sequence[Mapping[str, Any]], metric_name: str) -> list[tuple[int, float]]:
+    """Returns (round, mean over clients of the metric `name`) for each evaluated round that has the metric.
 
     >>> mean_metric_by_round([{"round": 2, "summary": {"val_loss": {"mean": 0.5}}}, {"round": 3, "summary": {}}], "val_loss")
     [(2, 0.5)]
     """
-    return [(r["round"], r["summary"][name]["mean"]) for r in history if name in r["summary"]]
+    return [(r["round"], r["summary"][metric_name]["mean"]) for r in history if metric_name in r["summary"]]
 
 
-def last_point_within_budget(points: Sequence[CurvePoint], kind: str, limit: float | None) -> CurvePoint | None:
-    """Returns the last evaluated round within `limit` bytes or seconds (all rounds without a limit), or None.
+def last_point_within_budget(points: Sequence[CurvePoint], cost_name: str, limit: float | None) -> CurvePoint | None:
+    """Returns the last point of a learning curve within `limit` bytes or seconds (the last of all without a limit);
+    None if no point is within it.
 
     >>> last_point_within_budget([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], "bytes", 15).round
     1
     """
-    inside = [p for p in points if limit is None or getattr(p, kind) <= limit]
+    inside = [p for p in points if limit is None or getattr(p, cost_name) <= limit]
     return inside[-1] if inside else None
 
 
 def first_point_reaching_target(
     points: Sequence[CurvePoint], target: float | None, *, higher_is_better: bool = True
 ) -> CurvePoint | None:
-    """Returns the first evaluated round whose mean score is at least as good as `target`, or None.
+    """Returns the first point of a learning curve whose mean score is at least as good as `target`; None if no point
+    is.
 
     >>> first_point_reaching_target([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], 0.55).bytes
     20

@@ -1,4 +1,4 @@
-"""Computes the `statistics` of each method in `comparison.json`: means, gains over the reference method, costs."""
+"""Computes the entry `statistics` of each method in `comparison.json`: means, gains over the reference method, costs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -14,7 +14,8 @@ _DIGITS = 12  # digits after the decimal point of a difference; what is beyond i
 
 
 def add_method_statistics(content: dict[str, Any], evidence: Evidence) -> list[str]:
-    """Adds `statistics` to each method in `content`, and returns the clients for which no interval could be computed."""
+    """Adds the entry `statistics` to each method in `content`, and returns the clients for which no interval could be
+    computed."""
     methods, reference = content["methods"], content["reference"]
     scored = [label for label in methods if label in evidence.scores]
     evidence_by_label = evidence.evaluate_methods(scored, reference if reference in scored else None, content["best"])
@@ -23,7 +24,9 @@ def add_method_statistics(content: dict[str, Any], evidence: Evidence) -> list[s
             content, evidence.metric, label, evidence_by_label.get(label, MethodEvidence(None))
         )
     client_estimates = [
-        method_evidence.clients for method_evidence in evidence_by_label.values() if method_evidence.clients
+        method_evidence.gain_by_client
+        for method_evidence in evidence_by_label.values()
+        if method_evidence.gain_by_client
     ]
     clients = content["clients"] if evidence.has_same_data else ()
     return [c for c in clients if client_estimates and all(c in row and row[c] is None for row in client_estimates)]
@@ -42,22 +45,22 @@ def _method_statistics(
     costs = {"bytes": [run["bytes"] for run in runs], "seconds": [run["seconds"] for run in runs]}
     reached = [run["to_target"] for run in runs if run["to_target"] is not None]
     clients = {
-        c: _client_statistics(content, c, runs, base, sign, method_evidence.clients.get(c), metric)
+        c: _client_statistics(content, c, runs, base, sign, method_evidence.gain_by_client.get(c), metric)
         for c in content["clients"]
     }
     gained = _participant_gains(content, clients, runs, base, sign)
     worst = (("worst", 0), ("p10", 10), ("p90", 90)) if sign > 0 else (("worst", 100), ("p10", 90), ("p90", 10))
     return {
         "mean": mean_if_all_defined([run["mean"] for run in runs]),
-        "interval": interval_ends(method_evidence.mean, metric, difference=False),
+        "interval": interval_ends(method_evidence.mean_score, metric, difference=False),
         **{name: mean_if_all_defined([_quantile(run, q) for run in runs]) for name, q in worst},
         "gain": None if gains is None else mean_if_all_defined(gains),
-        "gain_interval": interval_ends(method_evidence.gain, metric, difference=True),
+        "gain_interval": interval_ends(method_evidence.gain_over_reference, metric, difference=True),
         "gain_per_seed": gains,
         "losers": sum(gain < 0 for gain in gained) if gained else None,
         "participants": len(gained) if gained else None,
-        "p_reference": _p_value(method_evidence.gain),
-        "p_best": _p_value(method_evidence.against_best),
+        "p_reference": _p_value(method_evidence.gain_over_reference),
+        "p_best": _p_value(method_evidence.gain_over_best),
         "rounds": [run["round"] for run in runs],
         **{name: mean_if_all_defined(values) for name, values in costs.items()},
         "to_target": {
@@ -100,8 +103,11 @@ def _participant_gains(
     content: Mapping[str, Any], clients: Mapping[str, Mapping[str, Any]], runs: Sequence[Mapping[str, Any]],
     base: Sequence[Mapping[str, Any]] | None, sign: int,
 ) -> list[float]:  # fmt: skip
-    """Returns the gains of all participants: of each client its mean over seeds, or, where a client id names other data
-    with each seed, of each client and seed."""
+    """Returns the gains of all participants.
+
+    A participant is a client, with its mean over seeds; or a client and seed, where a client id names other data with
+    each seed.
+    """
     if base is None:
         return []
     if content["same_clients"]:
@@ -117,7 +123,7 @@ def _client_gains(run: Mapping[str, Any], base_run: Mapping[str, Any], sign: int
 
 
 def mean_if_all_defined(values: Sequence[float | None]) -> float | None:
-    """Returns the mean; None if a value is missing, since means over different seeds cannot be compared."""
+    """Returns the mean of the values; None if a value is None, since means over different seeds cannot be compared."""
     defined = [value for value in values if value is not None]
     return fmean(defined) if defined and len(defined) == len(values) else None
 

@@ -1,4 +1,5 @@
-"""Estimates confidence intervals of scores and paired differences by multi-reader multi-case analysis.
+"""Estimates confidence intervals of scores and of paired differences by multi-reader multi-case analysis, with seeds as
+readers and test examples as cases.
 
 The score of a method at a client varies with the training (the seed) and with the test examples, and every network is
 scored on the same examples. In radiology this design is called multi-reader multi-case: seeds are the readers,
@@ -39,7 +40,8 @@ from polyfed.core.evaluation.score_functions import split_into_binary_problems
 @final
 @dataclass(frozen=True)
 class VarianceComponents:
-    """Holds the scores, or the paired differences, of one client and their variance components.
+    """Holds the scores of one client by seed, or the differences of two methods, with their variance due to seeds and
+    due to examples.
 
     Attributes:
         values: score or difference of each seed, shape (S,).
@@ -61,14 +63,15 @@ class VarianceComponents:
 
     @property
     def mean(self) -> float:
-        """Returns the mean over seeds."""
+        """Returns the mean over seeds of the scores or differences."""
         return float(self.values.mean())
 
 
 def estimate_variance_components(
     metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor] | None, targets: Tensor
 ) -> VarianceComponents | None:
-    """Estimates the variance components of one client.
+    """Estimates how much of the variance of one client's score, or of the difference of two methods, is due to seeds
+    and how much to test examples.
 
     Args:
         metric: the metric. Differences are positive where `ours` is better, also for losses.
@@ -90,13 +93,14 @@ def estimate_variance_components(
     seed_scores = [None if outputs is None else score_seeds(metric, outputs, targets) for outputs in (ours, theirs)]
     if seed_scores[0] is None or (theirs is not None and seed_scores[1] is None):
         return None
-    return difference_components(seed_scores[0], seed_scores[1])
+    return variance_components_of_difference(seed_scores[0], seed_scores[1])
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class SeedScores:
-    """Holds the scores of one method at one client for all seeds.
+    """Holds the scores of one method at one client, one per seed, with the jackknife pseudo-values of the test
+    examples.
 
     Attributes:
         metric: the metric.
@@ -116,8 +120,8 @@ class SeedScores:
 
 
 def score_seeds(metric: Metric, outputs: Sequence[Tensor], targets: Tensor) -> SeedScores | None:
-    """Scores the networks of all seeds from their outputs; None where a score is not defined, as for
-    `estimate_variance_components`."""
+    """Returns the scores of one method at one client, computed from the outputs of each seed's network; None if a score
+    is not defined."""
     pairs = [jackknife_pseudo_values(metric, seed_outputs, targets) for seed_outputs in outputs]
     defined = [pair for pair in pairs if pair is not None]
     if len(defined) < len(pairs):
@@ -127,9 +131,11 @@ def score_seeds(metric: Metric, outputs: Sequence[Tensor], targets: Tensor) -> S
     return SeedScores(metric, values, table, classes_of_pseudo_values(metric, targets), least, len(targets))
 
 
-def difference_components(ours: SeedScores, theirs: SeedScores | None) -> VarianceComponents:
-    """Estimates the variance components of the paired difference of two methods, positive where `ours` is better; if
-    `theirs` is None, of the score of `ours`."""
+def variance_components_of_difference(ours: SeedScores, theirs: SeedScores | None) -> VarianceComponents:
+    """Estimates the variance components of the paired difference of two methods, positive where `ours` is better.
+
+    If `theirs` is None, they are those of the score of `ours`.
+    """
     share = ours.metric.per_example is not None and ours.metric.unit == "%"
     if theirs is None:
         extra = (0.0, 0.0, 1.0, 1.0) if share else ()
@@ -163,7 +169,7 @@ def _components_of_table(
     min_example_variance: float,
     num_examples: int,
 ) -> VarianceComponents:
-    """Computes variance components from the mean squares of the table of pseudo-values, S seeds by n examples.
+    """Computes the variance components from the mean squares of a table of pseudo-values, S seeds by n examples.
 
     Shares get the pseudo-examples `extra`: for a difference, one that only one method has right and one that only the
     other has right (Bonett and Price 2012, after Agresti and Min 2005); for a score, two right and two wrong (Agresti
@@ -195,7 +201,7 @@ def _components_of_table(
 
 
 def _degrees_of_freedom(centred: Values, classes: NDArray[np.int64]) -> float:
-    """Returns the degrees of freedom of the variance due to examples.
+    """Returns the degrees of freedom of the part of the variance that is due to examples.
 
     They are Welch's over classes, bounded by the number of examples that contribute less one: few contribute where two
     networks mostly agree ((Σ|c|)²/Σc² is their number if all contribute alike).
@@ -213,20 +219,23 @@ def _degrees_of_freedom(centred: Values, classes: NDArray[np.int64]) -> float:
     return max(min(1 / inverse, contributing - 1), 0.5)
 
 
-def estimate_by_client(sites: Sequence[VarianceComponents], *, tests: int = 1, alpha: float = ALPHA) -> list[Estimate]:
-    """Estimates the mean of each client, with simultaneous intervals for all clients and `tests` methods (Bonferroni).
+def estimate_client_means(
+    components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1, alpha: float = ALPHA
+) -> list[Estimate]:
+    """Estimates each client's mean over seeds, with simultaneous confidence intervals for all clients and `num_tests`
+    methods (Bonferroni).
 
     A few seeds give a poor estimate of their variance. The clients therefore pool it, as in an analysis of variance; a
     client whose own seeds vary more uses its own variance. No interval is narrower than the client's own at the level
     of one test.
 
     Args:
-        sites: components of each client, at least one, with the same number of seeds each.
-        tests: how many methods have intervals for these clients.
+        components_by_client: components of each client, at least one, with the same number of seeds each.
+        num_tests: how many methods have intervals for these clients.
         alpha: the share of comparisons in which one interval or more may miss the truth.
     """
-    seeds, num_claims = len(sites[0].values), len(sites) * tests
-    common = max(0.0, float(np.mean([site.seed_variance for site in sites])))
+    seeds, num_claims = len(components_by_client[0].values), len(components_by_client) * num_tests
+    common = max(0.0, float(np.mean([site.seed_variance for site in components_by_client])))
 
     def half_width(site: VarianceComponents, alpha: float) -> float:
         claim_alpha = alpha / num_claims
@@ -234,49 +243,55 @@ def estimate_by_client(sites: Sequence[VarianceComponents], *, tests: int = 1, a
         if seeds == 1:
             return math.sqrt(examples)
         variance = max(common, site.seed_variance) + site.residual_variance
-        shared = t_quantile(claim_alpha, len(sites) * (seeds - 1)) ** 2 * variance + examples
+        shared = t_quantile(claim_alpha, len(components_by_client) * (seeds - 1)) ** 2 * variance + examples
         single_claim = (
             t_quantile(alpha, seeds - 1) ** 2 * max(site.seed_variance + site.residual_variance, 0.0)
             + t_quantile(alpha, site.degrees_of_freedom) ** 2 * site.example_variance
         )
         return math.sqrt(max(shared, single_claim))
 
-    return [build_estimate(site.mean, float(site.centres.mean()), partial(half_width, site), alpha) for site in sites]
+    return [
+        build_estimate(site.mean, float(site.centres.mean()), partial(half_width, site), alpha)
+        for site in components_by_client
+    ]
 
 
-def estimate_mean(sites: Sequence[VarianceComponents], *, tests: int = 1, alpha: float = ALPHA) -> Estimate:
-    """Estimates the mean over these clients, which are taken as fixed, not as a sample.
+def estimate_mean_over_clients(
+    components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1, alpha: float = ALPHA
+) -> Estimate:
+    """Estimates the mean over clients with a confidence interval; the clients are taken as fixed, not as a sample.
 
     The variance due to seeds is that of the means over clients, since one seed affects all clients.
 
     Args:
-        sites: components of each client, at least one, with the same number of seeds each.
-        tests: how many means have simultaneous intervals.
+        components_by_client: components of each client, at least one, with the same number of seeds each.
+        num_tests: how many means have simultaneous intervals.
         alpha: the share of comparisons in which one of these may miss the truth.
     """
-    means = np.array([site.centres for site in sites]).mean(axis=0)
+    means = np.array([site.centres for site in components_by_client]).mean(axis=0)
     seeds = len(means)
-    examples = np.array([site.example_variance for site in sites]) / len(sites) ** 2
+    examples = np.array([site.example_variance for site in components_by_client]) / len(components_by_client) ** 2
     total_variance = float(examples.sum())
     freedom = (
-        total_variance**2 / sum(v**2 / site.degrees_of_freedom for v, site in zip(examples, sites, strict=True))
+        total_variance**2
+        / sum(v**2 / site.degrees_of_freedom for v, site in zip(examples, components_by_client, strict=True))
         if total_variance
         else 1.0
     )
     of_seeds = float(means.var(ddof=1)) / seeds if seeds > 1 else 0.0
 
     def half_width(alpha: float) -> float:
-        spread = t_quantile(alpha / tests, freedom) ** 2 * total_variance
-        return math.sqrt(spread + (t_quantile(alpha / tests, seeds - 1) ** 2 * of_seeds if seeds > 1 else 0.0))
+        spread = t_quantile(alpha / num_tests, freedom) ** 2 * total_variance
+        return math.sqrt(spread + (t_quantile(alpha / num_tests, seeds - 1) ** 2 * of_seeds if seeds > 1 else 0.0))
 
-    value = float(np.mean([site.mean for site in sites]))
+    value = float(np.mean([site.mean for site in components_by_client]))
     # As many pseudo-examples in all as one client has: those of every client would shift the mean of many small clients by
     # more than the width of its interval.
-    return build_estimate(value, value + (float(means.mean()) - value) / len(sites), half_width, alpha)
+    return build_estimate(value, value + (float(means.mean()) - value) / len(components_by_client), half_width, alpha)
 
 
 def combine_gains_over_rivals(gains: Sequence[tuple[Estimate, Estimate]]) -> Estimate:
-    """Estimates the gain over the best of several rivals, which is the smallest of the gains over each.
+    """Estimates the gain over the best of several rivals, which is the smallest of the gains over each rival.
 
     It is positive only if every gain is, so that the lower end needs no correction for the number of rivals (an
     intersection-union test, Berger 1982). The upper end does, since a single rival can decide it.
@@ -299,8 +314,8 @@ def combine_gains_over_rivals(gains: Sequence[tuple[Estimate, Estimate]]) -> Est
 def score_interval(
     metric: Metric, outputs: Sequence[Tensor], targets: Tensor, level: float = CONFIDENCE_LEVEL
 ) -> tuple[float, float, float] | None:
-    """Returns the score of one method on these examples, the mean over seeds, and the two ends of its confidence
-    interval.
+    """Returns the score of one method on these examples, as a mean over seeds, and the two ends of its confidence
+    interval; None if the score is not defined.
 
     Args:
         metric, targets: as for `estimate_variance_components`.
@@ -316,13 +331,16 @@ def score_interval(
 def gain_interval(
     metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor], targets: Tensor, level: float = CONFIDENCE_LEVEL
 ) -> tuple[float, float, float] | None:
-    """Returns the paired difference of two methods on the same examples and the ends of its interval, as `score_interval`
-    does; positive where `ours` is better."""
+    """Returns the difference of the scores of two methods on the same examples, and the two ends of its confidence
+    interval; None if a score is not defined.
+
+    It is positive where `ours` is better.
+    """
     return _interval_of_one(estimate_variance_components(metric, ours, theirs, targets), level)
 
 
 def _interval_of_one(components: VarianceComponents | None, level: float) -> tuple[float, float, float] | None:
     if components is None:
         return None
-    estimate = estimate_mean([components], alpha=(1 - level) * ALPHA / (1 - CONFIDENCE_LEVEL))
+    estimate = estimate_mean_over_clients([components], alpha=(1 - level) * ALPHA / (1 - CONFIDENCE_LEVEL))
     return (estimate.value, estimate.low, estimate.high) if math.isfinite(estimate.low) else None

@@ -1,4 +1,5 @@
-"""Computes the corrected variance of repeated random splits of one data set, whose training sets overlap."""
+"""Computes the variance of a mean over repeated random splits of one data set, corrected for the overlap of the
+training sets."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +10,10 @@ from polyfed.core.errors import UserError
 
 
 def corrected_variance(differences: Sequence[float], train: float, test: float) -> float:
-    """Returns the corrected variance of the mean of differences over K random splits of one data set, (1/K +
-    test/train)·s².
+    """Returns the variance of the mean of differences over K random splits of one data set, corrected for the overlap
+    of the training sets.
+
+    It is (1/K + test/train)·s², where s² is the sample variance of the differences.
 
     The splits share most of their training examples and many of their test examples, so that their differences are
     correlated. s²/K, which takes them as independent, is several times too small, and tests with it find differences

@@ -1,4 +1,5 @@
-"""Estimates confidence intervals of differences over repeated random splits of the data (corrected resampled t-test)."""
+"""Estimates confidence intervals of differences over repeated random splits of the data, by the corrected resampled
+t-test."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from polyfed.comparison.statistics.nadeau_bengio import corrected_variance
 @final
 @dataclass(frozen=True)
 class ResplitDifferences:
-    """Holds the differences of one client (or of the mean) over repeated random splits of its data.
+    """Holds the differences of two methods over repeated random splits, for one client or for the mean over clients.
 
     Attributes:
         values: difference of each split, at least two.
@@ -29,7 +30,8 @@ class ResplitDifferences:
 
     @property
     def mean_variance_factor(self) -> float:
-        """Returns the variance of the mean of differences with variance 1: 1/K + test/train."""
+        """Returns the factor from the variance of one difference to the variance of their mean: 1/K + test/train for K
+        splits; 0 if all differences are equal."""
         return corrected_variance(self.values, self.num_train, self.num_test) / self.variance if self.variance else 0.0
 
     @property
@@ -39,26 +41,28 @@ class ResplitDifferences:
 
 
 def estimate_from_resplits(
-    sites: Sequence[ResplitDifferences], *, tests: int = 1, alpha: float = ALPHA
+    differences_by_client: Sequence[ResplitDifferences], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> list[Estimate]:
-    """Estimates the mean difference of each client over repeated random splits, by the corrected resampled t-test.
+    """Estimates each client's mean difference over repeated random splits with a confidence interval, by the corrected
+    resampled t-test.
 
     The variance is that of Nadeau and Bengio (2003), which corrects for the examples that the splits share. As in
-    `estimate_by_client`, the clients pool their variance, since a few splits give a poor estimate of it.
+    `estimate_client_means`, the clients pool their variance, since a few splits give a poor estimate of it.
 
     Args:
-        sites: differences of each client, at least one, with the same number of splits each.
-        tests: how many methods have intervals for these clients.
+        differences_by_client: differences of each client, at least one, with the same number of splits each.
+        num_tests: how many methods have intervals for these clients.
         alpha: the share of comparisons in which one interval or more may miss the truth.
     """
-    free, num_claims = len(sites[0].values) - 1, len(sites) * tests
-    common = float(np.mean([site.variance for site in sites]))
+    free, num_claims = len(differences_by_client[0].values) - 1, len(differences_by_client) * num_tests
+    common = float(np.mean([site.variance for site in differences_by_client]))
 
     def half_width(site: ResplitDifferences, alpha: float) -> float:
-        together = t_quantile(alpha / num_claims, len(sites) * free) ** 2 * max(common, site.variance)
+        together = t_quantile(alpha / num_claims, len(differences_by_client) * free) ** 2 * max(common, site.variance)
         return math.sqrt(site.mean_variance_factor * max(together, t_quantile(alpha, free) ** 2 * site.variance))
 
-    means = [float(np.mean(site.values)) for site in sites]
+    means = [float(np.mean(site.values)) for site in differences_by_client]
     return [
-        build_estimate(mean, mean, partial(half_width, site), alpha) for mean, site in zip(means, sites, strict=True)
+        build_estimate(mean, mean, partial(half_width, site), alpha)
+        for mean, site in zip(means, differences_by_client, strict=True)
     ]

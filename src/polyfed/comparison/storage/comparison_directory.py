@@ -1,4 +1,5 @@
-"""Reads and writes a comparison directory: `comparison.yaml` says what is compared, `comparison.json` holds the results.
+"""Reads and writes the directory of a comparison: `comparison.yaml` describes what is compared, `comparison.json` holds
+the results.
 
 The directory holds one run directory per method and seed, `METHOD/seed-K` (`METHOD/FIELDS/seed-K` where the best of a
 search diverged), `comparison.yaml`, which is written before the first run, and `comparison.json`, which is written when all
@@ -38,7 +39,7 @@ SELECTION_RULE = (
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """Holds the results of several methods on the same clients.
+    """Holds the results of a comparison of several methods on the same clients.
 
     Attributes:
         results: the results, as `polyfed.comparison.storage.results_schema.ComparisonResults` describes them.
@@ -53,21 +54,21 @@ class Comparison:
 
     @property
     def verdicts(self) -> Sequence[str]:
-        """Returns the sentences that the intervals support."""
+        """Returns the conclusions in sentences: those that the confidence intervals support."""
         return list(self.results["verdicts"])
 
     @property
     def skipped(self) -> Mapping[str, str]:
-        """Returns why each skipped method does not suit the clients, by method."""
+        """Returns, for each method that was not run, the reason why it does not suit the clients."""
         return dict(self.results["skipped"])
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Returns why a run of a method failed, by method."""
+        """Returns, for each method with a run that failed, the error message."""
         return dict(self.results.get("failed", {}))
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns one row per method, with None where a value is not defined.
+        """Returns the scores and costs of the methods as rows, one per method, with None where a value is not defined.
 
         Columns: `method`; `mean` over clients and seeds with its interval `low`, `high`; `worst` client, `p10` and `p90`;
         `gain` over training alone with `gain_low`, `gain_high`; `losers`, the number of clients that lose by joining; the
@@ -98,7 +99,7 @@ class Comparison:
 
 
 def load_comparison(folder: str | Path) -> Comparison:
-    """Loads a finished comparison from its directory.
+    """Loads the results of a finished comparison from its directory.
 
     Raises:
         UserError: `folder` holds no comparison, or it is not finished or damaged.
@@ -126,12 +127,12 @@ def load_comparison(folder: str | Path) -> Comparison:
 
 
 def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes `comparison.json`, which is the old file or the new one at any moment."""
+    """Writes `comparison.json` atomically: a reader finds either the old file or the new one."""
     write_file_atomically(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
-    """Reads the content of `comparison.yaml`.
+    """Reads the description of a comparison, the content of its `comparison.yaml`.
 
     Raises:
         UserError: it is missing or damaged.
@@ -145,14 +146,16 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     return content
 
 
-def load_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
-    """Returns how the results of a comparison were last read."""
+def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
+    """Returns the budget and target with which the results of a comparison were last computed, from the content of
+    `comparison.yaml`."""
     stored = description.get("reading") or {}
-    return ResultCriteria(Budget.parse(stored.get("budget", "best")), stored.get("target"))
+    return ResultCriteria(Budget.from_text(stored.get("budget", "best")), stored.get("target"))
 
 
 def write_description(folder: Path, description: Mapping[str, Any], criteria: ResultCriteria) -> None:
-    """Writes `comparison.yaml`. An earlier one must describe runs that this one has too.
+    """Writes the description of a comparison to `comparison.yaml`, after a check that earlier runs in the directory
+    stay valid.
 
     Raises:
         UserError: `folder` holds something else, or a comparison of something else.
@@ -184,7 +187,7 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
 def load_finished_history(
     folder: Path, rounds: int, clients: Sequence[str], seed: int, method: Mapping[str, Any], data_fingerprint: str
 ) -> list[dict[str, Any]] | None:
-    """Returns the history of a finished run, or None if rounds, models or predictions are missing.
+    """Returns the records of each round of a finished run; None if rounds, models or predictions are missing.
 
     Args:
         folder: the run directory.

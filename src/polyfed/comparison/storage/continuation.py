@@ -1,4 +1,5 @@
-"""Decides whether a comparison may continue an earlier one: what both describe must be the same."""
+"""Decides whether a comparison may continue an earlier one in the same directory, by a comparison of the two
+descriptions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +9,8 @@ _MAY_GROW = ("methods", "evaluated", "skipped", "fingerprints")  # by label or s
 
 
 def describe_conflict(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Returns the first thing of the description `before` that `after` contradicts, in words; empty if finished runs
-    stay what they are.
+    """Returns a text that names the first setting of the description `before` that `after` contradicts; empty if the
+    finished runs stay valid.
 
     Title, references, further methods and further seeds at the end change nothing of finished runs.
 
@@ -38,7 +39,7 @@ def _comparable(description: Mapping[str, Any], before: Mapping[str, Any]) -> di
 
 
 def describe_first_difference(before: Any, after: Any, place: str = "") -> str:
-    """Returns the first thing in which two descriptions differ, in words; empty if they are the same."""
+    """Returns a text that names the first place at which two nested descriptions differ; empty if they are the same."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in (*before, *(key for key in after if key not in before)):
             inner = f"{place}.{key}" if place else str(key)

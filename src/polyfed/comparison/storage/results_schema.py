@@ -1,4 +1,5 @@
-"""Defines what a comparison writes: `comparison.json` (`ComparisonResults`) and `comparison.yaml` (`ComparisonDescription`).
+"""Defines the schemas of the two files that a comparison writes: `comparison.json` (`ComparisonResults`) and
+`comparison.yaml` (`ComparisonDescription`).
 
 Scores are fractions as in `metrics.jsonl` (0.81, not 81); None means "not defined". Gains are positive where the method is
 better, whichever way the score counts. A field that is not `Required` may be missing, since an earlier version did not write
@@ -18,7 +19,7 @@ AnswerWord = Literal["join", "stay", "undecided"]
 
 
 class GainEntry(TypedDict, total=False):
-    """Describes a gain over one reference, as if it were the only one."""
+    """Holds a gain over one reference model, with an interval as if this were the only reference."""
 
     gain: Score
     interval: IntervalEnds
@@ -26,7 +27,7 @@ class GainEntry(TypedDict, total=False):
 
 
 class AnswerEntry(TypedDict, total=False):
-    """Describes the answer to one client, or for the mean over clients."""
+    """Holds the answer to the question whether to join the federation, for one client or for the mean over clients."""
 
     client: Required[str | None]
     """None for the mean over clients."""
@@ -48,7 +49,7 @@ class AnswerEntry(TypedDict, total=False):
 
 
 class ClientSizesEntry(TypedDict, total=False):
-    """Counts the examples of a client."""
+    """Holds the numbers of a client's training, validation and test examples."""
 
     train: int
     val: int
@@ -60,7 +61,7 @@ class ClientSizesEntry(TypedDict, total=False):
 
 
 class TargetReachedEntry(TypedDict, total=False):
-    """Describes the first evaluated round of a run that reaches the target."""
+    """Holds the first evaluated round of a run that reaches the target score, with its costs."""
 
     round: Required[float]
     bytes: float
@@ -68,7 +69,7 @@ class TargetReachedEntry(TypedDict, total=False):
 
 
 class RunEntry(TypedDict, total=False):
-    """Describes one run: a method with one seed."""
+    """Holds the scores and costs of one run, which is one method with one seed."""
 
     path: Required[str | None]
     """The run directory, relative to the comparison's; None if the run was kept in memory."""
@@ -93,7 +94,8 @@ class RunEntry(TypedDict, total=False):
 
 
 class MeanTargetReachedEntry(TypedDict, total=False):
-    """Describes when a method's runs reach the target; means are None unless all seeds reach it."""
+    """Holds the mean round and costs at which a method's runs reach the target score; the means are None unless all
+    seeds reach it."""
 
     reached: Required[int]
     """Number of seeds that reach the target."""
@@ -103,7 +105,7 @@ class MeanTargetReachedEntry(TypedDict, total=False):
 
 
 class ClientStatisticsEntry(TypedDict, total=False):
-    """Describes a client's scores over seeds; p and intervals hold for all clients together."""
+    """Holds a client's mean score and gain over seeds; p-value and intervals hold for all clients simultaneously."""
 
     mean: Score
     gain: Score
@@ -115,7 +117,7 @@ class ClientStatisticsEntry(TypedDict, total=False):
 
 
 class MethodStatisticsEntry(TypedDict, total=False):
-    """Describes a method's scores over seeds."""
+    """Holds a method's mean score, gains and costs over seeds."""
 
     mean: Required[Score]
     interval: IntervalEnds
@@ -147,7 +149,7 @@ class MethodStatisticsEntry(TypedDict, total=False):
 
 
 class MethodEntry(TypedDict, total=False):
-    """Describes a compared method."""
+    """Holds a compared method with its hyper-parameters, runs and statistics."""
 
     name: Required[str]
     """Name in the registry, or of the class."""
@@ -161,7 +163,7 @@ class MethodEntry(TypedDict, total=False):
 
 
 class ConvergenceEntry(TypedDict, total=False):
-    """Says whether a method had converged."""
+    """Holds whether a method's loss had stopped falling at the end of its runs; None if that cannot be judged."""
 
     converged: Required[bool | None]
     sentence: Required[str]
@@ -170,7 +172,8 @@ class ConvergenceEntry(TypedDict, total=False):
 
 
 class ReferenceEntry(TypedDict, total=False):
-    """Describes a simple model that each client trains alone, or a model of all data pooled."""
+    """Holds the scores of a reference model: a simple model that each client fits alone, or a network trained on all
+    data pooled."""
 
     sentence: Required[str]
     alone: bool
@@ -186,7 +189,7 @@ class ReferenceEntry(TypedDict, total=False):
 
 
 class MethodTuningEntry(TypedDict, total=False):
-    """Describes the search of one method."""
+    """Holds the hyper-parameters that the search tried for one method, and those that it chose."""
 
     chosen: Required[dict[str, Any]]
     diverged: list[dict[str, Any]]
@@ -201,7 +204,7 @@ class MethodTuningEntry(TypedDict, total=False):
 
 
 class TuningEntry(TypedDict, total=False):
-    """Describes the search for hyper-parameters."""
+    """Holds the search for hyper-parameters of all methods."""
 
     sentence: Required[str]
     by: str
@@ -212,7 +215,7 @@ class TuningEntry(TypedDict, total=False):
 
 
 class BudgetEntry(TypedDict, total=False):
-    """Describes the budget up to which rounds are compared."""
+    """Holds the budget, which decides the round at which each run is compared."""
 
     kind: str
     """One of "best", "steps", "bytes" and "seconds"."""
@@ -221,7 +224,7 @@ class BudgetEntry(TypedDict, total=False):
 
 
 class TargetEntry(TypedDict, total=False):
-    """Describes the score to reach."""
+    """Holds the mean score that runs should reach."""
 
     score: Score
     """Mean of the reference's scores unless a target was given."""
@@ -229,7 +232,7 @@ class TargetEntry(TypedDict, total=False):
 
 
 class ComparisonResults(TypedDict, total=False):
-    """Describes the content of `comparison.json`, written when all runs are finished."""
+    """Describes the content of `comparison.json`, which is written when all runs are finished."""
 
     format: int
     """Version of the format, 2."""
@@ -292,7 +295,10 @@ class ComparisonResults(TypedDict, total=False):
 
 
 class ExperimentEntry(TypedDict):
-    """Describes how the clients of a comparison are made; `config` is checked where it is used."""
+    """Holds the configuration from which the clients of a comparison can be built again.
+
+    `config` is checked where it is used.
+    """
 
     config: dict[str, Any]
     methods: dict[str, dict[str, Any]]
@@ -302,14 +308,15 @@ class ExperimentEntry(TypedDict):
 
 
 class CriteriaEntry(TypedDict, total=False):
-    """Describes how results were last read."""
+    """Holds the budget and target with which the results were last computed."""
 
     budget: str
     target: Score
 
 
 class ComparisonDescription(TypedDict, total=False):
-    """Describes the content of `comparison.yaml`, written before the first run: all that decides results."""
+    """Describes the content of `comparison.yaml`, which is written before the first run and holds every setting that
+    changes the results."""
 
     choices: str
     """What learning rates and rounds are chosen by."""
@@ -327,7 +334,7 @@ class ComparisonDescription(TypedDict, total=False):
 
 
 def results_error(content: Mapping[str, Any]) -> str:
-    """Returns why `content` is not that of a `comparison.json`, or an empty text.
+    """Returns why `content` is not valid content of a `comparison.json`, or an empty text if it is.
 
     Checks all types, and that labels, seeds and rounds refer to something in it.
     """

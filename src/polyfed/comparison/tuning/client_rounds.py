@@ -1,4 +1,4 @@
-"""Ends each client that trains alone at its own best round."""
+"""Compares each client that trains alone at the round that is best for this client."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ History = Sequence[Mapping[str, Any]]
 
 
 def best_round_by_client(history: History, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the round of the lowest validation loss of each client, computed as in the module `ranking`.
+    """Returns, for each client, the round with the lowest validation loss (smoothed as in the module `ranking`).
 
     A client without validation examples gets the round of the lowest pooled loss.
 
@@ -54,7 +54,7 @@ def compared_rounds_of_local_runs(
     sizes_by_seed: Mapping[str, Any],
     tuning: Mapping[str, Any] | None,
 ) -> dict[tuple[str, int], dict[str, int]]:
-    """Returns, for each run in which clients train alone, the round at which each client is compared.
+    """Returns, for each run (label, seed) in which clients train alone, the round at which each client is compared.
 
     Args:
         plan: the plan of the comparison; with a fixed budget the result is empty.
@@ -82,7 +82,8 @@ def compared_rounds_of_local_runs(
 
 
 def freeze_history_after(history: History, rounds: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns the history of a run as if each client had stopped training after its own round.
+    """Returns a run's records of all rounds, changed as if each client had stopped training after the round given for
+    it.
 
     Args:
         history: the records of `metrics.jsonl`; they are not changed.

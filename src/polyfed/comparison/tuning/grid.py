@@ -1,5 +1,5 @@
-"""Resolves the values that a search tries for a field: given ones, multiples of the method's own value, and an extension
-beyond the edge of the grid."""
+"""Resolves the values that a search tries for a hyper-parameter: given values, multiples of the method's default, and
+an extension beyond the edge of the grid."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,11 @@ EXTENDED_GRID = f"{GRID},{EXTEND}"
 
 
 def resolve_search_values(method: Method, name: str, values: Any) -> Any:
-    """Returns the distinct values to try for a field, without the mark `...` that extends the grid; a range stays as it
-    is."""
+    """Returns the distinct values that a search tries for the hyper-parameter `name` of a method; a range is returned
+    unchanged.
+
+    The mark `...`, which extends the grid, is left out.
+    """
     if not isinstance(values, str):
         if not isinstance(values, Sequence):
             return values
@@ -38,9 +41,10 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
 
 
 def values_to_check(name: str, values: Any) -> tuple[Any, ...]:
-    """Returns the values with which a field is validated before the search: all of a list, or the two ends of a range."""
+    """Returns the values with which a hyper-parameter is validated before the search: all of a list, or the two ends of
+    a range."""
     if isinstance(values, str):
-        search_range = SearchRange.parse(values)
+        search_range = SearchRange.from_low_to_high(values)
         return search_range.low, search_range.high
     if not isinstance(values, Sequence) or not len(values):
         raise UserError(
@@ -50,8 +54,10 @@ def values_to_check(name: str, values: Any) -> tuple[Any, ...]:
 
 
 def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -> Any:
-    """Returns the next value beyond the edge of the grid if `best` lies on it, at the same distance as its neighbour on a
-    log scale.
+    """Returns the next value to try beyond the edge of the grid if `best` is its smallest or largest value; None if it
+    is not.
+
+    It is as far from `best` as the neighbour of `best`, on a log scale.
 
     Args:
         values: the values tried so far.
@@ -73,16 +79,17 @@ def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -
     return None if further in values else further
 
 
-def may_extend(values: Any) -> bool:
-    """Returns whether a search may try values beyond those given."""
+def may_extend_grid(values: Any) -> bool:
+    """Returns whether the search may try values beyond the given ones, which the mark `...` in `values` allows."""
     if isinstance(values, str):
         return values == EXTENDED_GRID
     return isinstance(values, Sequence) and any(isinstance(value, str) and value == EXTEND for value in values)
 
 
-def check_extension(name: str, values: Any, trials: int | None) -> None:
-    """Raises a `UserError` if a grid that is to be extended holds anything but positive numbers, or if Optuna searches."""
-    if not may_extend(values):
+def check_grid_extension(name: str, values: Any, trials: int | None) -> None:
+    """Raises a `UserError` if a grid with the mark `...` cannot be extended: it holds anything but positive numbers, or
+    Optuna searches."""
+    if not may_extend_grid(values):
         return
     if trials is not None:
         raise UserError(
@@ -101,5 +108,5 @@ def check_extension(name: str, values: Any, trials: int | None) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether the value is a number; True and False are not."""
+    """Returns whether the value is an int or a float; True and False are no numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)

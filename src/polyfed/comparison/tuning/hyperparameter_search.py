@@ -1,4 +1,5 @@
-"""Searches the hyper-parameters of a comparison on validation examples, by the same rule for every method.
+"""Searches the hyper-parameters of all methods of a comparison on validation examples, with the same rule for every
+method.
 
 Without `trials` every combination of the given values is tried (grid search). If the best value of a field is then the
 smallest or the largest, up to two further values are tried beyond it, unless the grid is closed. With `trials`,
@@ -27,8 +28,8 @@ from polyfed.comparison.statistics.learning_curve import build_learning_curve
 from polyfed.comparison.tuning.grid import (
     EXTENDED_GRID,
     GRID,
-    check_extension,
-    may_extend,
+    check_grid_extension,
+    may_extend_grid,
     next_value_beyond_edge,
     resolve_search_values,
     values_to_check,
@@ -38,7 +39,7 @@ from polyfed.comparison.tuning.ranking import (
     Fields,
     SearchRun,
 )
-from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult, format_field_values
+from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult, join_as_name_equals_value
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.data.partitioning.resplit import prepare_public_like_clients
 from polyfed.data.partitioning.validation_split import hold_out_validation_sets
@@ -52,8 +53,8 @@ _LOSS = ("label_smoothing", "class_weights")  # fields that change the meaning o
 _EACH = "by_client"  # field of `local` with the choice of each client
 
 
-def no_fields_error(trials: int) -> str:
-    """Returns the error message for `trials` without fields to search."""
+def trials_without_fields_error(trials: int) -> str:
+    """Returns the error message for `--trials` without any hyper-parameter to search."""
     return (
         f"trials={trials} searches nothing without fields and their values or ranges; give them too, as in "
         "tune={'lr': '0.001..0.3'} (--tune lr=0.001..0.3)"
@@ -61,11 +62,12 @@ def no_fields_error(trials: int) -> str:
 
 
 def validate_search(plan: ComparisonPlan) -> None:
-    """Raises a `UserError` if there are no validation examples, or a field may not or cannot be searched."""
+    """Raises a `UserError` if the search is impossible: no validation examples, or a hyper-parameter that cannot be
+    searched."""
     trials, space = plan.num_trials, plan.search_space
     if space is None:
         if trials is not None:
-            raise UserError(no_fields_error(trials))
+            raise UserError(trials_without_fields_error(trials))
         return
     if not isinstance(space, Mapping) or not space:
         raise UserError(f"tune must be fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {space!r}")
@@ -87,7 +89,7 @@ def validate_search(plan: ComparisonPlan) -> None:
             raise UserError(
                 f"no method of the comparison has a field {name!r} to search; {did_you_mean(name, field_names)}"
             )
-        check_extension(name, values, trials)
+        check_grid_extension(name, values, trials)
         for method in plan.methods.values():
             if name in {f.name for f in _fields(method)}:
                 for value in values_to_check(name, resolve_search_values(method, name, values)):
@@ -95,7 +97,7 @@ def validate_search(plan: ComparisonPlan) -> None:
     if trials is not None:
         import_optuna()
     if not any(
-        c.val is not None for c in hold_out_validation_sets(plan.client_set(plan.seeds[0]).clients, plan.seeds[0])
+        c.val is not None for c in hold_out_validation_sets(plan.build_client_set(plan.seeds[0]).clients, plan.seeds[0])
     ):
         raise UserError(
             "hyper-parameters are searched on validation examples, and no client has any, or enough training examples to "
@@ -104,14 +106,14 @@ def validate_search(plan: ComparisonPlan) -> None:
 
 
 def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_clients: bool) -> SearchResult:
-    """Runs the search for all methods.
+    """Runs the hyper-parameter search of all methods, and returns its runs and choices.
 
     Args:
         plan: the plan of the comparison.
         methods: label -> method.
         has_same_clients: whether a client id names the same client with every seed.
     """
-    client_set = plan.client_set(plan.seeds[0])
+    client_set = plan.build_client_set(plan.seeds[0])
     held_out = any(c.val is None for c in client_set.clients)
     clients_with_validation = hold_out_validation_sets(client_set.clients, plan.seeds[0])
     search_clients = dataclasses.replace(
@@ -120,7 +122,7 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
         public=prepare_public_like_clients(client_set.public, clients_with_validation),
         config={},
     )
-    plan = dataclasses.replace(plan, client_set=lambda seed: search_clients)
+    plan = dataclasses.replace(plan, build_client_set=lambda seed: search_clients)
     data = data_fingerprint(search_clients.clients, search_clients.public)
     sizes = {c.id: 0 if c.val is None else len(c.val) for c in search_clients.clients}
     result = SearchResult(plan, methods, {label: [] for label in methods}, sizes, held_out, has_same_clients)
@@ -145,11 +147,13 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
             result = result.with_runs(new_runs)
             for search_run in new_runs:
                 is_complete = (
-                    search_run.selected_point is not None
+                    search_run.selected_loss_and_round is not None
                     and search_run.validation_losses_by_client.keys() == result.scored_clients
                 )
                 studies[search_run.label].report_score(
-                    -search_run.selected_point[0] if is_complete and search_run.selected_point is not None else None
+                    -search_run.selected_loss_and_round[0]
+                    if is_complete and search_run.selected_loss_and_round is not None
+                    else None
                 )
     return result
 
@@ -162,7 +166,7 @@ def _extended_candidates(result: SearchResult, label: str) -> list[Fields]:
     plan, method, runs = result.plan, result.methods[label], result.runs_by_label[label]
     candidates: list[Fields] = []
     for name, listed_values in _search_values(plan, method).items():
-        if not may_extend((plan.search_space or {})[name]):
+        if not may_extend_grid((plan.search_space or {})[name]):
             continue
         tried = {search_run.fields[name] for search_run in runs}
         is_integer = not any(f.name == name and "float" in str(f.type) for f in _fields(method))
@@ -186,7 +190,7 @@ def _run_candidates(result: SearchResult, candidates: Sequence[tuple[str, Fields
     """Runs the method of each candidate (label, fields) with these fields, and returns the runs in that order."""
     plan, jobs = result.plan, []
     for label, fields in candidates:
-        name, method = format_field_values(fields), result.methods[label]
+        name, method = join_as_name_equals_value(fields), result.methods[label]
         folder = None if plan.out is None else plan.out / TUNING_FOLDER / label / safe_file_name(name)
         changed = dataclasses.replace(method, **fields)  # type: ignore[type-var]
         skips = isinstance(method, Local)  # a client that trains alone and diverges does not affect the others
@@ -222,9 +226,9 @@ def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(method)  # type: ignore[arg-type]
 
 
-def search_variants(plan: ComparisonPlan, method: Method) -> list[Method]:
-    """Returns the method with every combination of values to try; with Optuna, with the low and the high ends of all
-    ranges."""
+def build_search_variants(plan: ComparisonPlan, method: Method) -> list[Method]:
+    """Returns copies of a method, one for each combination of hyper-parameter values to try; with Optuna, one for the
+    low ends of all ranges and one for the high ends."""
     if plan.num_trials is None:
         tries = _all_combinations(plan, method)
     else:

@@ -1,4 +1,4 @@
-"""Defines ranges of numbers to search, and Optuna's search in them."""
+"""Defines ranges of hyper-parameters, and searches in them with Optuna."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ _START = 4  # random trials before Optuna's estimator takes over; few, since sea
 @final
 @dataclass(frozen=True)
 class SearchRange:
-    """Defines the numbers from `low` to `high`, both included; whole numbers if both are.
+    """Holds a range of numbers to search, from `low` to `high` inclusive; only whole numbers if both ends are whole
+    numbers.
 
     If both are positive the range is sampled on a log scale, as learning rates need it; otherwise uniformly.
 
     Raises:
         UserError: text that is no range, or a range without a number in it.
 
-    >>> SearchRange.parse("0.001..0.3")
+    >>> SearchRange.from_low_to_high("0.001..0.3")
     SearchRange(low=0.001, high=0.3)
     """
 
@@ -27,8 +28,8 @@ class SearchRange:
     high: float
 
     @classmethod
-    def parse(cls, text: str) -> "SearchRange":
-        """Parses "LOW..HIGH"."""
+    def from_low_to_high(cls, text: str) -> "SearchRange":
+        """Parses a range that is written as "LOW..HIGH"."""
         low, dots, high = text.partition("..")
         first, last = parse_number_or_text(low), parse_number_or_text(high)
         if not dots or isinstance(first, str) or isinstance(last, str):
@@ -39,7 +40,7 @@ class SearchRange:
 
 
 def parse_number_or_text(text: str) -> int | float | str:
-    """Parses a whole number or a number; returns any other text unchanged.
+    """Returns the int or float that a text denotes; returns any other text unchanged.
 
     >>> [parse_number_or_text(text) for text in ("2", "1e-3", "mean")]
     [2, 0.001, 'mean']
@@ -54,7 +55,7 @@ def parse_number_or_text(text: str) -> int | float | str:
 
 @final
 class OptunaSearch:
-    """Searches the fields of one method with Optuna.
+    """Searches the hyper-parameters of one method with Optuna.
 
     It depends only on the seed and the scores. A search that was interrupted therefore asks for the same runs again,
     and finds them finished.
@@ -75,13 +76,14 @@ class OptunaSearch:
         self._failed = optuna.trial.TrialState.FAIL
 
     def suggest_fields(self) -> dict[str, Any]:
-        """Suggests the fields to try next."""
+        """Returns the hyper-parameter values that Optuna suggests to try next."""
         self._trial = self._study.ask(self._space)
         parameters = self._trial.params.items()
         return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in parameters}
 
     def report_score(self, validation: float | None) -> None:
-        """Reports the score of the fields suggested last, higher is better; None if their run has no score."""
+        """Reports to Optuna the validation score of the values suggested last (higher is better); None if their run has
+        no score."""
         if validation is None:
             self._study.tell(self._trial, state=self._failed)
         else:
@@ -89,7 +91,7 @@ class OptunaSearch:
 
 
 def import_optuna() -> Any:
-    """Imports Optuna.
+    """Imports and returns the package Optuna; raises a `UserError` if it is not installed.
 
     Raises:
         UserError: it is not installed.
@@ -106,7 +108,7 @@ def _optuna_distribution(kinds: Any, values: Any) -> Any:
     if not isinstance(values, str):
         # Positions, since values may be mappings, which Optuna does not support.
         return kinds.CategoricalDistribution(range(len(values)))
-    search_range = SearchRange.parse(values)
+    search_range = SearchRange.from_low_to_high(values)
     is_integer = isinstance(search_range.low, int) and isinstance(search_range.high, int)
     kind = kinds.IntDistribution if is_integer else kinds.FloatDistribution
     return kind(search_range.low, search_range.high, log=search_range.low > 0)

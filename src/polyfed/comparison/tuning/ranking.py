@@ -1,4 +1,4 @@
-"""Ranks the runs of a search by their loss on validation examples.
+"""Ranks the runs of a hyper-parameter search by their loss on validation examples.
 
 Clients that train together have one choice: the lowest mean loss over all their validation examples, each counted
 once. (In a mean over clients, of an AUC say, the single negative example of a small client would outweigh the examples
@@ -31,8 +31,9 @@ LossAtRound = tuple[float, int]  # a loss and its round
 
 
 def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
-    """Returns the lowest loss, averaged over an evaluated round and its two neighbours, and its round; the first of
-    equals. None for an empty curve.
+    """Returns the lowest smoothed loss of a curve, and the first round that has it; None for an empty curve.
+
+    The loss is averaged over each evaluated round and its two neighbours.
 
     >>> lowest_smoothed_loss([(1, 0.5), (2, 0.1), (3, 0.6), (4, 0.3), (5, 0.2), (6, 0.25)])
     (0.25, 5)
@@ -42,21 +43,28 @@ def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
     return min(smooth[1:-1] or smooth, default=None)
 
 
-def mean_of_last_losses(curve: LossCurve, spent: Mapping[int, float], limit: float | None) -> LossAtRound | None:
+def mean_of_last_losses(
+    curve: LossCurve, cost_by_round: Mapping[int, float], limit: float | None
+) -> LossAtRound | None:
     """Returns the mean loss of the last `SMOOTHED_ROUNDS` evaluated rounds within the budget, and the last of these
-    rounds. If no round is within it, those of the first round; None for an empty curve.
+    rounds; None for an empty curve.
+
+    If no round is within the budget, these are the first round's.
 
     >>> mean_of_last_losses([(1, 0.9), (2, 0.25), (3, 0.5), (4, 0.75)], {}, None)
     (0.5, 4)
     """
-    inside = [point for point in curve if limit is None or spent[point[0]] <= limit][-SMOOTHED_ROUNDS:] or curve[:1]
+    inside = [point for point in curve if limit is None or cost_by_round[point[0]] <= limit][
+        -SMOOTHED_ROUNDS:
+    ] or curve[:1]
     return (fmean(loss for _, loss in inside), inside[-1][0]) if inside else None
 
 
-def total_rise(curve: LossCurve) -> float:
-    """Returns the sum of all increases of the loss from one evaluated round to the next.
+def sum_of_loss_increases(curve: LossCurve) -> float:
+    """Returns the sum of all increases of the loss from one evaluated round to the next, a measure of how unsteady the
+    curve is.
 
-    >>> total_rise([(1, 1.0), (2, 0.5), (3, 0.75), (4, 0.25)])
+    >>> sum_of_loss_increases([(1, 1.0), (2, 0.5), (3, 0.75), (4, 0.25)])
     0.25
     """
     return sum(max(0.0, after - before) for (_, before), (_, after) in pairwise(curve))
@@ -65,7 +73,8 @@ def total_rise(curve: LossCurve) -> float:
 def shrink_to_pooled_loss(
     client_losses: Mapping[int, float], num_examples: int, all_clients: LossCurve, weight: float = POOLED_LOSS_WEIGHT
 ) -> list[tuple[int, float]]:
-    """Returns a client's loss by round, shrunk towards the loss on the validation examples of all clients.
+    """Returns a client's loss by round as a weighted mean of its own loss and the loss on the validation examples of
+    all clients.
 
     Args:
         client_losses: round -> loss of the client on its `num_examples` validation examples.
@@ -81,8 +90,8 @@ def shrink_to_pooled_loss(
 
 
 def cap_losses(losses: Mapping[str, Mapping[int, float]], max_loss: Mapping[str, float]) -> dict[str, dict[int, float]]:
-    """Returns the losses of all clients, each capped at `max_loss` of the client: one diverging client would outweigh all
-    others.
+    """Returns the losses of all clients, each loss at most `max_loss` of its client, since one diverging client would
+    outweigh all others.
 
     >>> cap_losses({"a": {1: 1.0, 2: 1e9}}, {"a": 1.0})
     {'a': {1: 1.0, 2: 1.0}}
@@ -94,7 +103,7 @@ def cap_losses(losses: Mapping[str, Mapping[int, float]], max_loss: Mapping[str,
 
 
 def first_loss(losses: Mapping[int, float]) -> float:
-    """Returns the loss of the first round.
+    """Returns the loss of the first evaluated round.
 
     >>> first_loss({2: 0.5, 1: 0.75})
     0.75
@@ -105,7 +114,8 @@ def first_loss(losses: Mapping[int, float]) -> float:
 def freeze_losses_after(
     losses: Mapping[str, Mapping[int, float]], rounds: Mapping[str, int]
 ) -> dict[str, dict[int, float]]:
-    """Returns the losses of all clients as if each had stopped training after its own round.
+    """Returns the losses of all clients by round, changed as if each client had stopped training after the round given
+    for it.
 
     >>> freeze_losses_after({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
     {'a': {1: 0.5, 2: 0.5}, 'b': {1: 0.5, 2: 0.25}}
@@ -120,7 +130,7 @@ def freeze_losses_after(
 
 
 def format_chosen_fields(tuned: Mapping[str, Any]) -> str:
-    """Describes the fields that a search chose for a method or for each of its clients; empty if it chose none.
+    """Formats the hyper-parameters that a search chose for a method or for each of its clients; empty if it chose none.
 
     Args:
         tuned: the method's search result, as in `comparison.json`.
@@ -145,7 +155,7 @@ def _format_fields(fields: Fields) -> str:
 @final
 @dataclass(frozen=True, eq=False)
 class SearchRun:
-    """Describes one run of a search.
+    """Describes one run of a search: the hyper-parameters that it tried, and its losses.
 
     Attributes:
         label: of the method.
@@ -171,7 +181,7 @@ class SearchRun:
 
     @cached_property
     def validation_losses_by_client(self) -> Mapping[str, Mapping[int, float]]:
-        """Returns client id -> evaluated round -> validation loss.
+        """Returns the validation losses of each client: client id -> evaluated round -> loss.
 
         A client whose training diverged is left out: a mean over its other rounds would reward the divergence.
         """
@@ -183,28 +193,32 @@ class SearchRun:
 
     @cached_property
     def pooled_loss_curve(self) -> LossCurve:
-        """Returns the loss on all validation examples by round."""
+        """Returns the loss on the validation examples of all clients together, for each evaluated round."""
         return pool_losses(self.validation_losses_by_client, self.num_validation)
 
-    def select_point(self, curve: LossCurve) -> LossAtRound | None:
-        """Returns the loss by which this curve is ranked, and its round; None for an empty curve."""
+    def select_loss_and_round(self, curve: LossCurve) -> LossAtRound | None:
+        """Returns the loss by which the run is ranked if `curve` is its loss by round, and the round of this loss; None
+        for an empty curve."""
         if self.budget.is_fixed:
             return mean_of_last_losses(curve, self.cost_by_round, self.budget.limit)
         return lowest_smoothed_loss(curve)
 
     @cached_property
-    def selected_point(self) -> LossAtRound | None:
-        """Returns the loss on all validation examples by which the run is ranked, and its round; None if there is none."""
-        return self.select_point(self.pooled_loss_curve)
+    def selected_loss_and_round(self) -> LossAtRound | None:
+        """Returns the loss by which the run is ranked, and the round of this loss; None if the run has no loss."""
+        return self.select_loss_and_round(self.pooled_loss_curve)
 
     @property
     def selected_round(self) -> int | None:
-        """Returns the round of `selected_point`."""
-        return None if self.selected_point is None else self.selected_point[1]
+        """Returns the round of `selected_loss_and_round`; None if the run has no loss."""
+        return None if self.selected_loss_and_round is None else self.selected_loss_and_round[1]
 
     @property
     def mean_validation_score(self) -> float | None:
-        """Returns the mean over clients of the validation score after that round, for information only."""
+        """Returns the mean over clients of the validation score after `selected_round`; None if it is not defined.
+
+        It is reported only, and does not change the ranking.
+        """
         if self.selected_round is None:
             return None
         mean: float | None = (
@@ -214,16 +228,21 @@ class SearchRun:
 
 
 def rank_runs(runs: Sequence[SearchRun], client_ids: frozenset[str]) -> list[SearchRun]:
-    """Ranks the runs that have a loss of every client in `client_ids`: lowest loss first, then the steadier curve, then
-    the smaller learning rate."""
+    """Returns the runs that have a loss for every client in `client_ids`, best first: by lowest loss, then by steadier
+    curve, then by smaller learning rate."""
     complete_runs = [
-        run for run in runs if run.selected_point is not None and run.validation_losses_by_client.keys() == client_ids
+        run
+        for run in runs
+        if run.selected_loss_and_round is not None and run.validation_losses_by_client.keys() == client_ids
     ]
-    return sorted(complete_runs, key=lambda run: _sort_key(run, run.selected_point or (0.0, 0), run.pooled_loss_curve))
+    return sorted(
+        complete_runs, key=lambda run: _sort_key(run, run.selected_loss_and_round or (0.0, 0), run.pooled_loss_curve)
+    )
 
 
 def rank_runs_for_client(runs: Sequence[SearchRun], client: str) -> list[tuple[SearchRun, int]]:
-    """Ranks the runs for a client that trains alone: (run, best round) of each run in which it has a loss, best first.
+    """Returns the runs in which a client that trains alone has a loss, each with the client's best round, best run
+    first.
 
     In the pooled loss each client is capped at its first loss (the median over the runs), which also stands in where
     its training failed. So every run averages over the same clients, and one that diverges does not decide for the
@@ -251,11 +270,11 @@ def rank_runs_for_client(runs: Sequence[SearchRun], client: str) -> list[tuple[S
         curve = shrink_to_pooled_loss(
             client_losses, run.num_validation.get(client, 0), pool_losses(filled, run.num_validation)
         )
-        if (place := run.select_point(curve)) is not None:
+        if (place := run.select_loss_and_round(curve)) is not None:
             entries.append((_sort_key(run, place, curve), len(entries), run, place[1]))
     return [(run, number) for _, _, run, number in sorted(entries, key=lambda entry: entry[:2])]
 
 
 def _sort_key(run: SearchRun, place: LossAtRound, curve: LossCurve) -> tuple[float, float, float]:
     rate = run.fields.get("lr", 0.0)
-    return float(f"{place[0]:.{_DIGITS}g}"), float(f"{total_rise(curve):.{_DIGITS}g}"), float(rate)
+    return float(f"{place[0]:.{_DIGITS}g}"), float(f"{sum_of_loss_increases(curve):.{_DIGITS}g}"), float(rate)

@@ -1,4 +1,4 @@
-"""Holds the runs of a hyper-parameter search, and chooses the best fields for each method or client."""
+"""Holds the runs of a hyper-parameter search, and chooses the best hyper-parameters for each method or client."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, final
 
 from polyfed.algorithms import Local
 from polyfed.comparison.plan import ComparisonPlan, Failure, Method
-from polyfed.comparison.tuning.grid import is_number, may_extend
+from polyfed.comparison.tuning.grid import is_number, may_extend_grid
 from polyfed.comparison.tuning.ranking import (
     POOLED_LOSS_WEIGHT,
     SMOOTHED_ROUNDS,
@@ -30,7 +30,7 @@ ChoiceKey = tuple[str, str | None]  # a method's label, and the client if client
 @final
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """Holds the runs of a search, ranks them, and applies the choices to the methods.
+    """Holds the runs of a search, ranks them, and sets the best hyper-parameters in the methods.
 
     Attributes:
         plan: the plan of the search.
@@ -49,7 +49,7 @@ class SearchResult:
     has_same_clients: bool
 
     def with_runs(self, runs: Sequence[SearchRun]) -> "SearchResult":
-        """Returns this result with further runs."""
+        """Returns a copy of this result with `runs` added."""
         tried = {
             label: [*earlier_runs, *(run for run in runs if run.label == label)]
             for label, earlier_runs in self.runs_by_label.items()
@@ -67,12 +67,13 @@ class SearchResult:
 
     @cached_property
     def ranked_runs(self) -> Mapping[str, Sequence[SearchRun]]:
-        """Returns, by label, the runs that have a loss for all these clients, best first."""
+        """Returns, for each method label, the runs that have a loss for all `scored_clients`, best first."""
         return {label: rank_runs(runs, self.scored_clients) for label, runs in self.runs_by_label.items()}
 
     @cached_property
     def ranked_runs_by_client(self) -> Mapping[str, Mapping[str, Sequence[tuple[SearchRun, int]]]]:
-        """Ranks the runs of methods whose clients train alone, for each client separately.
+        """Returns the ranking of runs for each client separately, for the methods whose clients train alone: label ->
+        client id -> (run, best round), best first.
 
         Returns:
             label -> client id -> (run, best round) of each run in which the client has a loss, best first. A client
@@ -88,8 +89,10 @@ class SearchResult:
         }
 
     def best_fields(self, label: str) -> list[Fields]:
-        """Returns the best fields of a method; if its clients choose alone, those of each client, most validation
-        examples first."""
+        """Returns the best hyper-parameters of a method as a list.
+
+        If its clients choose alone, the list has those of each client, the client with most validation examples first.
+        """
         if label in self.ranked_runs_by_client:
             clients = sorted(self.ranked_runs_by_client[label], key=lambda client: -self.num_validation[client])
             return [self.ranked_runs_by_client[label][client][0][0].fields for client in clients]
@@ -108,8 +111,11 @@ class SearchResult:
     def next_choice_after_failure(
         self, label: str, failure: Failure, rank_by_choice: Mapping[ChoiceKey, int]
     ) -> ChoiceKey | None:
-        """Returns the choice to replace by the next best after a final run failed: that of the failed client where
-        clients choose alone, else that of the method. None if no further run is left."""
+        """Returns the key of the choice that must be replaced by the next best one after a final run failed; None if no
+        further run is left.
+
+        It is that of the failed client where clients choose alone, else that of the method.
+        """
         if label in self.ranked_runs_by_client:
             client = failure.client if isinstance(failure, ClientError) else ""
             order = self.ranked_runs_by_client[label].get(client, ())
@@ -117,15 +123,15 @@ class SearchResult:
         return (label, None) if rank_by_choice.get((label, None), 0) + 1 < len(self.ranked_runs[label]) else None
 
     def run_folder_name(self, label: str, rank_by_choice: Mapping[ChoiceKey, int]) -> str:
-        """Returns the name of the folder, below that of the method, for final runs with these choices; empty for the
-        first choices."""
+        """Returns the name of the subfolder, below the method's folder, for final runs with these choices; empty for
+        the best choices."""
         if rank := rank_by_choice.get((label, None), 0):
-            return safe_file_name(format_field_values(self.ranked_runs[label][rank].fields))
+            return safe_file_name(join_as_name_equals_value(self.ranked_runs[label][rank].fields))
         later = sum(rank for (name, _), rank in rank_by_choice.items() if name == label)
         return f"choice-{later + 1}" if later else ""
 
     def apply_choices(self, rank_by_choice: Mapping[ChoiceKey, int]) -> tuple[dict[str, Method], dict[str, Any]]:
-        """Returns the methods with their best fields, and the entry `tuning` of `comparison.json`.
+        """Returns the methods with their best hyper-parameters, and the entry `tuning` of `comparison.json`.
 
         Args:
             rank_by_choice: the rank of the chosen run, for the methods and clients whose better runs diverged with
@@ -177,8 +183,8 @@ class SearchResult:
             entry["tried"] = [
                 {
                     "fields": search_run.fields,
-                    "loss": search_run.selected_point[0]
-                    if id(search_run) in complete_ids and search_run.selected_point
+                    "loss": search_run.selected_loss_and_round[0]
+                    if id(search_run) in complete_ids and search_run.selected_loss_and_round
                     else None,
                     "validation": search_run.mean_validation_score if id(search_run) in complete_ids else None,
                 }
@@ -193,8 +199,8 @@ class SearchResult:
         return tuned_methods, entry | ({"rounds": rounds} if self.held_out else {})
 
     def _pooled_curve_of_choices(self, choice_by_client: Mapping[str, tuple[SearchRun, int]]) -> list[list[float]]:
-        """Returns the loss curve on all validation examples if each client trains with its own choice and ends at its own
-        round."""
+        """Returns the loss by round on all validation examples if each client trains with its own choice and ends at
+        its own round."""
         histories = {c: search_run.validation_losses_by_client[c] for c, (search_run, _) in choice_by_client.items()}
         return [
             list(point)
@@ -207,7 +213,7 @@ class SearchResult:
         """Describes the search in a sentence for users."""
         plan, at = self.plan, self.plan.search_budget
         how = "all combinations" if plan.num_trials is None else "by Optuna"
-        if plan.num_trials is None and any(may_extend(values) for values in (plan.search_space or {}).values()):
+        if plan.num_trials is None and any(may_extend_grid(values) for values in (plan.search_space or {}).values()):
             how += f", and up to {MAX_EXTENSIONS} values beyond where the best was the smallest or the largest"
         runs = (
             f"up to {max_runs} {'run' if max_runs == 1 else 'runs'} of {plan.settings.rounds} rounds with seed "
@@ -235,8 +241,8 @@ class SearchResult:
 
 
 def _with_client_fields(method: Method, chosen: Mapping[str, Fields]) -> Method:
-    """Returns `local` with the fields that each client has chosen; fields that a client was given beforehand take
-    precedence."""
+    """Returns the method `local` with the hyper-parameters that each client has chosen; fields that the user set for a
+    client take precedence."""
     assert isinstance(method, Local)
     before = method.by_client or {}
     return dataclasses.replace(
@@ -245,11 +251,12 @@ def _with_client_fields(method: Method, chosen: Mapping[str, Fields]) -> Method:
 
 
 def _is_at_edge(name: str, best: SearchRun, runs: Sequence[SearchRun]) -> bool:
-    """Returns whether the best number is the smallest or the largest of at least three that were tried."""
+    """Returns whether the best value of a hyper-parameter is the smallest or the largest of at least three that were
+    tried."""
     values = sorted({run.fields[name] for run in runs if is_number(run.fields[name])})
     return len(values) > 2 and best.fields[name] in (values[0], values[-1])
 
 
-def format_field_values(fields: Fields) -> str:
-    """Formats fields as "NAME=VALUE,NAME=VALUE"."""
+def join_as_name_equals_value(fields: Fields) -> str:
+    """Formats hyper-parameters as "NAME=VALUE,NAME=VALUE"."""
     return ",".join(f"{key}={value}" for key, value in fields.items())

@@ -10,7 +10,7 @@ from torch import Tensor
 @final
 @dataclass(frozen=True)
 class AnswerBasis:
-    """Holds the number of test examples behind an answer.
+    """Holds the number of test examples behind an answer, and a sentence about it.
 
     Attributes:
         num_examples: number of test examples.
@@ -24,7 +24,7 @@ class AnswerBasis:
 
 
 def count_rarest_class(labels: Tensor) -> tuple[int, int]:
-    """Returns the number of examples of the rarest class, and that class.
+    """Returns the number of examples of the rarest class among the labels, and that class.
 
     Classes without examples are ignored, unless there is only one class: then (0, that class). With several labels,
     the rarer value of a label counts as a class, and the label with the fewest is returned; (0, 0) if no label takes
@@ -53,8 +53,8 @@ def count_rarest_class(labels: Tensor) -> tuple[int, int]:
     return int(counts[rarest]), rarest
 
 
-def answer_basis(content: Mapping[str, Any], clients: Sequence[str], *, by_class: bool) -> AnswerBasis:
-    """Counts the test examples of these clients, for the seed with the fewest.
+def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[str], *, by_class: bool) -> AnswerBasis:
+    """Counts the test examples of the given clients, for the seed with the fewest, and those of the rarest class.
 
     Args:
         content: `comparison.json`.
@@ -78,7 +78,7 @@ def answer_basis(content: Mapping[str, Any], clients: Sequence[str], *, by_class
 
 
 def _rarest_class_words(content: Mapping[str, Any], number: int, which: int) -> str:
-    """Describes the number of examples of the rarest class in a few words."""
+    """Describes in words how many examples the rarest class has."""
     names = content["class_names"]
     if content["task"] == "multilabel":
         return "no label both ways" if not number else f"{number} on the rarer side of a label"
@@ -90,5 +90,5 @@ def _rarest_class_words(content: Mapping[str, Any], number: int, which: int) -> 
 
 
 def _client_rows(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Returns the entry `data` of each client and seed."""
+    """Returns the entries of `data` in `comparison.json` for the given clients, one per client and seed."""
     return [row for sizes in content["data"].values() for row in sizes.values()]

@@ -1,4 +1,4 @@
-"""Estimates the gain of the leading method over what a client can have alone: its own network or a simple model."""
+"""Estimates the gain of the best federated method over what a client can have alone: its own network or a simple model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from polyfed.core.evaluation.metrics import Metric
 
 
 def reference_key(name: str) -> str:
-    """Returns the key of a simple model among the labels of methods, in brackets, so that it never equals a label.
+    """Returns the name of a simple model in brackets, a key that never equals a method's label.
 
     >>> reference_key("ridge")
     '(ridge)'
@@ -16,17 +16,17 @@ def reference_key(name: str) -> str:
     return f"({name})"
 
 
-def name_from_key(key: str) -> str:
-    """Returns the name for a key: that of a simple model, or the label of a method.
+def name_of_method_or_reference(key: str) -> str:
+    """Returns the name of a simple model without the brackets of its key, or the label of a method unchanged.
 
-    >>> name_from_key("(ridge)"), name_from_key("local")
+    >>> name_of_method_or_reference("(ridge)"), name_of_method_or_reference("local")
     ('ridge', 'local')
     """
     return key[1:-1] if key.startswith("(") else key
 
 
 def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
-    """Returns the scores of the models that each client has alone: key -> seed -> client id -> score."""
+    """Returns the scores of the simple models that each client can fit alone: key -> seed -> client id -> score."""
     return {
         reference_key(name): {int(seed): scores for seed, scores in entry["runs"].items()}
         for name, entry in references.items()
@@ -37,8 +37,8 @@ def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
 def leader_gain_over_alternatives(
     content: Mapping[str, Any], evidence: Evidence, leader: str | None
 ) -> tuple[GainOverRivals | None, dict[str, GainOverRivals | None]]:
-    """Estimates the gain of the leading method over the best alternative without federation, for the mean and for each
-    client.
+    """Estimates the gain of the method `leader` over the best alternative without federation, for the mean over clients
+    and for each client.
 
     Args:
         content: `comparison.json`, with statistics.
@@ -59,7 +59,8 @@ def leader_gain_over_alternatives(
 
 
 def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
-    """Adds to `references` the gain of each simple model over training alone, with intervals that hold for all of them."""
+    """Adds to each simple model in `content["references"]` its gain over the network trained alone, with simultaneous
+    confidence intervals."""
     simple, reference = _simple_model_keys(content), content["reference"]
     evidence_by_key = (
         evidence.evaluate_methods([*simple, reference], reference, None)
@@ -69,16 +70,16 @@ def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: 
     for key in simple if evidence_by_key else ():
         key_evidence = evidence_by_key[key]
         entry = {
-            "interval": interval_ends(key_evidence.mean, metric, difference=False),
-            "gain": None if key_evidence.gain is None else key_evidence.gain.value,
-            "gain_interval": interval_ends(key_evidence.gain, metric, difference=True),
+            "interval": interval_ends(key_evidence.mean_score, metric, difference=False),
+            "gain": None if key_evidence.gain_over_reference is None else key_evidence.gain_over_reference.value,
+            "gain_interval": interval_ends(key_evidence.gain_over_reference, metric, difference=True),
         }
         clients = {
             client: {"gain": estimate.value, "gain_interval": interval_ends(estimate, metric, difference=True)}
-            for client, estimate in key_evidence.clients.items()
+            for client, estimate in key_evidence.gain_by_client.items()
             if estimate is not None
         }
-        content["references"][name_from_key(key)] |= {**entry, "clients": clients}
+        content["references"][name_of_method_or_reference(key)] |= {**entry, "clients": clients}
 
 
 def _simple_model_keys(content: Mapping[str, Any]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Puts the results of a comparison into sentences, the same for terminal, report page and Python."""
+"""Builds the sentences that explain a comparison's results, the same for terminal, report page and Python."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import GainOverRivals, interval_ends
-from polyfed.comparison.verdicts.answer_basis import AnswerBasis, answer_basis
-from polyfed.comparison.verdicts.rival_gains import name_from_key
+from polyfed.comparison.verdicts.answer_basis import AnswerBasis, count_examples_behind_answer
+from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
 from polyfed.core.evaluation.metrics import Metric
 
 _DIGITS = 6  # most digits after the decimal point
@@ -20,7 +20,8 @@ _LINES = 40  # clients up to which each undecided one has a sentence of its own
 
 
 def format_difference(value: float, unit: str, label: str) -> str:
-    """Formats the size of a difference: in percentage points for shares, otherwise as a number with the score's name.
+    """Formats a difference between scores: in percentage points if the scores are shares, else as a number with the
+    score's name.
 
     >>> (format_difference(-0.041, "%", "accuracy"), format_difference(0.041, "", "AUC"),
     ...  format_difference(0.0004, "%", "accuracy"))
@@ -30,7 +31,7 @@ def format_difference(value: float, unit: str, label: str) -> str:
 
 
 def format_difference_range(low: float, high: float, unit: str, label: str) -> str:
-    """Formats two differences of the same sign as a range.
+    """Formats a range between two differences of the same sign, such as "4.1 to 6.0 points".
 
     >>> format_difference_range(0.041, 0.06, "%", "accuracy"), format_difference_range(-0.06, -0.041, "", "AUC")
     ('4.1 to 6.0 points', '0.041 to 0.060 of AUC')
@@ -40,7 +41,7 @@ def format_difference_range(low: float, high: float, unit: str, label: str) -> s
 
 
 def _rounded(value: float, unit: str) -> str:
-    """Rounds a size for display, with more digits where the usual ones would show 0."""
+    """Rounds a number for display, with more digits where the usual number of digits would show 0."""
     size, digits = (100 * abs(value), 1) if unit == "%" else (abs(value), 3)
     while size and not round(size, digits) and digits < _DIGITS:
         digits += 1
@@ -51,24 +52,28 @@ def _better_or_worse(value: float, unit: str, label: str) -> str:
     return f"{format_difference(value, unit, label)} {'worse' if value < 0 else 'better'}"
 
 
-def decide_answer(gain: float | None, interval: Sequence[float] | None, decided: bool) -> str:
-    """Returns the answer "join", "stay" or "undecided" from the interval of a gain; `decided` is false if it must be
-    "undecided".
+def decide_answer(gain: float | None, interval: Sequence[float] | None, may_decide: bool) -> str:
+    """Decides from the interval of a gain whether to join the federation; returns "join", "stay" or "undecided".
+
+    With `may_decide` false the answer is always "undecided".
 
     >>> (decide_answer(0.05, [0.04, 0.06], True), decide_answer(-0.05, [-0.06, -0.04], True),
     ...  decide_answer(0.05, [-0.01, 0.1], True))
     ('join', 'stay', 'undecided')
     """
-    if gain is None or interval is None or not decided or interval[0] <= 0 <= interval[1]:
+    if gain is None or interval is None or not may_decide or interval[0] <= 0 <= interval[1]:
         return "undecided"
     return "join" if interval[0] > 0 else "stay"
 
 
 def build_answers(
-    content: Mapping[str, Any], leader: str | None, why_not: str,
+    content: Mapping[str, Any], leader: str | None, reason_undecided: str,
     leader_gains: tuple[GainOverRivals | None, Mapping[str, GainOverRivals | None]], metric: Metric, *, by_class: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:  # fmt: skip
-    """Decides for each client, and for the mean over clients, whether to join, to stay alone, or that nothing is decided.
+    """Builds the answer of each client, and the answer for the mean over clients: join the federation, stay alone, or
+    undecided.
+
+    The answer for the mean is None if there is none.
 
     To be worth joining, a method must beat the best that a client has alone: its network, trained alone, and the
     simple models.
@@ -76,7 +81,7 @@ def build_answers(
     Args:
         content: `comparison.json`, with statistics.
         leader: the best of the methods that may be compared with the reference; None without one.
-        why_not: why nothing is decided, whatever the intervals; empty if the intervals decide.
+        reason_undecided: why nothing is decided, whatever the intervals; empty if the intervals decide.
         leader_gains: the leader's gain over the best alternative, for the mean and by client.
         metric: the metric that decides.
         by_class: whether the metric is limited by few test examples of a class.
@@ -92,14 +97,23 @@ def build_answers(
     sites = []
     for client in content["clients"] if content["same_clients"] else ():
         client_statistics = statistics.get("clients", {}).get(client, {})
-        basis = answer_basis(content, [client], by_class=by_class)
+        basis = count_examples_behind_answer(content, [client], by_class=by_class)
         sites.append(
             _answer_entry(
-                content, client, leader, client_statistics.get("gain"), by_client.get(client), metric, basis, why_not
+                content,
+                client,
+                leader,
+                client_statistics.get("gain"),
+                by_client.get(client),
+                metric,
+                basis,
+                reason_undecided,
             )
         )
-    basis = answer_basis(content, content["clients"], by_class=by_class and content["same_clients"])
-    return sites, _answer_entry(content, None, leader, statistics.get("gain"), mean_gain, metric, basis, why_not)
+    basis = count_examples_behind_answer(content, content["clients"], by_class=by_class and content["same_clients"])
+    return sites, _answer_entry(
+        content, None, leader, statistics.get("gain"), mean_gain, metric, basis, reason_undecided
+    )
 
 
 def _answer_entry(
@@ -112,24 +126,28 @@ def _answer_entry(
     basis: AnswerBasis,
     why_not: str,
 ) -> dict[str, Any]:
-    """Returns the answer for one client, or for the mean if `client` is None, as an entry of `comparison.json`."""
+    """Builds the entry of `comparison.json` with the answer for one client, or for the mean over clients if `client` is
+    None."""
     interval, over = None, content["reference"]
     if rival_gain is not None:
-        gain, over = round(rival_gain.estimate.value, _ROUNDED), name_from_key(rival_gain.best_rival)
+        gain, over = round(rival_gain.estimate.value, _ROUNDED), name_of_method_or_reference(rival_gain.best_rival)
         interval = interval_ends(rival_gain.estimate, metric, difference=True)
     word = decide_answer(gain, interval, not why_not)
     row = {"client": client, "answer": word, "method": leader, "gain": gain, "interval": interval, "over": over}
     row |= {"test_examples": basis.num_examples, "rarest": basis.num_rarest, "basis": basis.sentence}
     gains = {} if rival_gain is None else rival_gain.gain_by_rival
     row["gains"] = {
-        name_from_key(key): {"gain": estimate.value, "interval": interval_ends(estimate, metric, difference=True)}
+        name_of_method_or_reference(key): {
+            "gain": estimate.value,
+            "interval": interval_ends(estimate, metric, difference=True),
+        }
         for key, estimate in gains.items()
     }
     return row | {"sentence": _answer_sentence(content, row, why_not)}
 
 
 def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not: str) -> str:
-    """Puts an answer into a sentence."""
+    """Formats an answer as a sentence."""
     subject = "mean over clients" if row["client"] is None else row["client"]
     reference, leader, interval, basis = content["reference"], row["method"], row["interval"], row["basis"]
     if leader is None:
@@ -164,7 +182,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
 
 
 def describe_alternative(name: str, reference: str | None, task: str) -> str:
-    """Describes what a client has alone: training alone, or a simple model.
+    """Describes in words an alternative to federation that a client has alone: training alone, or a simple model.
 
     >>> describe_alternative("ridge", "local", "regression"), describe_alternative("local", "local", "regression")
     ('ridge regression alone', 'training alone')
@@ -179,27 +197,27 @@ def describe_alternative(name: str, reference: str | None, task: str) -> str:
 
 
 def verdict_sentences(
-    content: Mapping[str, Any], sites: Sequence[Mapping[str, Any]], mean: Mapping[str, Any] | None
+    content: Mapping[str, Any], client_answers: Sequence[Mapping[str, Any]], mean_answer: Mapping[str, Any] | None
 ) -> list[str]:
-    """Returns the sentences to print.
+    """Returns the conclusions of a comparison as sentences to print.
 
     First the mean, then simple models against training alone, then the clients from the largest gain to the largest
     loss, then those without a decision; with many clients, the last are listed in one sentence.
     """
-    if mean is None:
+    if mean_answer is None:
         return []
-    ranked = sorted(sites, key=lambda row: (-(row["gain"] or 0.0), row["client"]))
+    ranked = sorted(client_answers, key=lambda row: (-(row["gain"] or 0.0), row["client"]))
     decided = [row["sentence"] for row in ranked if row["answer"] != "undecided"]
     undecided = [row for row in ranked if row["answer"] == "undecided"]
-    first = [mean["sentence"], *_simple_model_sentences(content)]
-    if len(sites) <= _LINES:
+    first = [mean_answer["sentence"], *_simple_model_sentences(content)]
+    if len(client_answers) <= _LINES:
         return [*first, *decided, *(row["sentence"] for row in undecided)]
     return [*first, *decided, f"not decided: {join_names([row['client'] for row in undecided])}"]
 
 
 def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
-    """Compares the best simple model with training the network alone, in a sentence; returns no sentence if it has no
-    gain."""
+    """Returns a sentence that compares the best simple model with training the network alone; returns no sentence if
+    the simple model has no gain."""
     with_gain = {name: entry for name, entry in content["references"].items() if entry.get("gain") is not None}
     if not with_gain:
         return []
@@ -224,7 +242,7 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Joins the first names with commas, and counts the others.
+    """Joins the first few names with commas, and says how many more there are.
 
     >>> join_names(["a", "b"]), join_names([str(k) for k in range(10)])
     ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
@@ -233,12 +251,12 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def coverage_sentences(content: Mapping[str, Any]) -> list[str]:
-    """Explains what the results estimate, and what they do not cover."""
+    """Returns sentences that explain what the results estimate, and what they do not cover."""
     return [*_estimation_sentences(content), *_alternatives_sentences(content)]
 
 
 def _alternatives_sentences(content: Mapping[str, Any]) -> list[str]:
-    """Lists the alternatives that a client has alone, and the models that were left out."""
+    """Returns sentences that list the alternatives that a client has alone, and the models that could not be fitted."""
     names = [name for name, entry in content["references"].items() if entry.get("alone")]
     if content["reference"] is None:
         return []
@@ -254,7 +272,7 @@ def _alternatives_sentences(content: Mapping[str, Any]) -> list[str]:
 
 
 def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
-    """Explains what a gain estimates, and over what the intervals hold."""
+    """Returns sentences that explain what a gain estimates, and over what its interval holds."""
     seeds, resplit = len(content["seeds"]), content["resplit"]
     estimated = (
         "A gain is the difference of expected scores on new examples of the same sites, for methods trained on data like "
@@ -304,7 +322,7 @@ def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
 def note_sentences(
     content: Mapping[str, Any], clients_without_score: Mapping[tuple[str, str], Sequence[str]], unclear: Sequence[str]
 ) -> list[str]:
-    """Returns cautions about the results.
+    """Returns sentences that warn of limits of the results, such as clients without a score.
 
     Args:
         content: `comparison.json`, with statistics.
@@ -349,7 +367,7 @@ def _format_fields(fields: Mapping[str, Any]) -> str:
 
 
 def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validated: bool) -> str:
-    """Describes at which round each method was compared.
+    """Returns a sentence that says at which round each method was compared.
 
     Args:
         kind: of the budget.
@@ -369,7 +387,7 @@ def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validate
 
 
 def target_sentence(target: float | None, reference: str | None) -> str:
-    """Says where the target comes from."""
+    """Returns a sentence that says where the target score comes from."""
     if target is not None:
         return "asked for"
     if reference is None:

@@ -1,4 +1,4 @@
-"""Carries out `polyfed compare`: plans the runs of methods and seeds, and prints the results."""
+"""Implements `polyfed compare`: builds the plan of the comparison, runs it, and prints the results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -16,7 +16,7 @@ from polyfed.comparison.method_selection import DEFAULT_METHODS, build_method_wi
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
 from polyfed.comparison.storage.comparison_directory import (
     DESCRIPTION,
-    load_result_criteria,
+    parse_result_criteria,
     read_description,
 )
 from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
@@ -45,7 +45,7 @@ _DIRECTORY_OPTIONS = ("budget", "target", "parallel", "quiet", "logger")  # what
 def run_compare_command(
     config: Mapping[str, Any], options: CompareOptions, title: str, out: Path, console: Console | None = None
 ) -> None:
-    """Compares methods on the experiment of a complete configuration, and prints the results.
+    """Compares several methods on the experiment of a configuration, and prints the results.
 
     Raises:
         UserError: what `polyfed.compare` refuses, hyper-parameters that do not fit, or another comparison in `out`.
@@ -71,14 +71,14 @@ def run_compare_command(
     }
     seeds = options.seeds or tuple(range(DEFAULT_NUM_SEEDS if options.resplit is None else max(options.resplit, 1)))
     plan = _build_plan(description, methods, seeds, title, out)
-    plan = replace(plan, criteria=options.budget_and_target(), search_space=search, num_trials=options.trials)
+    plan = replace(plan, criteria=options.result_criteria(), search_space=search, num_trials=options.trials)
     _run_plan(replace(plan, parallel_runs=options.parallel, quiet=options.quiet), console, options.logger)
 
 
 def resume_comparison(
     folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = (), console: Console | None = None
 ) -> None:
-    """Continues the comparison in a directory, or reads a finished one, and prints the results.
+    """Continues the comparison in a directory, or computes the results of a finished one again, and prints them.
 
     `extra_arguments` are words of the command line that are refused, since the directory decides them.
 
@@ -100,7 +100,8 @@ def resume_comparison(
 
 
 def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
-    """Reads the plan of a comparison from its directory, and applies the options that may change.
+    """Builds the plan of a comparison from the description in its directory, changed by the options of the command
+    line.
 
     Raises:
         UserError: its description is damaged, or the clients were made in Python.
@@ -120,7 +121,7 @@ def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPla
     plan = _build_plan(experiment, methods, tuple(description["seeds"]), description["title"], folder)
     plan = replace(
         plan,
-        criteria=options.budget_and_target(load_result_criteria(description)),
+        criteria=options.result_criteria(parse_result_criteria(description)),
         search_space=description.get("search"),
         num_trials=description.get("trials"),
     )
@@ -178,8 +179,10 @@ def _build_plan(
 
 
 def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[str, Method]:
-    """Builds the methods by label. Each has the local training of the experiment's method, and its own fields from the
-    experiment, the file of hyper-parameters, or its defaults.
+    """Builds the methods to compare, by label.
+
+    Each has the local training of the experiment's method, and its own fields from the experiment, the file of
+    hyper-parameters, or its defaults.
     """
     experiment_methods: dict[str, Method] = {
         _method_name(experiment.algorithm): experiment.algorithm,
@@ -234,7 +237,7 @@ def _build_method(
 
 
 def _parse_tune_option(text: str) -> dict[str, list[Any] | str]:
-    """Parses the fields of `--tune` with their values or range.
+    """Returns the hyper-parameters that the option `--tune` names, each with its values or range.
 
     >>> _parse_tune_option("lr=0.001..0.3; mu=1,2,...; weighted=true,false")
     {'lr': '0.001..0.3', 'mu': [1, 2, '...'], 'weighted': [True, False]}

@@ -8,10 +8,10 @@ from typing import Literal, final
 
 from polyfed.cli.commands.argv import (
     CommandParser,
-    decimal_number,
+    parse_decimal_number,
+    parse_whole_number,
     split_names,
     split_whole_numbers,
-    whole_number,
 )
 from polyfed.cli.commands.options.recipes import add_recipe_options
 from polyfed.cli.static_registry import resolve_without_import
@@ -26,7 +26,7 @@ UNSEEN_CLIENT_KEYS = frozenset({"data.test_fraction", "data.augment"})  # fields
 @final
 @dataclass(frozen=True)
 class CompareOptions:
-    """Holds the options of `polyfed compare` that are not part of an experiment.
+    """Holds the options of `polyfed compare`, apart from those that describe the experiment.
 
     Args:
         algorithms: labels; empty for the experiment's method and its baselines.
@@ -58,15 +58,16 @@ class CompareOptions:
     quiet: bool = False
     logger: tuple[str, ...] = ()
 
-    def budget_and_target(self, stored: ResultCriteria | None = None) -> ResultCriteria:
-        """Returns budget and target, with those of the directory where the command line gives none."""
+    def result_criteria(self, stored: ResultCriteria | None = None) -> ResultCriteria:
+        """Returns the budget and target of the command line; an option that is missing there is taken from `stored`,
+        those of the directory."""
         defaults = stored or ResultCriteria()
-        budget = defaults.budget if self.budget is None else Budget.parse(self.budget)
+        budget = defaults.budget if self.budget is None else Budget.from_text(self.budget)
         return ResultCriteria(budget, defaults.target if self.target is None else self.target)
 
 
 def build_compare_parser() -> CommandParser:
-    """Declares the options of `polyfed compare`."""
+    """Builds the parser of the options of `polyfed compare`."""
     parser = CommandParser(
         "polyfed compare [RECIPE|config.yaml] [OPTIONS]\n"
         "       polyfed compare DIR [--budget BUDGET] [--target SCORE] [--logger NAMES]",
@@ -89,7 +90,7 @@ def build_compare_parser() -> CommandParser:
     parser.add_option(
         "--resplit", "K", "split each client's examples into training and test K times, with one seed each: gives "
         "answers "
-        "per client, and suits small data better", whole_number,
+        "per client, and suits small data better", parse_whole_number,
     )  # fmt: skip
     parser.add_option(
         "--budget", "BUDGET", "best (default): each method at its best round by validation loss; there is no answer "
@@ -102,7 +103,7 @@ def build_compare_parser() -> CommandParser:
         "--target",
         "SCORE",
         "count rounds, MB and seconds until this score (default: the score of local)",
-        decimal_number,
+        parse_decimal_number,
     )
     parser.add_option(
         "--method-config", "FILE", "YAML file with fields of methods, by name or by a label of your own that names its "
@@ -115,7 +116,10 @@ def build_compare_parser() -> CommandParser:
         '"lr=0.01,0.1;mu=0.1,1,...": all combinations, and with "..." further values',
     )  # fmt: skip
     parser.add_option(
-        "--trials", "N", 'search with N runs a method by Optuna, which also takes ranges: "lr=0.001..0.3"', whole_number
+        "--trials",
+        "N",
+        'search with N runs a method by Optuna, which also takes ranges: "lr=0.001..0.3"',
+        parse_whole_number,
     )
     parser.add_flag("--no-references", "leave out simple models and the model of all data pooled")
     parser.add_option(
@@ -137,7 +141,8 @@ def build_compare_parser() -> CommandParser:
 
 
 def parse_compare_options(argv: Sequence[str]) -> tuple[CompareOptions, Namespace, list[str]]:
-    """Parses the command's own options; returns them, `out`, `scale` and `variant`, and the remaining words.
+    """Parses the options of `polyfed compare`; returns them, the options --out, --scale and --variant, and the
+    remaining words.
 
     Raises:
         UserError: a value is missing or is not of its kind.
@@ -166,12 +171,12 @@ def _number_or_auto(text: str) -> int | str:
 
 
 def is_comparison_folder(folder: str) -> bool:
-    """Returns whether a folder holds a comparison."""
+    """Returns whether a folder is the directory of a comparison."""
     return bool(folder) and (expand_user_path(folder) / DESCRIPTION).exists()
 
 
 def is_warmstart_key(key: str) -> bool:
-    """Returns whether `polyfed warmstart` takes a key.
+    """Returns whether a configuration key is an option of `polyfed warmstart`.
 
     It takes the fields of networks and sources, and those fields of the split that suit one client alone.
 

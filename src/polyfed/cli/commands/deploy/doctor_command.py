@@ -1,4 +1,4 @@
-"""Carries out `polyfed flower doctor`: checks a folder, and prints its findings."""
+"""Implements `polyfed flower doctor`: checks a deployment's folder for errors, and prints the findings."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _FUNCTIONS = {
 
 
 def run_doctor(folder: Path, port: int = 8000, address: str | None = None) -> None:
-    """Checks a folder, and prints one line a finding.
+    """Checks a server's or a site's folder for errors in its deployment, and prints each finding on a line.
 
     Raises:
         UserError: the folder is none of a project, a server or a site.
@@ -49,9 +49,7 @@ def run_doctor(folder: Path, port: int = 8000, address: str | None = None) -> No
 
 
 def check_server_configuration(config: Mapping[str, Any], file: Path) -> Findings:
-    """Checks the names, types and combinations of a server's configuration, as far as that needs no import of the
-    method.
-    """
+    """Checks the names, types and combinations of values in a server's configuration; it does not import the method."""
     findings = list(_configuration_findings(config, file))
     yield from findings
     if not any(finding.level == "wrong" for finding in findings):

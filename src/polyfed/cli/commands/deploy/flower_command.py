@@ -1,4 +1,5 @@
-"""Carries out `polyfed flower`: writes a project, tries it on this machine, submits runs, and shows their state."""
+"""Implements `polyfed flower`: creates a deployment project, tries it on this machine, submits runs, and shows their
+state."""
 
 import json
 import shutil
@@ -23,12 +24,12 @@ from polyfed.simulation.storage.directory import read_config, read_manifest, rea
 
 
 def require_flower() -> None:
-    """Raises a `UserError` if Flower is not installed."""
+    """Raises a `UserError` if the package Flower is not installed."""
     check_extra_installed("flwr", "flower", "polyfed flower")
 
 
-def write_project(folder: Path, sites: str) -> None:
-    """Writes a project for these sites, and prints the next steps."""
+def write_flower_project(folder: Path, sites: str) -> None:
+    """Writes the folders and files of a deployment for the given sites, and prints the next steps."""
     require_flower()
     project = create_project(folder, parse_site_names(sites))
     print(
@@ -38,8 +39,8 @@ def write_project(folder: Path, sites: str) -> None:
     print(f"  polyfed flower run {folder}      the run, in another terminal")
 
 
-def run_trial(folder: Path, sites: str | None, port: int, node_config: str) -> None:
-    """Runs SuperLink and SuperNodes on this machine until Ctrl-C or SIGTERM."""
+def run_local_trial(folder: Path, sites: str | None, port: int, node_config: str) -> None:
+    """Runs the server and all sites of a deployment on this machine, until it is interrupted by Ctrl-C or SIGTERM."""
     require_flower()
     project = Project(folder.resolve())
     names = project.read_site_names() if sites is None else parse_site_names(sites)
@@ -65,7 +66,8 @@ def submit_run(
     connection: str = "fed",
     console: Console | None = None,
 ) -> None:
-    """Submits a run to the SuperLink, shows its log on standard error, and prints its table at the end.
+    """Submits a training run to the deployed server, prints its log on standard error, and its table of results at the
+    end.
 
     Args:
         folder: the project.
@@ -112,7 +114,10 @@ def submit_run(
 def _unfinished_run_message(
     folder: Path, target: Path, records: Sequence[Mapping[str, Any]], planned_rounds: int, status: int
 ) -> str:
-    """Describes a run that ended early; its first round may be in a checkpoint before its record is written."""
+    """Describes a run that ended early.
+
+    Its first round may be in a checkpoint before its record is written.
+    """
     rounds_done = records[-1]["round"] if records else 0
     can_resume = bool(records) or any((target / "checkpoint").glob("round-*"))
     resume_hint = f"; continue it with `polyfed flower run {folder} --resume {target}`" if can_resume else ""
@@ -184,8 +189,8 @@ def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainT
     return table
 
 
-def show_status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
-    """Prints the connected nodes, the runs, and the state of the newest run directory."""
+def show_deployment_status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
+    """Prints the connected sites, the runs, and the state of the newest run directory of a deployment."""
     require_flower()
     console = console or Console()
     project = Project(folder.resolve())
@@ -216,8 +221,11 @@ def show_status(folder: Path, connection: str = "fed", console: Console | None =
 
 
 def show_newest_run(runs: Path, console: Console) -> None:
-    """Prints the state of the newest run directory in a folder: the last round, its failures and warnings, and the sites'
-    metrics, with the norm of each update where the server sees single updates."""
+    """Prints the state of the newest run directory in a folder: its last round, failures, warnings and the metrics of
+    each site.
+
+    The norm of each update is printed where the server sees single updates.
+    """
     files = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     if not files or not (records := read_metrics(files[-1])):
         return

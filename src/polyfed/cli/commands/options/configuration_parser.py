@@ -1,4 +1,4 @@
-"""Turns command-line options and YAML into one complete, typed configuration.
+"""Merges command line options and YAML into one complete configuration, with values of the declared types.
 
 A configuration is a nested mapping. The sections `data`, `data.partition`, `model` and `algorithm` each name a choice
 from a registry (`name`) and hold the fields of that choice; everything else are the fields of `Settings`. The options of
@@ -16,7 +16,7 @@ from typing import Any, Union, final, get_args, get_origin, get_type_hints
 import yaml
 from docstring_parser import parse as parse_docstring
 
-from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, option_name, user_code_names
+from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, list_user_code_names, option_name
 from polyfed.cli.commands.options.site_options import (
     find_option_value,
     networks_by_site,
@@ -56,7 +56,7 @@ _EXTRA_OPTIONS: Mapping[str, tuple[Any, Any, str]] = {  # keys that belong to no
 @final
 @dataclass(frozen=True)
 class Option:
-    """An option: its key, type, default, whether it must be given, and its help text."""
+    """Describes an option of the command line: its key, type, default, whether it is required, and its help text."""
 
     key: str
     type: Any
@@ -66,7 +66,7 @@ class Option:
 
 
 def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
-    """Lists the fields of a dataclass, or the arguments of a network's constructor, with the help of their docstrings.
+    """Returns the options for a dataclass's fields or a network's constructor arguments, with help from the docstrings.
 
     >>> [option.key for option in options_of(MODELS["mlp"], "model")]
     ['model.hidden']
@@ -93,7 +93,7 @@ def parse_configuration(
     program: str,
     is_offered: Callable[[str], bool] = lambda key: True,
 ) -> dict[str, Any]:
-    """Parses options over a configuration, and returns the complete configuration.
+    """Parses command line options over `config`, and returns the complete configuration with all defaults.
 
     Args:
         arguments: options, e.g. ["--rounds", "5", "--algorithm", "fedprox"].
@@ -118,7 +118,7 @@ def parse_configuration(
     if valued_flags := [word for word in argv if word.startswith("--print_config=")]:
         raise UserError(f"--print-config takes no value, got {valued_flags[0]!r}")
     argv = [word for word in argv if word != "--print_config"]
-    if code_names := user_code_names(argv):
+    if code_names := list_user_code_names(argv):
         trust_code(*code_names)
     names_by_option = {section: _name_by_option(section, argv) for section in DEFAULTS}
     if names_by_option["model"] is not None:
@@ -193,8 +193,7 @@ def _parse_values(
     options: Sequence[Option], config_values: Mapping[str, Any], argv: Sequence[str], program: str
 ) -> dict[str, Any]:
     """Parses the values of all options. Those of the configuration become options before the user's, so that both are
-    checked alike.
-    """
+    checked alike."""
     option_by_key = {option.key: option for option in options}
     config_values = rename_former_fields(config_values, option_by_key)
     if unknown := sorted(config_values.keys() - option_by_key):
@@ -223,7 +222,7 @@ def _parse_values(
 
 
 def _is_option_or_entry(key: str, option_by_key: Mapping[str, Option]) -> bool:
-    """Returns whether a key is an option, or an entry of an option that is a mapping: `algorithm.teacher.name`."""
+    """Returns whether a key is an option, or an entry of an option that is a mapping, such as `algorithm.teacher.name`."""
     owner = option_by_key.get(key.rpartition(".")[0])
     return key in option_by_key or (owner is not None and _is_mapping(owner.type))
 
@@ -233,7 +232,7 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: str = "") -> str:
-    """Says which other choice has an unknown key, or which keys of its section come nearest."""
+    """Builds the error for an unknown key: names another choice that has the key, or similar keys."""
     shown = option_name(f"{prefix}{key}")
     section, _, field = key.rpartition(".")
     if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in option_by_key):
@@ -289,8 +288,8 @@ _LISTS: Mapping[Any, str] = {
 }
 
 
-def describe_type(kind: Any) -> str:
-    """Describes the values of a type in words.
+def describe_type(value_type: Any) -> str:
+    """Describes in words which values an option of this type takes.
 
     >>> from typing import Literal
     >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])
@@ -298,7 +297,7 @@ def describe_type(kind: Any) -> str:
     >>> describe_type(tuple[tuple[int, ...], ...])
     'a list such as [[0, 1], [2, 3]]'
     """
-    origin, inner = get_origin(kind), get_args(kind)
+    origin, inner = get_origin(value_type), get_args(value_type)
     if origin in (Union, UnionType):
         inner = tuple(part for part in inner if part is not int or float not in inner)
         return " or ".join(describe_type(part) for part in inner)
@@ -306,7 +305,7 @@ def describe_type(kind: Any) -> str:
         return "a mapping such as {name: mlp, hidden: [32]}"
     if origin in (list, tuple):
         return "a list such as " + _LISTS.get(inner[0], "[{rotation: 90}]")
-    return describe_annotation(kind)
+    return describe_annotation(value_type)
 
 
 def _normalize_options(arguments: Sequence[str]) -> list[str]:
@@ -361,7 +360,7 @@ def _validate_choice(section: str, name: Any) -> str:
 
 
 def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
-    """Removes from a configuration what belongs to choices that the options replace; local training and split stay."""
+    """Removes from a configuration the fields of choices that the command line replaces; local training and split stay."""
     shared = {
         "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training.config", "LocalTraining"))}
         - {"buffers"},

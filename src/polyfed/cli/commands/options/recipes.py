@@ -1,5 +1,5 @@
-"""Reads recipes: YAML files of experiments, with variants (the columns of a table, say) and scales (how much of it to
-run).
+"""Reads recipes, which are YAML files of experiments, with variants (such as the columns of a table) and scales (how
+much of the experiment to run).
 
 A file's sections `variants` and `scales` hold partial configurations. What is run is the file without these two, with the
 variant laid over it, with the scale laid over that, and with what the scale says of this variant laid over all.
@@ -8,7 +8,7 @@ variant laid over it, with the scale laid over that, and with what the scale say
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import yaml
 
@@ -28,7 +28,7 @@ _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a ba
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe file: its configuration, variants and scales.
+    """Holds a recipe: the configuration of an experiment, its variants and its scales.
 
     Args:
         name: as the user gave it.
@@ -50,7 +50,7 @@ class Recipe:
     scales: Mapping[str, Mapping[str, Any]]
 
     def resolve_variant(self, name: str | None = None) -> str | None:
-        """Returns the name of the variant to run; None for a recipe without variants.
+        """Returns the name of the variant to run, by default the first; None for a recipe without variants.
 
         Raises:
             UserError: there is none of this name.
@@ -58,7 +58,7 @@ class Recipe:
         return _resolve_choice(self.name, "variant", name, self.variants, next(iter(self.variants), None))
 
     def resolve_scale(self, name: str | None = None) -> str | None:
-        """Returns the name of the scale to run; None for a recipe without scales.
+        """Returns the name of the scale to run, by default "cpu"; None for a recipe without scales.
 
         Raises:
             UserError: there is none of this name.
@@ -67,7 +67,7 @@ class Recipe:
         return _resolve_choice(self.name, "scale", name, self.scales, default)
 
     def configuration(self, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
-        """Merges base, variant and scale to the configuration to run.
+        """Returns the configuration to run: the recipe's base, with those of the variant and of the scale laid over it.
 
         Raises:
             UserError: there is no such scale or variant.
@@ -86,12 +86,13 @@ class Recipe:
         return config
 
     def reduction_note(self, scale: str | None = None) -> str:
-        """Says what a scale leaves out of the paper's experiment; empty if it is not known to leave anything out."""
+        """Returns a note on what a scale leaves out of the paper's experiment; empty if nothing is known to be left
+        out."""
         chosen_scale = self.resolve_scale(scale)
         return "" if chosen_scale is None else " ".join(str(self.scales[chosen_scale].get("reduced") or "").split())
 
     def title(self, scale: str | None = None, variant: str | None = None) -> str:
-        """Returns name, variant and scale as text.
+        """Returns the recipe's name with its variant and scale, as a text for headings.
 
         >>> read_recipe("quickstart").title()
         'quickstart'
@@ -101,7 +102,7 @@ class Recipe:
 
 
 def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges `above` over `below`, mappings key by key.
+    """Returns the configuration `below` with the values of `above` laid over it, key by key in nested mappings.
 
     A mapping that names another choice than the one below replaces it, since the fields belong to the choice.
 
@@ -122,17 +123,21 @@ def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> 
 
 
 def recipe_files() -> dict[str, Path]:
-    """Returns the files of the recipes that polyfed ships, by name."""
+    """Returns the paths of the recipes that polyfed ships, by recipe name."""
     return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}
 
 
 def load_shipped_yaml(file: Path) -> Any:
-    """Loads a YAML file of polyfed's own, with the parser in C where it is installed, which is six times as fast."""
+    """Loads a YAML file that polyfed ships.
+
+    It takes the parser in C where that is installed, which is six times as fast.
+    """
     return yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_recipe(name: str) -> Recipe:
-    """Reads a recipe by its name, a YAML file, or a run directory's `config.yaml` (which has no variants and scales).
+    """Reads a recipe, given by its name, by the path of a YAML file, or by a run directory's `config.yaml` (which has
+    no variants and scales).
 
     Raises:
         UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
@@ -176,7 +181,7 @@ def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def load_recipe_configuration(name: str, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
-    """Returns the configuration of a recipe at a scale, with its `description` if it has one.
+    """Returns the configuration of a recipe for a scale and variant, with the recipe's `description` if it has one.
 
     Raises:
         UserError: there is no such recipe, file, scale or variant.
@@ -190,32 +195,43 @@ def load_recipe_configuration(name: str, scale: str | None = None, variant: str 
 
 
 def add_recipe_options(parser: CommandParser) -> None:
-    """Declares --scale and --variant, which `pop_recipe_configuration` takes."""
+    """Adds the options --scale and --variant to a command's parser; `pop_recipe` takes their values."""
     parser.add_option("--scale", "SCALE", "of a recipe that has them (polyfed list recipes); default: cpu")
     parser.add_option("--variant", "NAME", "of a recipe that has them; default: the first")
 
 
-def pop_recipe_configuration(
-    argv: list[str], scale: str | None, variant: str | None
-) -> tuple[str | None, dict[str, Any], str]:
-    """Takes the recipe's name from the front of the words, and reads it at a scale and variant.
+@final
+class ChosenRecipe(NamedTuple):
+    """Holds the recipe that a command line names, with the configuration to run.
 
-    Returns its name (quickstart if there are no options either; None for options alone), its configuration, and a line on
-    scale, variant and what was reduced against the paper.
+    Attributes:
+        name: "quickstart" for a command line without words; None for options without a recipe.
+        configuration: the recipe's, at the chosen scale and variant.
+        headline: names scale, variant and what is reduced against the paper; empty for a recipe without either.
     """
+
+    name: str | None
+    configuration: dict[str, Any]
+    headline: str
+
+
+def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> ChosenRecipe:
+    """Removes the recipe's name from the front of the command line's words, and returns the recipe's configuration at a
+    scale and variant."""
     name = argv.pop(0) if argv and not argv[0].startswith("-") else None
     if name is None:
         if scale is not None or variant is not None:
             option = "--variant" if scale is None else "--scale"
             raise UserError(f"{option} needs a recipe before it; `polyfed list recipes` shows which have one")
         if any(word not in ("-h", "--help") for word in argv):
-            return None, {}, ""
+            return ChosenRecipe(None, {}, "")
         name = "quickstart"
     recipe = read_recipe(name)
     config, reduced = recipe.configuration(scale, variant), recipe.reduction_note(scale)
     if not (recipe.scales or recipe.variants):
-        return name, config, ""
-    return name, config, recipe.title(scale, variant) + (f"; against the paper: {reduced}" if reduced else "")
+        return ChosenRecipe(name, config, "")
+    headline = recipe.title(scale, variant) + (f"; against the paper: {reduced}" if reduced else "")
+    return ChosenRecipe(name, config, headline)
 
 
 def _parse_recipe(name: str, content: Mapping[str, Any]) -> Recipe:

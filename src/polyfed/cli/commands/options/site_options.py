@@ -1,4 +1,4 @@
-"""Parses networks by the names of sites, and derives the partition from a column of sites."""
+"""Parses the option that gives each site its own network, and derives the partition from a table's column of sites."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,8 @@ from polyfed.core.errors import UserError
 
 
 def networks_by_site(model: Any) -> dict[str, Any] | None:
-    """Returns the networks by the names of sites that a section `model` gives; None where it is one network.
+    """Returns the network of each site, by the site's name, from the section `model` of a configuration; None if the
+    section names one network for all sites.
 
     >>> networks_by_site({"north": "mlp", "south": {"name": "mlp", "hidden": [8]}})
     {'north': 'mlp', 'south': {'name': 'mlp', 'hidden': [8]}}
@@ -30,7 +31,8 @@ def _is_network(entry: Any) -> bool:
 
 
 def parse_networks_by_site(name: str) -> dict[str, Any] | None:
-    """Parses the networks by site that follow `--model`; None for one name, or several with commas.
+    """Parses a value of `--model` that gives a network for each site; None if the value is the name of one network, or
+    several names with commas.
 
     Raises:
         UserError: it begins as a mapping and is none of networks.
@@ -52,7 +54,7 @@ def parse_networks_by_site(name: str) -> dict[str, Any] | None:
 
 
 def find_option_value(option: str, argv: Sequence[str]) -> str | None:
-    """Returns the last value of an option among the words, and leaves the words as they are."""
+    """Returns the last value that a command line gives an option; None if the option is missing."""
     value = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         if word == option and following is not None:
@@ -65,7 +67,8 @@ def find_option_value(option: str, argv: Sequence[str]) -> str | None:
 def partition_of_site_column(
     fields: Sequence[str], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
-    """Returns the options that a source with a column of sites implies: the natural partition by this column.
+    """Returns the options that a data source with a column of sites implies: each site is one client (the partition
+    "natural").
 
     Args:
         fields: the options of the source.

@@ -1,4 +1,5 @@
-"""Measures a cell of a paper's table from a finished run: scores, training after the run, weights, bytes."""
+"""Computes polyfed's value for a cell of a paper's table from a finished run: scores, training after the run, weights,
+bytes."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -42,8 +43,10 @@ _PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, s
 @final
 @dataclass(frozen=True)
 class RecipeRun:
-    """A finished run with its baselines: its folder, the scale of its recipe, and the runs of `others`, the variants
-    that a cell compares it with.
+    """Describes a finished run of a recipe with its baselines.
+
+    Attributes: its folder, the scale of its recipe, and the runs of `others`, the variants with which a cell compares
+    it.
     """
 
     folder: Path
@@ -51,14 +54,14 @@ class RecipeRun:
     others: tuple["RecipeRun", ...] = ()
 
     def folder_of(self, method: str) -> Path:
-        """Returns the run directory of one of its methods; an empty name is the recipe's own method."""
+        """Returns the run directory of the method called `method`; an empty name means the recipe's own method."""
         recipe_method = read_config(self.folder)["algorithm"]["name"]
         return self.folder if method in ("", recipe_method) else self.folder / BASELINES / method
 
 
 def measure_cell(cell: PaperCell, run: RecipeRun | None) -> float | None:
-    """Measures the value of a cell in the cell's unit; None where the run has no such method or the value is not
-    defined.
+    """Computes the value of a cell from a run, in the cell's unit; None where the run has no such method or the value
+    is not defined.
 
     Raises:
         UserError: the run is damaged.
@@ -88,7 +91,7 @@ def _scores(prefix: str, folder: Path) -> list[float | None]:
 
 
 def _drop(cell: PaperCell, run: RecipeRun) -> float | None:
-    """Computes how much clients' scores on the common test set fall from this run to its `others`.
+    """Computes by how much the clients' scores on the common test set are lower in the runs `others` than in this run.
 
     In each of the others, some clients have another network. The value is the mean over runs and over the clients that
     keep their network, or with `over: cells` the standard deviation.
@@ -218,8 +221,7 @@ def _step_weights(cell: PaperCell, run: RecipeRun) -> float | None:
 
 def _training_seconds(cell: PaperCell, run: RecipeRun) -> float | None:
     """Returns the seconds of clients and server over all rounds without evaluation, or with `against` the ratio to
-    those of another method of the run.
-    """
+    those of another method of the run."""
 
     def seconds_of(method: str) -> float:
         history = read_metrics(run.folder_of(method) / "metrics.jsonl")
@@ -233,8 +235,7 @@ def _training_seconds(cell: PaperCell, run: RecipeRun) -> float | None:
 
 def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]:
     """Averages the accuracy of the clients' networks on their images under other rotations, "before" and "after" a few
-    steps on them, or with `over: clients` returns its standard deviation.
-    """
+    steps on them, or with `over: clients` returns its standard deviation."""
 
     def compute(folder: Path, experiment: Experiment, degrees: float) -> dict[str, float | None]:
         experiment_data = load_participants(experiment)
@@ -263,8 +264,7 @@ def _unseen_images_metric(when: str) -> Callable[[PaperCell, Any], float | None]
 
 def _parameter_count(cell: PaperCell, run: None) -> float:
     """Counts the parameters of one operation of the search space, of an edge, or of a network of 32 such edges (4 base
-    and 4 personal cells of 2 nodes); needs no run.
-    """
+    and 4 personal cells of 2 nodes); needs no run."""
     if cell.part["operation"] == "network":
         base, personal = plan_cell_stacks(4, 4, 2, 2, OPERATION_NAMES, OPERATION_NAMES)
         return float(count_edge_parameters(SupernetPlan(1, 10, cell.part["channels"], base, personal)))

@@ -1,4 +1,4 @@
-"""Runs what a paper's table needs, one run after another or several at a time."""
+"""Executes the runs that a paper's table needs, one after another or several in parallel."""
 
 import dataclasses
 import sys
@@ -23,7 +23,7 @@ _BUSY = 0.85
 @final
 @dataclass(frozen=True)
 class PaperJob:
-    """An experiment that the table needs, with its baselines and its folder."""
+    """Holds an experiment whose run a paper's table needs, with the folder of the run."""
 
     title: str
     experiment: "Experiment"
@@ -33,7 +33,7 @@ class PaperJob:
 @final
 @dataclass(frozen=True)
 class _MethodRun:
-    """The run of one method of a job."""
+    """Describes the run of one method of a job."""
 
     job: PaperJob
     method: str
@@ -44,30 +44,34 @@ class _MethodRun:
 
 
 def first_equal_variant(recipe: Recipe, scale: str, variant: str | None) -> str | None:
-    """Returns the first variant with the same configuration at this scale: at scale smoke many are the same."""
+    """Returns the first variant that has the same configuration as `variant` at this scale.
+
+    At scale smoke many variants are the same.
+    """
     config = recipe.configuration(scale, variant)
     return next((v for v in recipe.variants if recipe.configuration(scale, v) == config), variant)
 
 
 def job_folder(out: Path, recipe: str, variant: str | None, seed: int) -> Path:
-    """Returns the run directory of a recipe's variant and seed below `out`."""
+    """Returns the run directory, below `out`, for a recipe's variant and a seed."""
     return out / "-".join([recipe, *([variant] if variant else []), f"seed{seed}"])
 
 
 def is_complete_run(folder: Path) -> bool:
-    """Returns whether a folder holds a complete run."""
+    """Returns whether a folder holds a run with all of its rounds."""
     if not (folder / "config.yaml").exists():
         return False
     return len(read_metrics(folder / "metrics.jsonl")) == int(read_config(folder)["rounds"])
 
 
 def is_complete_job(job: PaperJob) -> bool:
-    """Returns whether a job's run and its baselines have all of their rounds."""
+    """Returns whether the run of a job and the runs of its baselines have all of their rounds."""
     return not _unfinished_runs(job)
 
 
 def run_paper_jobs(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
-    """Runs the missing runs of the jobs, and continues those that were stopped.
+    """Executes the jobs' runs that are missing, continues those that were stopped, and returns one sentence for each
+    method that failed.
 
     A method that cannot finish does not keep the others from running. Returns one sentence for each such method.
 
@@ -102,7 +106,10 @@ def _unfinished_runs(job: PaperJob) -> list[_MethodRun]:
 
 
 def _process_count(job: PaperJob, runs: int) -> int:
-    """Returns how many of `runs` to run at a time. A few runs finish sooner one after another, each on all cores."""
+    """Returns the number of processes in which to execute `runs`.
+
+    A few runs finish sooner one after another, each on all cores.
+    """
     from polyfed.comparison.process_pool import default_parallel_runs
 
     settings, clients = job.experiment.settings, job.experiment.split.clients

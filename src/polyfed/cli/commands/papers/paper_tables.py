@@ -1,5 +1,6 @@
-"""Loads the tables and figures of the papers from `recipes/papers/*.yaml`: each cell with the paper's figure, if its
-text states one, and the metric of a recipe's run to compare with it.
+"""Loads the tables and figures of the papers from `recipes/papers/*.yaml`.
+
+Each cell has the paper's figure, if the paper's text states one, and the metric of a recipe's run to compare with it.
 
 A table has `columns` and `rows`, partial descriptions of cells by name; a cell is the table's description, with the
 column's laid over it, and the row's over that. `recipe`, `variant` (`{field}` in it stands for a field of the cell),
@@ -26,7 +27,7 @@ _CELL_KEYS = ("recipe", "variant", "method", "metric", "unit", "cells", "title",
 @final
 @dataclass(frozen=True)
 class PaperCell:
-    """One cell of a table.
+    """Describes one cell of a paper's table: the paper's figure, and the run and metric that give polyfed's value.
 
     Args:
         row, column: where it is.
@@ -55,15 +56,16 @@ class PaperCell:
 
     @property
     def variants(self) -> tuple[str | None, ...]:
-        """Returns the variants whose runs the cell needs: its own, and the `others` that it is compared with."""
+        """Returns the recipe variants whose runs the cell needs: its own variant, and the `others` with which it is
+        compared."""
         return (self.variant, *self.part.get("others", ()))
 
 
 @final
 @dataclass(frozen=True)
 class PaperTable:
-    """A table or figure, or a sweep of polyfed's own: names, title, a note for readers, and its cells in the order of
-    rows and columns.
+    """Describes a table or figure of a paper, or a sweep of polyfed's own: its names, its title, and its cells in the
+    order of rows and columns.
 
     A table that cannot be run has `reason_not_run`, a sentence that says what to do.
     """
@@ -78,7 +80,7 @@ class PaperTable:
 
     @property
     def printed_name(self) -> str:
-        """Returns the table's name as the paper writes it.
+        """Returns the table's name as the paper prints it, such as "Table 1".
 
         >>> ([find_table("flha", name).printed_name for name in ("table1", "fig7", "appendix b")],
         ...  find_table("fedhenn", "effects").printed_name)
@@ -102,7 +104,8 @@ class PaperTable:
         return f"{prefixes[kind]} {suffix}".rstrip()
 
     def variants_by_recipe(self) -> dict[str, tuple[str | None, ...]]:
-        """Returns the variants that make a cell, by recipe, in the order of the cells.
+        """Returns, for each recipe, the variants that give a value of one of the table's cells, in the order of the
+        cells.
 
         >>> find_table("fedhenn", "table 3").variants_by_recipe()["fedhenn_table3"][:2]
         ('cifar10-linear', 'cifar10-rbf')
@@ -117,7 +120,7 @@ class PaperTable:
 @final
 @dataclass(frozen=True)
 class Paper:
-    """A paper: its short name, title, other names, and its tables by short name."""
+    """Describes a paper: its short name, title and other names, and its tables by short name."""
 
     name: str
     title: str
@@ -127,7 +130,7 @@ class Paper:
 
 @cache
 def load_papers() -> Mapping[str, Paper]:
-    """Loads the papers by their short names.
+    """Loads the descriptions of all papers, by short name.
 
     >>> list(load_papers())
     ['fedhenn', 'fedpnas', 'flha', 'pfedla']
@@ -138,7 +141,7 @@ def load_papers() -> Mapping[str, Paper]:
 
 
 def find_paper(name: str) -> Paper:
-    """Finds a paper by any of its names, in any spelling.
+    """Returns the paper with this name, in any spelling; raises a `UserError` if there is none.
 
     Raises:
         UserError: there is none of this name.
@@ -154,7 +157,8 @@ def find_paper(name: str) -> Paper:
 
 
 def find_table(paper: str, table: str) -> PaperTable:
-    """Finds a table or figure of a paper: "table1", "Table 1", "1", "Fig. 3", "appendix B", or its recipe's name.
+    """Returns the table or figure of a paper with this name: "table1", "Table 1", "1", "Fig. 3", "appendix B", or its
+    recipe's name.
 
     A bare number is the table, or where there is no such table the figure.
 

@@ -1,4 +1,4 @@
-"""Carries out `polyfed reproduce`: runs the recipes of a paper's table, and prints the results next to the paper's."""
+"""Implements `polyfed reproduce`: runs the recipes of a paper's table, and prints the results next to the paper's."""
 
 import fnmatch
 import itertools
@@ -13,7 +13,7 @@ from rich.console import Console
 from polyfed.cli.commands.options import configuration_parser
 from polyfed.cli.commands.options.recipes import SCALES, Recipe, read_recipe
 from polyfed.cli.commands.papers import job_runner
-from polyfed.cli.commands.papers.cell_results import cell_result_fields, measure_cell_result, show_cells
+from polyfed.cli.commands.papers.cell_results import build_reproduction_results, measure_cell_result, show_cells
 from polyfed.cli.commands.papers.job_runner import first_equal_variant, job_folder
 from polyfed.cli.commands.papers.paper_tables import PaperTable, find_paper, find_table, load_papers
 from polyfed.cli.commands.terminal import PlainTable, print_line
@@ -33,7 +33,7 @@ _PATHS = ("path", "cache")
 @final
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """Holds the options of `polyfed reproduce` besides paper, table and the options of `polyfed run`.
+    """Holds the options of `polyfed reproduce`, apart from the paper, the table, and the options of `polyfed run`.
 
     Args:
         scale: of the recipes; None is "cpu".
@@ -61,7 +61,7 @@ class ReproduceOptions:
 
     @property
     def seed_numbers(self) -> list[int | None]:
-        """Returns the seeds; None stands for the recipe's.
+        """Returns the seeds to run with; None stands for the seed of the recipe.
 
         >>> ReproduceOptions(seeds="0, 7").seed_numbers, ReproduceOptions().seed_numbers
         ([0, 7], [None])
@@ -69,13 +69,13 @@ class ReproduceOptions:
         return [None] if self.seeds is None else [int(part) for part in self.seeds.split(",")]
 
     def output_folder(self, table: PaperTable) -> Path:
-        """Returns the folder of the runs and of `reproduce.json`."""
+        """Returns the folder for the runs of a table and for `reproduce.json`."""
         default_folder = Path("runs") / f"reproduce-{table.paper}-{table.name}-{self.scale or 'cpu'}"
         return default_folder if self.out is None else expand_user_path(self.out, "--out")
 
 
 def run_reproduction(argv: Sequence[str], reproduce_options: ReproduceOptions, *, quiet: bool = False) -> None:
-    """Runs a table of a paper, or lists the tables.
+    """Runs the experiments of a paper's table and prints the results, or lists the tables if none is named.
 
     Args:
         argv: paper and table, then options of `polyfed run`; nothing, or a paper alone, lists what there is.
@@ -126,7 +126,7 @@ def _reproduce_table(
     ]
     reduced = {name: recipe.reduction_note(scale) for name, recipe in recipes.items()}
     create_private_folder(folder, parents=True)
-    content = cell_result_fields(table, results, scale, reduced, run_arguments)
+    content = build_reproduction_results(table, results, scale, reduced, run_arguments)
     write_file_atomically(folder / RESULT_FILE, json.dumps(content, indent=1, ensure_ascii=False).encode())
     show_cells(table, results, scale, reduced, run_arguments, console)
     print_line(console, f"Runs and cells ({RESULT_FILE}) are in {folder}")
@@ -135,7 +135,7 @@ def _reproduce_table(
 
 
 def show_papers(console: Console, paper: str | None = None) -> None:
-    """Prints the tables and figures of one paper or of all.
+    """Prints the tables and figures of one paper, or of all papers if `paper` is None.
 
     Raises:
         UserError: there is no such paper.
@@ -213,7 +213,7 @@ def _experiment_from_config(config: Mapping[str, Any]) -> "Experiment":
 
 
 def _check_same_settings(folder: Path, experiment: "Experiment") -> None:
-    """Refuses a folder whose runs have other settings than the requested ones."""
+    """Raises a `UserError` if a folder holds runs with other settings than the requested ones."""
     from polyfed.cli.commands.run.run_command import run_folders_by_method
     from polyfed.simulation.storage.configuration import describe_method_and_settings
 
@@ -238,7 +238,7 @@ def _check_same_settings(folder: Path, experiment: "Experiment") -> None:
 
 
 def _check_single_data_path(table: PaperTable, sources: set[str], argv: Sequence[str]) -> None:
-    """Refuses one path for several data sets."""
+    """Raises a `UserError` if the user gives one data path for several data sets."""
     option_names = {word.partition("=")[0] for word in argv}
     if len(sources) > 1 and "--data.path" in option_names and not option_names & {"--data", "--data.name"}:
         several = f"{table.paper} {table.name} is of several data sets ({', '.join(sorted(sources))})"
@@ -257,7 +257,7 @@ def _without_data_paths(key: str, value: Any) -> Any:
 
 
 def _check_data_available(jobs: Sequence[job_runner.PaperJob]) -> None:
-    """Checks before the first run that the data of all runs are there."""
+    """Checks, before the first run, that the data sets of all runs are on this machine."""
     sources = list(dict.fromkeys(job.experiment.source for job in jobs if not job_runner.is_complete_job(job)))
     for source in sources[1:]:
         source.load()

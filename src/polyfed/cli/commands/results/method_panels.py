@@ -1,4 +1,4 @@
-"""Collects what each method adds to the page of `polyfed report`, and prints the most important of it."""
+"""Builds the panels that a method adds to the page of `polyfed report`, and prints their main results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MAX_CLIENTS_ACROSS = 8  # clients side by side in a table
 @final
 @dataclass(frozen=True, eq=False)
 class PanelInputs:
-    """Holds what the panels of one run are made from.
+    """Holds everything from which the panels of one run are built.
 
     Attributes:
         run: the run; it has a directory.
@@ -40,7 +40,10 @@ class PanelInputs:
 
 
 def method_panels(inputs: PanelInputs) -> dict[str, Markup]:
-    """Returns the panels of a run's method as HTML by heading; a panel that cannot be made says why."""
+    """Builds the panels that the run's method adds to the report page: heading -> HTML.
+
+    A panel that cannot be built says why.
+    """
     panels: dict[str, Markup] = {}
     for heading, make_panel in _PANELS.get(inputs.run.method, {}).items():
         try:
@@ -52,13 +55,14 @@ def method_panels(inputs: PanelInputs) -> dict[str, Markup]:
     return panels
 
 
-def has_panels(run: RunRecord) -> bool:
-    """Returns whether the method of a run has panels of its own."""
+def has_method_panels(run: RunRecord) -> bool:
+    """Returns whether the method of a run adds panels to the report page."""
     return run.method in _PANELS
 
 
 def load_participants_offline(run: RunRecord) -> tuple[Participants | None, str]:
-    """Loads the clients of a run again from its configuration if that needs no network.
+    """Loads the clients of a run from its configuration, if their data need no download; returns them, or None and the
+    reason.
 
     Returns:
         The clients and an empty text, or None and a sentence that says why not.

@@ -1,9 +1,9 @@
-"""Runs `polyfed predict`."""
+"""Implements `polyfed predict`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.cli.commands.argv import CommandParser, has_help_flag, optional_path
+from polyfed.cli.commands.argv import CommandParser, expand_optional_path, has_help_flag
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path
 
@@ -14,7 +14,7 @@ _SHOWN = 10
 
 
 def predict_command(argv: list[str]) -> None:
-    """Predicts the rows of a file with a client's network."""
+    """Parses the command line of `polyfed predict`, and predicts the rows of a file with the network of a client."""
     parser = CommandParser(
         "polyfed predict RUN|FOLDER FILE [--client ID] [--out FILE.csv]",
         "Predicts new rows with the network of a client, after a run on a table (polyfed run --data table) or from a "
@@ -29,13 +29,16 @@ def predict_command(argv: list[str]) -> None:
         parser.print_help()
         return
     options, (folder, file) = parser.parse_arguments(argv, "a run directory and a CSV or Parquet file", 2)
-    predict_file(expand_user_path(folder), options.client, file, optional_path(options.out, "--out"))
+    predict_file(expand_user_path(folder), options.client, file, expand_optional_path(options.out, "--out"))
 
 
 def predict_file(
     folder: Path, client: str | None, file: str, out: Path | None, console: "Console | None" = None
 ) -> None:
-    """Writes the predictions for all rows of `file` to a CSV file, or prints those of the first rows.
+    """Predicts all rows of the table `file` with the network in `folder`, and writes the predictions to the CSV file
+    `out`.
+
+    Without `out` it prints the predictions for the first rows.
 
     Raises:
         UserError: there is no such model, the file cannot be read, or `out` exists.

@@ -1,4 +1,4 @@
-"""Runs the command `report`: prints the last scores of runs, and writes the page with everything about them."""
+"""Implements `polyfed report`: prints the last scores of runs, and writes an HTML page about them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,12 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.measure import Measurement
 
-from polyfed.cli.commands.results.method_panels import PanelInputs, has_panels, load_participants_offline, method_panels
+from polyfed.cli.commands.results.method_panels import (
+    PanelInputs,
+    has_method_panels,
+    load_participants_offline,
+    method_panels,
+)
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
@@ -33,7 +38,8 @@ def show_report(
     out: Path | None = None,
     subgroups: Sequence[str] = (),
 ) -> None:
-    """Prints the scores of runs, of their baselines and of comparisons, and writes a page with everything about them.
+    """Prints the scores of runs, of their baselines and of comparisons, and writes an HTML page with details about
+    them.
 
     Args:
         folders: run directories, or those of `polyfed compare`.
@@ -51,7 +57,7 @@ def show_report(
         console.print(_methods_table(run_group))
         console.print(_clients_table(run_group, console))
     # The page gets fewer clients and layers of each run where many runs have such pictures.
-    view_count = sum(has_panels(method.runs[0]) for run_group in groups for method in run_group.methods)
+    view_count = sum(has_method_panels(method.runs[0]) for run_group in groups for method in run_group.methods)
     max_panels = max(1, MAX_CLIENTS // max(1, view_count))
     extras = [
         _add_predictions(_page_extras(run_group, f"v{k}", max_panels, console), run_group, subgroups)

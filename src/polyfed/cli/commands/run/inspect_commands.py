@@ -1,13 +1,13 @@
-"""Runs `polyfed data` and `polyfed graph`, which show clients and networks before anything is trained."""
+"""Implements `polyfed data` and `polyfed graph`, which show clients and networks before training."""
 
 from dataclasses import replace
 from typing import get_args
 
 from polyfed.cli.commands.argv import (
     CommandParser,
+    expand_optional_path,
     has_help_flag,
     option_name,
-    optional_path,
     parse_positive_integers,
     parse_yaml_value,
 )
@@ -17,7 +17,7 @@ from polyfed.core.io.trusted_code import trust_code
 
 
 def data_command(argv: list[str]) -> None:
-    """Prints and draws how many examples of each class every client has."""
+    """Parses the command line of `polyfed data`, and shows how many examples of each class every client has."""
     from polyfed.cli.commands.options import configuration_parser, recipes
 
     parser = CommandParser(
@@ -32,8 +32,8 @@ def data_command(argv: list[str]) -> None:
         parser.print_help()
         return
     options, words = parser.parse_words(argv)
-    _, config, _ = recipes.pop_recipe_configuration(words, options.scale, options.variant)
-    config = configuration_parser.parse_configuration(words, config, "polyfed data")
+    recipe = recipes.pop_recipe(words, options.scale, options.variant)
+    config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed data")
     from polyfed.cli.commands.run import run_command
     from polyfed.simulation.experiment import build_experiment
 
@@ -41,7 +41,8 @@ def data_command(argv: list[str]) -> None:
 
 
 def graph_command(argv: list[str]) -> None:
-    """Prints and draws the layers of a network, and which of them a hypernetwork can generate."""
+    """Parses the command line of `polyfed graph`, and shows the layers of a network and which of them a hypernetwork
+    can generate."""
     parser = CommandParser(
         "polyfed graph MODEL --input SHAPE [OPTIONS]",
         "Prints and draws the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and "
@@ -99,5 +100,5 @@ def graph_command(argv: list[str]) -> None:
         method.contraction,
         integer=options.integer,
         plot=expand_user_path(options.plot or "graph.png", "--plot"),
-        catalogue=optional_path(options.catalogue, "--catalogue"),
+        catalogue=expand_optional_path(options.catalogue, "--catalogue"),
     )

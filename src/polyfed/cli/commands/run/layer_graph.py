@@ -1,4 +1,4 @@
-"""Prints a network's graph of layers as tables, draws it, and writes its layer catalogue."""
+"""Prints a network's graph of layers as tables, draws the graph, and writes the catalogue of its layer types."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,8 @@ def show_layer_graph(
     catalogue: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints and draws a network's graph, and adds its layer types to the catalogue in a file.
+    """Prints and draws the graph of a network's layers, and adds its layer types to the catalogue file, if one is
+    given.
 
     Args:
         spec: the network.

@@ -1,4 +1,4 @@
-"""What the commands `run`, `resume` and `data` do: an experiment with its baselines, its directory, and its table."""
+"""Implements `polyfed run`, `resume` and `data`: runs an experiment with its baselines, and prints its tables."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ def run_experiment(
     logger: Sequence[str] = (),
     console: Console | None = None,
 ) -> None:
-    """Runs an experiment and its baselines into `out`, tracked with the names of `logger`, and prints a table.
+    """Runs an experiment and its baselines, saves them in `out` and in the trackers `logger`, and prints a table.
 
     Raises:
         UserError: what `federate` refuses; nothing has been computed.
@@ -73,7 +73,7 @@ def run_experiment(
             )
         except (ClientError, RoundError) as error:  # the others are worth having
             failed[name] = str(error)
-    show_run(runs, experiment_data, out, console or Console())
+    show_run_table(runs, experiment_data, out, console or Console())
     _log_networks_to_mlflow(out, logger, console)
     _raise_if_failed(failed)
 
@@ -85,7 +85,7 @@ def _raise_if_failed(failed: Mapping[str, str]) -> None:
 
 
 def _log_networks_to_mlflow(out: Path, logger: Sequence[str], console: Console | None) -> None:
-    """Logs the networks of a run to MLflow, if it is tracked there. What fails there costs no run."""
+    """Logs a run's networks to MLflow, if the run is tracked there; an error in MLflow does not stop the run."""
     if "mlflow" not in logger:
         return
     # imported late: most runs do without
@@ -116,7 +116,7 @@ def _check_methods_and_models(experiment: Experiment, experiment_data: Participa
 
 
 def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
-    """Goes on with the run in `out` and with its baselines, tracked as it was, and prints the table.
+    """Continues the run in `out` and its baselines, tracked as before, and prints a table of the results.
 
     Raises:
         UserError: `out` is not a run directory that can be resumed.
@@ -143,13 +143,13 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
                 runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
         except (ClientError, RoundError) as error:
             failed[name] = str(error)
-    show_run(runs, experiment_data, out, console or Console())
+    show_run_table(runs, experiment_data, out, console or Console())
     _log_networks_to_mlflow(out, logger, console)
     _raise_if_failed(failed)
 
 
 def run_folders_by_method(experiment: Experiment, out: Path) -> dict[str, Path]:
-    """Folders of the runs of an experiment in `out`, by method: its own, and then the baselines."""
+    """Returns the run directory of each method of an experiment: the experiment's own method, and then its baselines."""
     baseline_folders = {name: out / BASELINES / name for name in experiment.baselines}
     return {registry_name(experiment.algorithm): out, **baseline_folders}
 
@@ -157,8 +157,10 @@ def run_folders_by_method(experiment: Experiment, out: Path) -> dict[str, Path]:
 def run_or_resume_method(
     experiment: Experiment, name: str, experiment_data: Participants, folder: Path, progress: Progress
 ) -> Run:
-    """Runs one method of an experiment, or goes on with it if it is in `folder`. `load_checked_participants` belongs
-    before it."""
+    """Runs one method of an experiment, or continues its run if `folder` holds one.
+
+    Call `load_checked_participants` before it.
+    """
     if not (folder / "config.yaml").exists():
         method = experiment.baselines.get(name, experiment.algorithm)
         return _run_method(
@@ -185,7 +187,7 @@ def _resume_method(
 
 
 def load_checked_participants(experiment: Experiment) -> Participants:
-    """Who takes part in an experiment, once it is known that all of its methods suit them.
+    """Loads the clients of an experiment, and checks that all of its methods suit them.
 
     Raises:
         UserError: they do not.
@@ -226,9 +228,11 @@ def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, 
     return {"preparation": experiment_data.preparation} if experiment_data.preparation else {}
 
 
-def show_run(runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console) -> None:
-    """Prints the table of a run and its baselines: per client and overall, with the gain over the first baseline; overall
-    only where so many methods do not fit the terminal."""
+def show_run_table(runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console) -> None:
+    """Prints a table of the scores of a run and its baselines, with the gain over the first baseline.
+
+    It has a row per client, or only overall scores where the terminal is too narrow for all methods.
+    """
     main, *baseline_names = runs
     score = runs[main].federation.metrics[0]
     at_round: Literal["last", "best"] = (
@@ -290,7 +294,7 @@ def show_run(runs: Mapping[str, Run], experiment_data: Participants, out: Path, 
 
 
 def _format_score(value: float | None, metric: Metric) -> str:
-    """A value as people read it.
+    """Formats a score for display: shares in per cent, others as a number.
 
     >>> (_format_score(0.871, resolve_metrics("accuracy", "classification")[0]),
     ...  _format_score(0.871, resolve_metrics("auc", "classification")[0]))
@@ -302,7 +306,7 @@ def _format_score(value: float | None, metric: Metric) -> str:
 
 
 def _format_gain(value: float | None, base: float | None, metric: Metric) -> str:
-    """By how much a value is better than another; of shares in points."""
+    """Formats by how much a score is better than another; in percentage points for shares."""
     if value is None or base is None:
         return "–"
     gain = value - base if metric.higher_is_better else base - value
@@ -312,7 +316,7 @@ def _format_gain(value: float | None, base: float | None, metric: Metric) -> str
 def _table_by_method(
     tables: Mapping[str, Mapping[str, Mapping[str, Any]]], main: str, score: Metric, when: str
 ) -> PlainTable:
-    """One row a method, for so many methods that the columns of one row a client do not fit the terminal."""
+    """Builds a table with one row per method, for a terminal that is too narrow for one column per method."""
     baseline_names = [name for name in tables if name != main]
     table = PlainTable(title=f"{score.label} on each client's own test examples, {when}; metrics.jsonl has each client's",
                   title_justify="left")  # fmt: skip
@@ -330,7 +334,7 @@ def _table_by_method(
 
 
 def _seconds_text(run: Run) -> str:
-    """Mean seconds of a round; empty for a run that did not record them."""
+    """Formats the mean seconds of a round; empty for a run that did not record them."""
     if not all("seconds_clients" in record and "seconds_server" in record for record in run.history):
         return ""
     clients, server = (fmean(record[f"seconds_{side}"] for record in run.history) for side in ("clients", "server"))
@@ -338,8 +342,9 @@ def _seconds_text(run: Run) -> str:
 
 
 def show_class_counts(experiment: Experiment, plot: Path, console: Console | None = None) -> None:
-    """Prints and draws the number of training examples per client and class, or that have each label; of regression prints
-    how many there are, and mean and standard deviation of their targets.
+    """Prints and draws the number of training examples of each client by class or label.
+
+    For regression it prints their number, and the mean and standard deviation of their targets.
 
     Raises:
         UserError: a picture that cannot be written.
@@ -382,13 +387,13 @@ def show_class_counts(experiment: Experiment, plot: Path, console: Console | Non
 
 
 def _sorted_by_name(clients: Sequence[Client]) -> list[Client]:
-    """Clients in the order of their names; names that are numbers as numbers."""
+    """Returns the clients sorted by name; names that are numbers are sorted as numbers."""
     place = {name: position for position, name in enumerate(sorted_unique_texts([client.id for client in clients]))}
     return sorted(clients, key=lambda client: place[client.id])
 
 
 def _target_moments(client: Client) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each target of the training examples, in the unit of the data."""
+    """Returns the mean and standard deviation of each target of a client's training examples, in the unit of the data."""
     y, transform = client.train.labels.double(), client.train.transform
     y = transform.unscale_outputs(y).double() if isinstance(transform, TablePreprocessor) else y
     return list(zip(y.mean(0).tolist(), y.std(0, correction=0).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Carries out `polyfed warmstart`: generates weights for unseen clients with the hypernetwork of a run directory."""
+"""Implements `polyfed warmstart`: generates weights for unseen clients with the hypernetwork of a trained run."""
 
 import json
 import math
@@ -44,7 +44,7 @@ _LISTED_TENSORS = 6  # tensors that a line names
 @final
 @dataclass(frozen=True)
 class WarmStartOptions:
-    """Holds the options of `polyfed warmstart` besides those of `data` and `model`.
+    """Holds the options of `polyfed warmstart`, apart from those of the sections `data` and `model`.
 
     Args:
         unseen: id of one of the run's unseen clients; None for all of them.
@@ -84,7 +84,7 @@ class WarmStartOptions:
 def run_warmstart(
     folder: Path, argv: Sequence[str], warmstart_options: WarmStartOptions, console: Console | None = None
 ) -> None:
-    """Generates the unseen clients' weights, writes them, and prints their scores.
+    """Generates weights for the unseen clients' networks, writes them to files, and prints the networks' scores.
 
     Args:
         folder: run directory of a run of flha_ghn.
@@ -205,8 +205,7 @@ def _client_with_own_data(
     data: Mapping[str, Any], model: Mapping[str, Any], argv: Sequence[str], server: TrainedServer
 ) -> tuple[Client, int, int]:
     """Builds an unseen client from all examples of a source; also returns the numbers of classes and of held-out
-    examples.
-    """
+    examples."""
     fields = {key: value for key, value in data.items() if key != "name" and f"data.{key}" not in UNSEEN_CLIENT_KEYS}
     pool = SOURCES[data["name"]](**fields).load()
     has_test_fraction = any(word.partition("=")[0] == "--data.test_fraction" for word in argv)
@@ -298,7 +297,7 @@ def _show_scores(
 
 
 def format_coverage(coverage: float) -> str:
-    """Formats a share in per cent; only exactly none or all are shown as 0 or 100.
+    """Formats a share as a percentage; 0 % and 100 % are printed only if the share is exactly 0 or 1.
 
     >>> format_coverage(1.0), format_coverage(0.9999), format_coverage(0.25), format_coverage(0.0001), format_coverage(0.0)
     ('100 %', '>99.9 %', '25.0 %', '<0.1 %', '0 %')
@@ -321,7 +320,7 @@ def _network_lines(client: Client) -> list[str]:
 
 
 def _lines_of_local_tensors(start: WarmStart) -> list[str]:
-    """Formats what stays local, one line for each reason."""
+    """Formats which tensors stay local, with one line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in start.local.items():
         by_reason.setdefault(reason, []).append(name)
@@ -337,7 +336,7 @@ def _format_number(value: float | None) -> str:
 
 
 def _add_curves_to_file(file: Path, curves: Mapping[str, TrainingCurves]) -> None:
-    """Adds the curves to those of the run's other unseen clients, for `polyfed report`."""
+    """Adds the training curves to the file with those of the run's other unseen clients, for `polyfed report`."""
     create_private_folder(file.parent)
     stored_curves: dict[str, Any] = {}
     if file.is_file():
@@ -378,7 +377,7 @@ def _show_curves(
 
 
 def describe_epochs_to_scratch_score(curves: TrainingCurves) -> str:
-    """Says after how many epochs the warm start has the final score of training from scratch.
+    """Describes after how many epochs the warm start reaches the final score of training from scratch.
 
     >>> describe_epochs_to_scratch_score(TrainingCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7)))
     'the warm start has after 1 epoch what training from scratch has after 2 (0.700)'
