@@ -124,7 +124,7 @@ def nodes(tmp_path, monkeypatch):
     module.CLIENTS = {}
     monkeypatch.setitem(sys.modules, "clients_of_a_test", module)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(apps, "log_to_stderr", lambda: None)  # logs stay where pytest finds them
+    monkeypatch.setattr(apps, "send_logs_to_stderr", lambda: None)  # logs stay where pytest finds them
 
     def make(clients, **config) -> dict[int, Node]:
         found = {}

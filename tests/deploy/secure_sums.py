@@ -10,7 +10,7 @@ from polyfed.deploy.secure_aggregation.crypto import signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
     SumId,
     advertise_keys,
-    decrypt_share_boxes,
+    decrypt_received_shares,
     mask_words,
     release_unmasking_shares,
     share_secrets,
@@ -61,7 +61,7 @@ class Server:
 
     def mask(self, words):
         for name, x in words.items():
-            self.states[name] = decrypt_share_boxes(self.states[name], self.boxes_for(name))
+            self.states[name] = decrypt_received_shares(self.states[name], self.boxes_for(name))
             self.masked[name] = mask_words(self.states[name], x)
         return self
 

@@ -16,7 +16,7 @@ from polyfed.core.errors import UserError
 from polyfed.deploy.flower.engine import FlowerEngine, envelope_from_record, envelope_to_record
 from polyfed.deploy.protocol import wire
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, pack_tensors, read_tensor_specs, unpack_tensors
-from polyfed.deploy.server.reply_validation import parse_result
+from polyfed.deploy.server.reply_validation import parse_task_result
 from polyfed.deploy.server.server_config import configure_server
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.settings import Settings
@@ -161,7 +161,7 @@ def test_what_methods_can_tell_from_names_is_told_before_tensors_are_read(tmp_pa
         groups = {name: pack_tensors(tree) for name, tree in wrong.items()}
         packed = PackedEnvelope(json.dumps(HEAD), {"num_examples": 20, "capacity": 9}, groups)
         with pytest.raises(UserError) as told:
-            parse_result(task, packed, server, {"num_examples": 20}, state)
+            parse_task_result(task, packed, server, {"num_examples": 20}, state)
         assert len(str(told.value)) < 400, case
 
 
@@ -178,7 +178,7 @@ def test_what_two_methods_can_only_tell_from_values_is_taken_where_it_is_right()
         packed = PackedEnvelope(
             json.dumps(HEAD), {"num_examples": 20}, {name: pack_tensors(tree) for name, tree in reply.items()}
         )
-        found = parse_result(
+        found = parse_task_result(
             ClientTask("local", 1, "client-0", DOWN, None, 1, 1), packed, server, {"num_examples": 20}, state
         )
         assert found.reply.tensors.keys() == reply.keys()
@@ -195,7 +195,7 @@ def test_a_reply_over_which_a_method_stumbles_is_refused():
     task = ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
     for groups, error in (({}, "KeyError"), ({"model": pack_tensors({"w": torch.ones(1)})}, "AttributeError")):
         with pytest.raises(UserError, match=rf"the method cannot check the shapes of its reply .{error}."):
-            parse_result(
+            parse_task_result(
                 task, PackedEnvelope(json.dumps(HEAD), {"num_examples": 20}, groups), server, {"num_examples": 20}, None
             )
 

@@ -11,7 +11,7 @@ from secure_loop import SITES, Loop, mean_of
 from polyfed.core.algorithm import Message
 from polyfed.deploy.protocol.wire import Envelope
 from polyfed.deploy.secure_aggregation import crypto as primitives
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_advert
+from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.crypto import signing_function
 from polyfed.deploy.secure_aggregation.protocol import SumId, advertise_keys
 from polyfed.deploy.secure_aggregation.shamir import PRIME
@@ -253,7 +253,10 @@ def of_keys(kind, loop, keys, letter):
     if kind == "copied":
         theirs = next(a for name, _, a in reversed(loop.sent) if name == LIAR)  # its own, of which it takes one twice
         return signed(
-            keys, which, cipher=parse_advert(theirs.head["advert"]).mask, mask=parse_advert(theirs.head["advert"]).mask
+            keys,
+            which,
+            cipher=parse_key_advertisement(theirs.head["advert"]).mask,
+            mask=parse_key_advertisement(theirs.head["advert"]).mask,
         )
     if kind == "other round":
         return signed(keys, SumId(loop.server.run, number + 1))

@@ -104,9 +104,9 @@ class Loop:
                 place = member.join_sum(SumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {}))
                 place.mark_used()
                 reply = self.reply(name, letter.body.tensors)
-                body = place.mask_part(encode_sum_part(reply, self.server.algorithm, place.max_sites))
+                body = place.mask_reply_words(encode_sum_part(reply, self.server.algorithm, place.max_sites))
             if head.get("advertise"):
-                more["advert"] = member.create_key_advertisement(SumId(head["run"], head["advertise"]))
+                more["advert"] = member.renew_keys_and_advertise(SumId(head["run"], head["advertise"]))
             same = {n: head[n] for n in ("run", "round", "phase")}
             return Envelope({"client": name, **same, "failure": None, "seconds": 0.0, **more}, body)
         except (RefusalError, UserError) as refusal:

@@ -26,7 +26,7 @@ from polyfed.deploy.protocol.wire import pack_tensors, parse_head, read_tensor_s
 from polyfed.deploy.server.server_config import _parse_field_value
 from polyfed.deploy.site.private_state import (
     InvalidSiteStateError,
-    check_client_identity,
+    check_or_record_client_identity,
     read_private_state,
     write_private_state,
 )
@@ -59,7 +59,7 @@ def of_a_site(folder, kind, as_json):
     write_private_state(run, "north", 3, METHOD, {"model": {"w": torch.ones(3)}, "seen": 2}, 0)
     sealed = folder / "sealed" / "run-a"
     shutil.copytree(run, sealed)
-    check_client_identity(folder / "site" / "run-b", "north", "0123")
+    check_or_record_client_identity(folder / "site" / "run-b", "north", "0123")
     with warnings.catch_warnings(action="ignore"):
         spend_budget(book, "data", ReplyProtection(clip_norm=1.0, noise_multiplier=2.0))
     file = sealed / "private" / "round-000003.state"
@@ -78,7 +78,7 @@ def of_a_site(folder, kind, as_json):
 
     def marks():
         with asked():
-            check_client_identity(folder / "site" / "run-b", "north", "0123")
+            check_or_record_client_identity(folder / "site" / "run-b", "north", "0123")
 
     marked = folder / "site" / "run-b" / "run.json"
     return {

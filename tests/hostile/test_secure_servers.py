@@ -15,7 +15,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import RoundError
 from polyfed.core.messages.fixed_point import parse_sum_message
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_advert
+from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.protocol import SumId, UnmaskingShares
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
 from polyfed.simulation.rounds.secure_aggregation import encode_sum_part
@@ -120,7 +120,7 @@ def test_a_site_refuses_what_a_server_may_not_ask(at, step):
 
 def test_a_site_refuses_keys_of_its_own_that_it_has_replaced(at):
     loop, letter = at("share")
-    loop.members[LIAR].create_key_advertisement(SumId(loop.server.run, 1))
+    loop.members[LIAR].renew_keys_and_advertise(SumId(loop.server.run, 1))
     answer = loop.answer(LIAR, letter)
     assert "not those that this site has advertised last" in answer.head["refusals"]["share"]
 
@@ -223,7 +223,7 @@ def learnt(folder, keys, seed):
                 except RefusalError:
                     continue
                 place.mark_used()
-                sent = place.mask_part(encode_sum_part(loop.reply(name, down), loop.server.algorithm, 4))
+                sent = place.mask_reply_words(encode_sum_part(loop.reply(name, down), loop.server.algorithm, 4))
                 words = parse_sum_message(sent)[0]
                 assert (name, told_of[name], keys_of[name]["mask"]) not in masked, "one mask, twice"
                 masked[name, told_of[name], keys_of[name]["mask"]] = words
@@ -249,7 +249,7 @@ def openings(run, number, keys_of, second, handed, loop, down):
     for (listing, threshold), everyone, size in itertools.product(told, shared, range(1, 5)):
         for survivors in itertools.combinations(sorted(second), size):
             total = sum((second[n][0] for n in survivors), np.zeros_like(second[survivors[0]][0]))
-            adverts = [parse_advert(keys_of[n]) for n in listing]
+            adverts = [parse_key_advertisement(keys_of[n]) for n in listing]
             for fewest in {threshold, 2}:
                 try:
                     words = unmask_sum(SumId(run, number), adverts, fewest, everyone, survivors, total, handed)

@@ -1,4 +1,7 @@
-"""Starts Flower's SuperLink with a token (`polyfed.deploy.flower.superlink`); units and containers name this module."""
+"""Starts Flower's SuperLink with a token; systemd units and containers start this module by its name.
+
+The code is in `polyfed.deploy.flower.superlink`.
+"""
 
 from polyfed.deploy.flower.superlink import run_command
 

@@ -3,8 +3,8 @@
 import logging
 
 
-def log_to_stderr() -> None:
-    """Writes polyfed's log lines to stderr, beside Flower's."""
+def send_logs_to_stderr() -> None:
+    """Makes polyfed's loggers write to stderr, where Flower's log lines appear too."""
     logger = logging.getLogger("polyfed")
     if not logger.handlers:
         handler = logging.StreamHandler()

@@ -1,4 +1,7 @@
-"""Starts a site's SuperNode (`polyfed.deploy.flower.supernode`); units and containers name this module."""
+"""Starts a site's SuperNode; systemd units and containers start this module by its name.
+
+The code is in `polyfed.deploy.flower.supernode`.
+"""
 
 from polyfed.deploy.flower.supernode import run_command
 

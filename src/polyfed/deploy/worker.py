@@ -1,4 +1,7 @@
-"""Starts a site's long-lived process (`polyfed.deploy.site.worker`); the SuperNode names this module."""
+"""Starts a site's long-lived process; the SuperNode starts this module by its name.
+
+The code is in `polyfed.deploy.site.worker`.
+"""
 
 from polyfed.deploy.site.worker import run_command
 

@@ -41,7 +41,7 @@ def test_a_message_waits_for_little_and_rounds_alike_for_few_questions(comes):
     clock = Clock()
     pace = PollingSchedule(clock=clock)
     for _ in range(5):
-        pace.restart()
+        pace.start_new_wait()
         times = asked_at(pace, clock, comes)
         assert times[-1] - comes <= max(0.2, min(3.0, 0.05 * comes)) + 1e-9
     early, late = 0.75 * comes / 3.0, 0.25 * comes / min(3.0, max(0.2, 0.05 * 0.75 * comes))
@@ -54,7 +54,7 @@ def test_rounds_that_become_shorter_are_seen_soon():
     pace = PollingSchedule(clock=clock)
     waited = []
     for comes in (600.0, 600.0, 600.0, *[0.5] * 8):
-        pace.restart()
+        pace.start_new_wait()
         waited.append(asked_at(pace, clock, comes)[-1] - comes)
     assert waited[3] <= 2.5 + 1e-9
     assert all(later <= earlier + 0.2 for earlier, later in itertools.pairwise(waited[3:]))
@@ -67,5 +67,5 @@ def test_time_without_a_run_is_no_time_of_a_round():
     pace = PollingSchedule(clock=clock)
     asked_at(pace, clock, 3600.0)
     for comes in (0.5, 0.5, 0.5):
-        pace.restart()
+        pace.start_new_wait()
         assert asked_at(pace, clock, comes)[-1] - comes <= 0.2 + 1e-9

@@ -98,7 +98,7 @@ def test_why_a_supernode_is_refused_is_in_the_log(caplog, ahead, signed, told):
     request = SimpleNamespace(
         headers={**headers, TIMESTAMP_HEADER: stamp}, state=state, client=SimpleNamespace(host="10.0.0.9")
     )
-    check = superlink.log_refusals(node_auth.authenticate_node)
+    check = superlink.add_log_of_refusals(node_auth.authenticate_node)
     if told is None:
         check(request)
         assert caplog.messages == []

@@ -57,10 +57,10 @@ while True:
 def site(tmp_path):
     """A site's process that answers with its number, or does what it is told."""
     found = SiteProcess((sys.executable, "-c", BEGIN))
-    found.start()
-    found.configure(str(tmp_path / "mark"))
+    found.start_if_stopped()
+    found.set_node_config(str(tmp_path / "mark"))
     yield found
-    found.close()
+    found.stop()
 
 
 def ask(site, head="hello"):
@@ -113,12 +113,12 @@ def test_a_damaged_answer_stops_nothing(site):
 
 def test_a_process_that_cannot_start_is_told_with_each_message():
     site = SiteProcess((sys.executable, "-c", "raise SystemExit(3)"))
-    site.start()
-    site.configure("{}")
+    site.start_if_stopped()
+    site.set_node_config("{}")
     for _ in range(2):
         with pytest.raises(SiteProcessDiedError, match="exit 3"):
             ask(site)
-    site.close()
+    site.stop()
 
 
 def test_nobody_else_can_open_the_connection(site):
@@ -174,7 +174,7 @@ class Link:
 def served(link, site):
     carrier = MessageLoop(link.flower, link.connection, site)
     while link.queue:
-        carrier.handle_message(*link.queue.pop(0))
+        carrier.answer_message(*link.queue.pop(0))
 
 
 def echo(frame):
@@ -362,7 +362,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(supernode, "SiteProcess", lambda: SimpleNamespace(
         start=lambda: None, close=lambda: None, configure=lambda config: None))  # fmt: skip
     monkeypatch.setattr(signal, "signal", lambda *words: None)
-    monkeypatch.setattr(supernode, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(supernode, "send_logs_to_stderr", lambda: None)
     write_key_pair(tmp_path / "key")
     (tmp_path / "rsa").write_text("nothing")
     for words, sentence in (

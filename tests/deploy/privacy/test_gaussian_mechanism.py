@@ -167,12 +167,12 @@ def test_a_server_that_sends_nan_gets_nothing_from_a_site_that_clips(tmp_path, n
 
 def test_the_stream_is_that_of_rfc_8439():
     """Appendix A.1, test vector 1: ChaCha20 with a key and a nonce of zeros. The last byte of the key counts."""
-    words = GaussianNoise(bytes(32)).random_words(8)
+    words = GaussianNoise(bytes(32)).draw_random_words(8)
     assert words.astype("<u8").tobytes().hex() == (
         "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
         "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
     )
-    assert not set(words) & set(GaussianNoise(bytes(31) + b"\x01").random_words(8))
+    assert not set(words) & set(GaussianNoise(bytes(31) + b"\x01").draw_random_words(8))
 
 
 def test_each_message_has_a_key_of_its_own_from_the_system(monkeypatch):
@@ -190,7 +190,7 @@ def test_moments_tails_and_pairs_of_the_noise():
     """10^6 draws with a fixed key: moments within 5 standard errors, the numbers beyond 3, 3.5 and 4 standard deviations
     within 5 of theirs, no correlation of values or squares at lags 1, 2 and 3 (pairs of the transform are neighbours)."""
     n = 2**20
-    z = GaussianNoise(bytes(32)).standard_normal(n)
+    z = GaussianNoise(bytes(32)).draw_standard_normal(n)
     for power, (expected, variance) in {1: (0, 1), 2: (1, 2), 3: (0, 15), 4: (3, 96), 6: (15, 10395 - 225)}.items():
         assert abs((z**power).mean() - expected) < 5 * math.sqrt(variance / n), power
     for far in (3.0, 3.5, 4.0):
@@ -207,9 +207,9 @@ def test_moments_tails_and_pairs_of_the_noise():
 def test_the_least_and_the_largest_words_give_finite_numbers(monkeypatch):
     for word in (0, 2**64 - 1):
         monkeypatch.setattr(
-            GaussianNoise, "random_words", lambda self, number, word=word: np.full(number, word, dtype=np.uint64)
+            GaussianNoise, "draw_random_words", lambda self, number, word=word: np.full(number, word, dtype=np.uint64)
         )
-        z = GaussianNoise().standard_normal(4)
+        z = GaussianNoise().draw_standard_normal(4)
         assert np.isfinite(z).all()
         assert np.abs(z).max() < 9.6
 

@@ -14,8 +14,8 @@ from polyfed.deploy.secure_aggregation.crypto import signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
     SumId,
     advertise_keys,
-    decrypt_share_boxes,
-    derive_bundle_key,
+    decrypt_received_shares,
+    derive_released_shares_key,
     minimum_threshold,
     release_unmasking_shares,
     share_secrets,
@@ -98,7 +98,7 @@ def test_the_masked_numbers_of_one_site_fit_every_input():
     y, x = server.masked["site-0"], words["site-0"]
     seen = [advert.mask for advert in server.adverts] + [advert.cipher for advert in server.adverts]
     seen += [box[:32] for boxes in server.boxes.values() for box in boxes.values()]
-    digest = server.states["site-0"].shared.context_digest
+    digest = server.states["site-0"].shared.participants_digest
     for key in seen:
         pads = [
             crypto.generate_key_stream(crypto.derive_key(key, digest, *context), 5)
@@ -242,7 +242,7 @@ def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
     for sentence, given in lies.items():
         for lie in given:
             with pytest.raises(RefusalError, match=sentence):
-                decrypt_share_boxes(state, lie)
+                decrypt_received_shares(state, lie)
 
 
 def test_sites_that_were_told_different_sites_cannot_read_each_other():
@@ -253,7 +253,7 @@ def test_sites_that_were_told_different_sites_cannot_read_each_other():
     _, more = share_secrets(server.states["site-2"], server.adverts, 4, peers(names(4)))
     for box in (boxes["site-0"], more["site-0"]):
         with pytest.raises(RefusalError, match="cannot be read"):
-            decrypt_share_boxes(states["site-0"], {"site-1": box, "site-2": box, "site-3": box})
+            decrypt_received_shares(states["site-0"], {"site-1": box, "site-2": box, "site-3": box})
 
 
 def test_a_site_refuses_lists_that_would_tell_more_than_the_sum():
@@ -275,9 +275,9 @@ def test_a_site_never_hands_out_both_kinds_of_shares_of_another():
     server, _ = play(4, 3)
     state, everyone = server.states["site-0"], names(4)
     agreement = state.shared.agreement[0] + sum(state.shared.agreement[1:])
-    key = derive_bundle_key(agreement % shamir.PRIME, state.shared.context_digest, "site-0", everyone)
+    key = derive_released_shares_key(agreement % shamir.PRIME, state.shared.participants_digest, "site-0", everyone)
     bundle = shamir.elements_from_bytes(
-        crypto.decrypt(key, server.handed["site-0"].bundle, state.shared.context_digest)
+        crypto.decrypt(key, server.handed["site-0"].bundle, state.shared.participants_digest)
     )
     assert bundle == [state.held_shares[name][1] for name in everyone]  # self-masks alone
     with pytest.raises(RefusalError, match="was opened for other sites before"):

@@ -154,17 +154,17 @@ def test_a_message_is_entered_before_data_noise_and_state(sites, secure, monkeyp
     noted(disclosure_guard, "spend_budget")
     for owner, name in (
         (site_module, "write_private_state"),
-        (site_module, "check_client_identity"),
+        (site_module, "check_or_record_client_identity"),
         (site_module, "InProcessEngine"),
     ):
         noted(owner, name)
-    noted(GaussianNoise, "standard_normal")
-    noted(SumParticipation, "mask_part")
+    noted(GaussianNoise, "draw_standard_normal")
+    noted(SumParticipation, "mask_reply_words")
     noted(private_state, "append_line")
     assert three[NAMES[0]].answer_envelope(letter("local", secure=secure, boxes=boxes)).body.tensors
     assert order[:2] == ["spend_budget", "client"]
-    assert order.index("write_private_state") < order.index("standard_normal") < order.index("append_line")
-    assert ("mask_part" in order) == secure
+    assert order.index("write_private_state") < order.index("draw_standard_normal") < order.index("append_line")
+    assert ("mask_reply_words" in order) == secure
 
 
 def failing(client, training=True, error=RuntimeError):

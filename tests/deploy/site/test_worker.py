@@ -172,10 +172,10 @@ def test_the_bits_are_those_of_a_simulation(tmp_path, nodes, method, monkeypatch
 @pytest.fixture
 def site(config):
     found = SiteProcess()
-    found.start()
-    found.configure(json.dumps(config))
+    found.start_if_stopped()
+    found.set_node_config(json.dumps(config))
     yield found
-    found.close()
+    found.stop()
 
 
 def gone(process):
@@ -225,14 +225,14 @@ def test_it_ends_with_its_supernode_whatever_it_does(config, busy):
     if busy:
         Path(config["site"]).write_text("import time\n" + SITE.replace("    return", "    time.sleep(600)\n    return"))
     site = SiteProcess()
-    site.start()
-    site.configure(json.dumps(config))
+    site.start_if_stopped()
+    site.set_node_config(json.dumps(config))
     while not calls(config):
         time.sleep(0.05)
     process = site.pid
     site._socket.shutdown(socket.SHUT_RDWR)
     assert gone(process)
-    site.close()
+    site.stop()
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_what_site_py_prints_is_no_frame(config):
     text = Path(config["site"]).read_text()
     Path(config["site"]).write_text("import os\nprint('hello', flush=True)\nos.system('echo hello')\n" + text)
     site = SiteProcess()
-    site.start()
-    site.configure(json.dumps(config))
+    site.start_if_stopped()
+    site.set_node_config(json.dumps(config))
     assert told(site.request_answer(letter(architecture=architecture())))["client"] == "client-0"
-    site.close()
+    site.stop()

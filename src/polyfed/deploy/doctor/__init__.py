@@ -1,4 +1,5 @@
-"""Checks the folder of a server, a site or a trial for mistakes: `polyfed flower doctor`.
+"""Checks the folder of a server, a site or a local trial for mistakes in its set-up; the command `polyfed flower
+doctor` runs this.
 
 `folders` detects the kind of a folder and reads its unit, `examine` selects the checks, and the others carry them out:
 `certificates`, `machine` (files, disk, versions), `network` (ports, TLS, clocks), `site_config` (a site's configuration).
@@ -13,7 +14,7 @@ from typing import Literal, final
 @final
 @dataclass(frozen=True)
 class Finding:
-    """Holds the result of one check.
+    """Holds the result of one check of `polyfed flower doctor`.
 
     Args:
         level: "ok", "note" (worth knowing, or not possible to check from here) or "wrong" (must be mended).
@@ -34,15 +35,15 @@ Findings = Iterator[Finding]
 
 
 def ok_finding(part: str, text: str) -> Finding:
-    """Builds the finding of a check that found no mistake."""
+    """Returns the finding of a check that found no mistake."""
     return Finding("ok", part, text)
 
 
 def note_finding(part: str, text: str) -> Finding:
-    """Builds a finding that is worth knowing, but no mistake."""
+    """Returns a finding that the user should know about, but that is not a mistake."""
     return Finding("note", part, text)
 
 
 def problem_finding(part: str, text: str) -> Finding:
-    """Builds the finding of a mistake that must be mended."""
+    """Returns the finding of a mistake that the user must correct."""
     return Finding("wrong", part, text)

@@ -1,4 +1,6 @@
-"""Checks certificates and keys: that they exist, belong together, are valid for the name and time, and are private."""
+"""Checks TLS certificates and key files: they exist, match each other, are valid now and for the server's name, and
+private keys are readable only by their owner.
+"""
 
 import datetime
 import ipaddress
@@ -28,12 +30,12 @@ _RAW = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyIn
 
 
 def utc_now() -> datetime.datetime:
-    """Returns the time in UTC."""
+    """Returns the current time in UTC."""
     return datetime.datetime.now(datetime.UTC)
 
 
 def read_certificates(file: Path) -> list[x509.Certificate]:
-    """Reads the certificates in a PEM file.
+    """Reads all certificates in a PEM file.
 
     Raises:
         ValueError: there are none, or they are damaged.
@@ -53,7 +55,7 @@ def read_certificates(file: Path) -> list[x509.Certificate]:
 
 
 def check_authority_file(part: str, file: Path) -> Findings:
-    """Checks that a file holds certificates of an authority, and no secret."""
+    """Checks that a file holds certificates of a certificate authority, and no private key."""
     if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return
@@ -79,7 +81,7 @@ def check_authority_file(part: str, file: Path) -> Findings:
 
 
 def check_server_certificate(part: str, file: Path, key: Path, authority: Path, host: str | None) -> Findings:
-    """Checks that sites can accept a server's certificate.
+    """Checks that sites will accept a server's TLS certificate, and that its private key matches.
 
     Args:
         part: `Finding.part`.
@@ -168,7 +170,8 @@ def _check_names(part: str, file: Path, leaf: x509.Certificate, host: str | None
 
 
 def is_host_covered(host: str, names: list[str], addresses: list[str]) -> bool:
-    """Returns whether a certificate's names or addresses cover a host; a name may begin with "*.".
+    """Returns whether one of a certificate's DNS names or IP addresses matches a host; a DNS name may begin with the
+    wildcard "*.".
 
     >>> (is_host_covered("a.example.org", ["*.example.org"], []), is_host_covered("127.0.0.1", ["127.0.0.1"], []),
     ...  is_host_covered("::1", [], ["::1"]))
@@ -250,7 +253,9 @@ def _check_key(part: str, file: Path, leaf: x509.Certificate, key: Path) -> Find
 
 
 def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: str | None) -> Findings:
-    """Tries a TLS handshake in memory, by which OpenSSL finds what the checks above have not."""
+    """Tries a TLS handshake in memory with a server's certificate, since OpenSSL detects some mistakes that the other
+    checks do not.
+    """
     try:
         server_context, client_context = (
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
@@ -276,7 +281,7 @@ def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: st
 
 
 def openssl_error_text(error: Exception) -> str:
-    """Returns OpenSSL's text for an error, without its numbers.
+    """Returns the readable part of an OpenSSL error, without error numbers.
 
     >>> openssl_error_text(ValueError("no"))
     'no'
@@ -285,7 +290,9 @@ def openssl_error_text(error: Exception) -> str:
 
 
 def check_site_key(part: str, file: Path) -> Findings:
-    """Checks that a site's private key can be read, but not by others, and matches the public key beside it."""
+    """Checks that a site's private key can be read, is not accessible to other users, and matches the public key file
+    beside it.
+    """
     if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return
@@ -314,7 +321,7 @@ def check_site_key(part: str, file: Path) -> Findings:
 
 
 def read_public_key(file: Path) -> bytes | None:
-    """Reads a public key in OpenSSH's format, as DER; returns None if the file holds none."""
+    """Reads a public key file in OpenSSH's format and returns the key as DER bytes; None if the file holds no such key."""
     try:
         return serialization.load_ssh_public_key(read_file(file)).public_bytes(*_RAW)
     except (OSError, *_PARSE_ERRORS):
@@ -322,7 +329,9 @@ def read_public_key(file: Path) -> bytes | None:
 
 
 def check_peer_keys(part: str, folder: Path, name: str, key: Path) -> Findings:
-    """Checks the folder of all sites' public keys, for secure sums: the keys differ, and this site's own is among them."""
+    """Checks the folder with all sites' public keys, which secure aggregation needs: all keys differ, and the site's
+    own key is among them.
+    """
     files = sorted(folder.glob("*.pub")) if folder.is_dir() else []
     if not files:
         yield problem_finding(
@@ -349,8 +358,10 @@ def check_peer_keys(part: str, folder: Path, name: str, key: Path) -> Findings:
         yield ok_finding(part, f"{folder} has the keys of {', '.join(sorted(key_by_site))}")
 
 
-def first_certificate_name(file: Path) -> str | None:
-    """Returns a name or address that a certificate covers; None if it cannot be read or covers none."""
+def first_name_in_certificate(file: Path) -> str | None:
+    """Returns the first DNS name or IP address for which a certificate file is valid; None if the file cannot be read
+    or names none.
+    """
     try:
         leaf = read_certificates(file)[0]
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

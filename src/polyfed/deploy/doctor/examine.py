@@ -1,4 +1,4 @@
-"""Runs the checks of a deployment's folder, before anything is started and while it runs."""
+"""Selects and runs the checks for a project, a trial, a server or a site, by its folder."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from polyfed.deploy.doctor.certificates import (
     check_peer_keys,
     check_server_certificate,
     check_site_key,
-    first_certificate_name,
+    first_name_in_certificate,
     read_public_key,
 )
 from polyfed.deploy.doctor.folders import SERVER_UNIT, SITE_UNIT, SystemdUnit, detect_folder_kinds, read_systemd_unit
@@ -35,7 +35,7 @@ ConfigurationCheck = Callable[[Mapping[str, Any], Path], Findings]
 def diagnose_folder(
     folder: Path, protocol: int, check_configuration: ConfigurationCheck, port: int = 8000, address: str | None = None
 ) -> Findings:
-    """Checks a folder and yields the findings.
+    """Checks a folder of a project, a trial, a server or a site, and yields the result of each check.
 
     Args:
         folder: folder of a project, a trial, a server or a site.
@@ -114,7 +114,7 @@ def _check_site_keys(folder: Path, names: list[str]) -> Findings:
 
 
 def _check_running_trial(folder: Path, authority: Path, running: Mapping[str, Any], names: list[str]) -> Findings:
-    """Checks a trial that runs, or was killed."""
+    """Checks the processes, sites and server of a trial that is running or was killed."""
     ended_names = sorted(name for name, number in running["processes"].items() if not _is_alive(number))
     if ended_names == sorted(running["processes"]):
         yield problem_finding("trial", f"it was killed: none of its processes runs; delete {folder / 'trial.json'}")
@@ -166,8 +166,8 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
         yield problem_finding(
             "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
         )
-    authority = unit.option_path("--ssl-ca-certfile", "ca.crt")
-    pair = unit.option_path("--ssl-certfile", "server.pem"), unit.option_path("--ssl-keyfile", "server.key")
+    authority = unit.file_of_option("--ssl-ca-certfile", "ca.crt")
+    pair = unit.file_of_option("--ssl-certfile", "server.pem"), unit.file_of_option("--ssl-keyfile", "server.key")
     yield from check_authority_file("certificates", authority)
     yield from check_server_certificate("certificates", *pair, authority, public_address[0] if public_address else None)
     if (stray := unit.file.parent / "ca.key").exists():
@@ -181,7 +181,7 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
             "docs/deploy.md, ports and proxies",
         )
     else:
-        yield from check_token_file("token", unit.option_path("--control-token-file", "control.token"))
+        yield from check_token_file("token", unit.file_of_option("--control-token-file", "control.token"))
     if unit.program is not None and "--enable-supernode-auth" not in options:
         yield problem_finding(
             "keys", f"{unit.file} lacks --enable-supernode-auth: anybody could take part under any name; add it"
@@ -219,9 +219,11 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
 
 
 def _check_taken_port(address: tuple[str, int], authority: Path, name: str | None, certificate: Path) -> Findings:
-    """Checks that a port in use is used by this server."""
+    """Checks that the program that occupies a port is this server, and not another program."""
     host = "127.0.0.1" if address[0] in ("0.0.0.0", "::") else address[0]
-    findings = list(check_tls_server("port", host, address[1], authority, name or first_certificate_name(certificate)))
+    findings = list(
+        check_tls_server("port", host, address[1], authority, name or first_name_in_certificate(certificate))
+    )
     if findings and findings[0].level == "ok":
         yield from findings
     else:
@@ -234,7 +236,9 @@ def _check_taken_port(address: tuple[str, int], authority: Path, name: str | Non
 
 
 def _check_key_files(folder: Path) -> Findings:
-    """Checks the key files beside a server's unit: public keys of sites can be read, and no private key is among them."""
+    """Checks the key files in a server's folder: the sites' public keys can be read, and no site's private key is among
+    them.
+    """
     for file in sorted(folder.glob("*.pub")):
         if read_public_key(file) is None:
             yield problem_finding("keys", f"{file} is no public key in OpenSSH's form; ask the site for it again")
@@ -262,8 +266,8 @@ def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
             "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
         )
     authority, key = (
-        unit.option_path("--root-certificates", "ca.crt"),
-        unit.option_path("--auth-supernode-private-key", "site.key"),
+        unit.file_of_option("--root-certificates", "ca.crt"),
+        unit.file_of_option("--auth-supernode-private-key", "site.key"),
     )
     yield from check_authority_file("certificates", authority)
     yield from check_site_key("keys", key)

@@ -1,4 +1,4 @@
-"""Detects whether a folder is that of a project, trial, server or site, and reads its systemd unit."""
+"""Detects whether a folder belongs to a project, a trial, a server or a site, and reads its systemd unit file."""
 
 import os
 import re
@@ -18,7 +18,7 @@ _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)
 @final
 @dataclass(frozen=True)
 class SystemdUnit:
-    """Holds what a systemd unit starts.
+    """Holds the program that a systemd unit starts, with its options and environment variables.
 
     Args:
         file: the unit's file.
@@ -32,8 +32,11 @@ class SystemdUnit:
     options: dict[str, str]
     environment: dict[str, str]
 
-    def option_path(self, option: str, default_name: str) -> Path:
-        """Returns the file that an option names, or else the file of that name beside the unit.
+    def file_of_option(self, option: str, default_name: str) -> Path:
+        """Returns the path of the file that a command-line option of the unit names, or of a default file beside the
+        unit. If that file does not exist, but one of the same name beside the unit does, returns the latter.
+
+        This allows a folder to be checked before it is copied to its final place.
 
         So a folder can be checked before it is installed in its place.
         """
@@ -43,7 +46,8 @@ class SystemdUnit:
 
 
 def read_systemd_unit(file: Path) -> SystemdUnit:
-    """Reads a systemd unit; without a file, as in a container, returns a unit without program and options.
+    """Reads the program, options and environment variables from a systemd unit file. If the file does not exist, as in
+    a container, the returned unit has no program and no options.
 
     Raises:
         UserError: the file cannot be read, or has no `ExecStart`.
@@ -68,7 +72,7 @@ def read_systemd_unit(file: Path) -> SystemdUnit:
 
 
 def _parse_options(words: Sequence[str]) -> dict[str, str]:
-    """Parses the options of a command line; those without a value have an empty one.
+    """Parses command-line words into a mapping from option to value; an option without a value gets the value "".
 
     >>> _parse_options(["-m", "x", "--port", "8000", "--enable-supernode-auth", "--host=a"])
     {'--port': '8000', '--enable-supernode-auth': '', '--host': 'a'}
@@ -82,7 +86,8 @@ def _parse_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def detect_folder_kinds(folder: Path) -> tuple[str, ...]:
-    """Returns the kinds of a folder: "project", "trial" (of the project around it), "server", "site", or the last two.
+    """Returns the roles that a folder has, by the files in it: ("project",), ("trial",), ("server",), ("site",) or
+    ("server", "site").
 
     Raises:
         UserError: the folder is none of these.

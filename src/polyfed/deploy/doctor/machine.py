@@ -1,4 +1,4 @@
-"""Checks the machine: access to files, space on the disk, and versions of installed packages."""
+"""Checks the machine: file permissions, free disk space and versions of installed packages."""
 
 import os
 import re
@@ -23,7 +23,7 @@ CHECKED_PACKAGES = ("torch", "numpy", "safetensors", "flwr", "cryptography", "to
 
 
 def find_read_obstacle(part: str, file: Path) -> Finding | None:
-    """Returns a finding that says why a file cannot be read; None if it can."""
+    """Returns a finding that says why a file cannot be read, or None if it can be read."""
     if not file.exists():
         return problem_finding(part, f"{file} does not exist; put it there, or name another file")
     if not file.is_file():
@@ -42,13 +42,15 @@ def find_read_obstacle(part: str, file: Path) -> Finding | None:
 
 
 def check_secret_file_mode(part: str, file: Path) -> Findings:
-    """Reports a secret file that others can read or write."""
+    """Checks that other users can neither read nor write a secret file; yields a finding only if they can."""
     if (mode := file.stat().st_mode) & 0o077:
         yield problem_finding(part, f"others can read or write {file} (mode {mode & 0o777:o}); chmod 600 {file}")
 
 
 def check_token_file(part: str, file: Path) -> Findings:
-    """Checks that the token of the control interface exists, is long enough, and is private."""
+    """Checks that the file with the token of Flower's control interface exists, that the token is long enough, and that
+    other users cannot read it.
+    """
     if unreadable := find_read_obstacle(part, file):
         yield unreadable
         return
@@ -63,7 +65,9 @@ def check_token_file(part: str, file: Path) -> Findings:
 
 
 def check_state_folder(part: str, folder: Path) -> Findings:
-    """Checks that a folder for states can be written, is private, and has enough free space."""
+    """Checks that a folder for states and checkpoints is writable, is closed to other users, and has enough free disk
+    space.
+    """
     existing_folder = folder
     while not existing_folder.exists() and existing_folder != existing_folder.parent:
         existing_folder = existing_folder.parent
@@ -95,7 +99,7 @@ def check_state_folder(part: str, folder: Path) -> Findings:
 
 
 def _largest_state_bytes(folder: Path) -> int:
-    """Returns the size of the largest state or checkpoint in a folder, in bytes."""
+    """Returns the size in bytes of the largest state or checkpoint file in a folder; 0 if there is none."""
     sizes = [file.stat().st_size for pattern in _STATE_PATTERNS for file in folder.glob(pattern) if file.is_file()]
     return max(sizes, default=0)
 
@@ -114,7 +118,9 @@ def _describe_user() -> str:
 
 
 def check_unit_program(part: str, program: Path) -> Findings:
-    """Checks that the program that a unit starts exists, and notes if it belongs to another installation than this one."""
+    """Checks that the program that a systemd unit starts exists and is executable, and reports if it belongs to another
+    Python installation.
+    """
     if not program.exists():
         yield problem_finding(
             part,
@@ -133,7 +139,8 @@ def check_unit_program(part: str, program: Path) -> Findings:
 
 
 def check_package_versions(part: str, protocol: int) -> Findings:
-    """Checks that the installed packages meet polyfed's requirements, and reports the versions.
+    """Checks that the installed versions of packages meet polyfed's requirements, and reports the most important
+    versions.
 
     Args:
         part: `Finding.part`.

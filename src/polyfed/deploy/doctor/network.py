@@ -1,4 +1,4 @@
-"""Checks ports, TLS connections and clocks."""
+"""Checks that ports are free, that TLS connections succeed, and that the clocks of two machines agree."""
 
 import contextlib
 import datetime
@@ -18,7 +18,7 @@ MAX_AHEAD_SECONDS, MAX_BEHIND_SECONDS = 4.0, 300.0
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parses HOST:PORT.
+    """Splits a text HOST:PORT into host and port number.
 
     Raises:
         ValueError: the text is no such address.
@@ -34,16 +34,16 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def is_port_listening(host: str, port: int) -> bool:
-    """Returns whether a program accepts connections on a port."""
+    """Returns whether a program accepts TCP connections on a port of a host."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
         return True
     return False
 
 
-def check_port_free(part: str, host: str, port: int, cure: str) -> Findings:
-    """Checks that a server could listen on a port; `cure` is the advice if it could not."""
+def check_port_free(part: str, host: str, port: int, advice: str) -> Findings:
+    """Checks that a server can listen on a port; if it cannot, the finding ends with the text `advice`."""
     if is_port_listening("127.0.0.1" if host in ("0.0.0.0", "") else host, port):
-        yield problem_finding(part, f"port {port} of {host} is taken by another program; {cure}")
+        yield problem_finding(part, f"port {port} of {host} is taken by another program; {advice}")
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -51,15 +51,16 @@ def check_port_free(part: str, host: str, port: int, cure: str) -> Findings:
         try:
             probe.bind((host, port))
         except PermissionError:
-            yield problem_finding(part, f"{port} is a port for root alone; {cure}")
+            yield problem_finding(part, f"{port} is a port for root alone; {advice}")
         except OSError as error:
-            yield problem_finding(part, f"nothing can listen on port {port} of {host} ({error.strerror}); {cure}")
+            yield problem_finding(part, f"nothing can listen on port {port} of {host} ({error.strerror}); {advice}")
         else:
             yield ok_finding(part, f"port {port} of {host} is free")
 
 
 def check_tls_server(part: str, host: str, port: int, authority: Path, name: str | None = None) -> Findings:
-    """Checks that a server answers with a trusted certificate, and that its clock agrees with this machine's.
+    """Checks that a server answers over TLS with a certificate that this machine trusts, and that its clock agrees with
+    this machine's.
 
     Args:
         part: `Finding.part`.
@@ -114,7 +115,7 @@ def check_tls_server(part: str, host: str, port: int, authority: Path, name: str
 
 
 def _check_clock(tls_socket: ssl.SSLSocket, host: str) -> Findings:
-    """Compares this machine's clock with the `Date` header of a server's answer."""
+    """Checks that a server's clock agrees with this machine's, by the `Date` header of an HTTP response."""
     asked_at = utc_now()
     try:
         tls_socket.settimeout(TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""Checks a site's configuration (`flower-supernode --node-config`) and its `site.py`, without executing that."""
+"""Checks a site's node configuration (`flower-supernode --node-config`) and its `site.py`, without executing `site.py`."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ _PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # the pattern that Flowe
 
 
 def parse_node_config(text: str) -> dict[str, Any]:
-    """Parses the key=value pairs of `--node-config`, as Flower does.
+    """Parses the text of `--node-config`, key=value pairs, as Flower parses it.
 
     Raises:
         ValueError: a value is not valid.
@@ -37,7 +37,9 @@ def parse_node_config(text: str) -> dict[str, Any]:
 
 
 def check_node_config(part: str, node_config: Mapping[str, Any]) -> Findings:
-    """Checks that the keys of a node configuration are known, have the right types, and fit each other."""
+    """Checks that the keys of a site's node configuration are known, that their values have the right types, and that
+    they do not contradict each other.
+    """
     has_problem = False
     for word in (word for word in ("client-id", "site", "state-dir") if not node_config.get(word)):
         has_problem = True
@@ -81,12 +83,12 @@ def check_node_config(part: str, node_config: Mapping[str, Any]) -> Findings:
 
 
 def check_site_file(part: str, file: Path) -> Findings:
-    """Checks that `site.py` can be parsed and defines `client()`, without executing it."""
+    """Checks that `site.py` has valid Python syntax and defines the function `client`, without executing it."""
     yield from check_functions_defined(part, file, {"client": "a site's network and data"})
 
 
 def check_functions_defined(part: str, file: Path, purpose_by_name: Mapping[str, str]) -> Findings:
-    """Checks that a Python file defines functions, without executing it.
+    """Checks that a Python file has valid syntax and defines the required functions, without executing it.
 
     Args:
         part: `Finding.part`.

@@ -1,4 +1,4 @@
-"""Carries a deployment's messages over Flower: the server runs as a ServerApp, and each site behind a SuperNode.
+"""Connects polyfed with the framework Flower: the server runs as a ServerApp, and each site runs behind a SuperNode.
 
 The projects that `polyfed flower init` writes import `server_app` and `client_app` from here.
 """
@@ -12,7 +12,9 @@ __all__ = ["client_app", "server_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the apps on first use, since `polyfed.deploy.flower.superlink` and `supernode` must not load torch."""
+    """Imports `server_app` and `client_app` on first access, so that modules of this package that do not need torch do
+    not load it.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from polyfed.deploy.flower import apps

@@ -1,4 +1,4 @@
-"""Builds the ServerApp and the ClientApp of a Flower project."""
+"""Builds Flower's ServerApp and ClientApp, which run polyfed's server and sites."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -11,9 +11,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.deploy.flower.engine import FlowerEngine, SiteRegistry, envelope_to_record, packed_from_record
+from polyfed.deploy.flower.engine import FlowerEngine, SiteRegistry, envelope_to_record, packed_envelope_from_record
 from polyfed.deploy.flower.private_api import shorten_reply_polling
-from polyfed.deploy.logs import log_to_stderr
+from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope
 from polyfed.deploy.server.preprocessing import agree_on_preprocessing
 from polyfed.deploy.server.server_config import configure_server
@@ -25,7 +25,7 @@ _LOG = logging.getLogger("polyfed.server")
 
 
 def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:
-    """Runs a deployment with the sites that are connected to a grid.
+    """Runs a whole federated training with the sites that are connected through Flower, and returns the finished run.
 
     Args:
         grid: Flower's connection to the SuperNodes.
@@ -50,12 +50,12 @@ def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | N
 
 
 def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: context.run_config) -> ServerApp:
-    """Builds the ServerApp of a project: `app = server_app()`."""
+    """Builds the Flower ServerApp that runs a project's server: `app = server_app()`."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        log_to_stderr()
+        send_logs_to_stderr()
         shorten_reply_polling()
         try:
             run_deployment(grid, config(context))
@@ -67,7 +67,9 @@ def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: 
 
 
 def client_app() -> ClientApp:
-    """Builds the ClientApp of a project: `app = client_app()`; the site's node configuration decides what it does."""
+    """Builds the Flower ClientApp that answers for a site: `app = client_app()`. The node configuration of its
+    SuperNode describes the site.
+    """
     app = ClientApp()
 
     def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
@@ -79,7 +81,7 @@ def client_app() -> ClientApp:
 
 
 def _answer_flower_message(message: FlowerMessage, config: Mapping[str, Any]) -> Envelope:
-    log_to_stderr()
+    send_logs_to_stderr()
     return answer_message(
-        config, lambda: build_site(config), lambda: packed_from_record(message.content, SERVER_HEAD_BYTES)
+        config, lambda: build_site(config), lambda: packed_envelope_from_record(message.content, SERVER_HEAD_BYTES)
     )

@@ -1,4 +1,4 @@
-"""Sends the server's envelopes to the sites over Flower's grid, and collects their answers.
+"""Sends the server's messages to the sites through Flower, and collects their replies.
 
 An envelope (`polyfed.deploy.protocol.wire`) travels as Flower's records: the header as one JSON text, a group of tensors as
 bytes (`records`). The other folders of `polyfed.deploy` decide on requests and answers.
@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from polyfed.core.errors import ClientError, UserError
 from polyfed.deploy.flower.polling import PollingSchedule
 from polyfed.deploy.flower.records import build_record, parse_record
-from polyfed.deploy.protocol.handshake import describe_changed_claim
+from polyfed.deploy.protocol.handshake import describe_changed_introduction
 from polyfed.deploy.protocol.piggyback import build_envelopes
 from polyfed.deploy.protocol.table_summary import describe_table_difference
 from polyfed.deploy.protocol.wire import (
@@ -31,7 +31,7 @@ from polyfed.deploy.protocol.wire import (
     pack_envelope,
     parse_head,
 )
-from polyfed.deploy.server.reply_validation import parse_evaluation_result, parse_result, sanitize_line
+from polyfed.deploy.server.reply_validation import parse_evaluation_result, parse_task_result, sanitize_line
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server import DeploymentServer
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
@@ -49,7 +49,7 @@ _MESSAGE_TYPES = {"local": "train", "evaluate": "evaluate", "export": "evaluate"
 
 
 def envelope_to_record(envelope: Envelope) -> RecordDict:
-    """Converts an envelope to Flower's records.
+    """Converts a message, with its header and tensors, to a Flower RecordDict.
 
     >>> import torch
     >>> from polyfed.core.algorithm import Message
@@ -62,7 +62,7 @@ def envelope_to_record(envelope: Envelope) -> RecordDict:
 
 
 def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_BYTES) -> Envelope:
-    """Reads the envelope in Flower's records.
+    """Converts a Flower RecordDict back to a message with header and tensors.
 
     Args:
         record: the records.
@@ -71,12 +71,12 @@ def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_
     Raises:
         UserError: the records hold no envelope, or a damaged one.
     """
-    packed = packed_from_record(record, max_head_length)
+    packed = packed_envelope_from_record(record, max_head_length)
     return Envelope(parse_head(packed.head), packed.unpack_body())
 
 
-def packed_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTES) -> PackedEnvelope:
-    """Takes the packed envelope from Flower's records, without unpacking its header or tensors.
+def packed_envelope_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTES) -> PackedEnvelope:
+    """Reads a message from a Flower RecordDict, but leaves its header and tensors packed.
 
     Args:
         record: the records.
@@ -93,7 +93,7 @@ def packed_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTE
 
 @final
 class SiteRegistry:
-    """Maps sites to Flower's nodes by their introductions.
+    """Keeps which Flower node belongs to which site, and what each site has reported about itself.
 
     Flower's nodes have random ids, so the server asks each new node once for its introduction. A node can only be the site
     under whose name the operator has registered its key (`flwr supernode register KEY --name north`). No other node
@@ -125,7 +125,7 @@ class SiteRegistry:
         self._refusal_heads: dict[str, Mapping[str, Any]] = {}  # headers of refusals, with summaries of tables
 
     def query_new_nodes(self) -> None:
-        """Asks new nodes for their introductions, and updates `nodes`, `introductions` and `refusals` by the answers."""
+        """Asks new Flower nodes which site they are, and updates the registry by the answers so far."""
         names = {node.node_id: node.name for node in self._grid.get_nodes()}
         for node in sorted(set(names) - self._queried_nodes):
             record = envelope_to_record(Envelope(self._head))
@@ -151,7 +151,7 @@ class SiteRegistry:
             self._admit_node(node, names, head)
 
     def _admit_node(self, node: int, names: Mapping[int, str], head: Mapping[str, Any]) -> None:
-        """Registers a node as the site that its introduction names, unless something speaks against it."""
+        """Registers a Flower node as the site that it claims to be, or records why it is not accepted."""
         client, name = sanitize_line(head.get("client")), names.get(node, "")
         if client not in self._site_names:
             _LOG.warning(
@@ -164,7 +164,7 @@ class SiteRegistry:
         elif head.get("refused"):
             self.refusals[client] = sanitize_line(head["refused"])
             self._refusal_heads[client] = head
-        elif changed := describe_changed_claim(
+        elif changed := describe_changed_introduction(
             self.introductions.get(client) or self._first_introductions.get(client), head
         ):
             self.nodes.pop(client, None)
@@ -176,7 +176,7 @@ class SiteRegistry:
             self.refusals.pop(client, None)
 
     def wait_for_all_sites(self, seconds: float) -> Mapping[str, Mapping[str, Any]]:
-        """Waits until all sites are connected, and returns the header of each site's introduction.
+        """Waits until all sites are connected, and returns the header in which each describes itself.
 
         Raises:
             UserError: a site is missing after so many seconds, or refuses.
@@ -202,13 +202,13 @@ class SiteRegistry:
         return self.introductions
 
     def _others_may_explain(self, missing: Sequence[str]) -> bool:
-        """Returns whether the other sites' tables, which have not all come, may explain a refusal."""
+        """Returns whether sites that have not answered may have tables that explain a refusal."""
         tables = any("table" in head for head in self._refusal_heads.values())
         return tables and any(client not in self.refusals for client in missing)
 
 
 def pull_replies(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
-    """Yields the replies that have arrived, each fetched by itself, so that an unreadable one does not affect the others.
+    """Fetches the replies that have arrived, one by one, so that an unreadable one does not affect the others.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -228,7 +228,7 @@ def pull_replies(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -
 
 @final
 class FlowerEngine(Engine):
-    """Sends each task to its site and collects the replies that arrive in time.
+    """Executes a round's tasks: sends each to its site through Flower, and collects the replies that arrive in time.
 
     All messages of a phase are sent at once, so that sites work in parallel and share one time limit. The evaluation of a
     round travels with the training of the next, in one message to a site that does both.
@@ -249,7 +249,7 @@ class FlowerEngine(Engine):
         self._schedules: dict[str, PollingSchedule] = {}  # client -> when to ask for its reply
 
     def bind_federation(self, federation: Federation) -> None:
-        """Follows the server state from which a federation's tasks are sent, which the check of a reply's shapes needs."""
+        """Makes this engine check the replies to a federation's tasks against the tasks' server state."""
         tasks = federation.build_task_blocks
 
         def tasks_with_state(
@@ -263,7 +263,7 @@ class FlowerEngine(Engine):
             self._secure_rounds = SecureRoundServer(self._server, federation, self.exchange)
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Yields results as they arrive; a site that is not connected, is late, or sends an invalid reply is a failure."""
+        """Sends tasks to sites and yields results as replies arrive; a missing, late or invalid reply is a failure."""
         if self._secure_rounds is not None and any(task.phase == "local" for task in tasks):
             yield from self._secure_rounds.run_round_tasks(tasks, self._server_state)
             return
@@ -278,14 +278,14 @@ class FlowerEngine(Engine):
     def _parse_answer(
         self, task: ClientTask, answer: PackedEnvelope | str, with_evaluation: bool = False
     ) -> TaskResult:
-        """Checks a site's answer and returns the task's result, or a failure."""
+        """Returns a task's result from the site's answer; an invalid or missing answer is a failure."""
         if task.phase == "evaluate":
             return parse_evaluation_result(task, answer, self._server, piggybacked=with_evaluation)
         try:
             if isinstance(answer, str):
                 raise UserError(answer)
             introduction = self._sites.introductions[task.client]
-            return parse_result(
+            return parse_task_result(
                 task, answer, self._server, introduction, self._server_state, with_evaluation=with_evaluation
             )
         except UserError as error:
@@ -294,7 +294,7 @@ class FlowerEngine(Engine):
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | str]]:
-        """Sends an envelope to each site, and yields each answer as it arrives, or a text that says why there is none."""
+        """Sends one message to each site and yields (site, reply), or (site, reason) if there is no reply."""
         deployment = self._server.deployment
         self._sites.query_new_nodes()
         connected = self._activation_by_node()
@@ -323,7 +323,7 @@ class FlowerEngine(Engine):
             client: self._schedules.setdefault(client, PollingSchedule(_POLL_SECONDS)) for client in waiting.values()
         }
         for schedule in schedules.values():
-            schedule.restart()
+            schedule.start_new_wait()
         deadline = time.monotonic() + deployment.round_seconds
         next_node_check = time.monotonic() + _NODE_CHECK_SECONDS
         while waiting:
@@ -362,13 +362,13 @@ class FlowerEngine(Engine):
                 time.sleep(min(schedules[client].seconds_until_poll() for client in waiting.values()))
 
     def _activation_by_node(self) -> Mapping[int, str]:
-        """Returns since when each connected node has been connected."""
+        """Returns for each connected Flower node the time since which it has been connected."""
         return {info.node_id: info.last_activated_at for info in self._grid.get_nodes()}
 
     def _messages_to_restarted_nodes(
         self, waiting: Mapping[str, str], activated_before: Mapping[int, str]
     ) -> dict[str, str]:
-        """Returns the waiting messages whose nodes have restarted since, and so have lost them.
+        """Returns the unanswered messages whose Flower node has restarted since, so that no reply will come.
 
         Flower itself notices a missing node only while it is missing, and so not a quick restart.
         """
@@ -382,16 +382,16 @@ class FlowerEngine(Engine):
         }
 
     def close(self) -> None:
-        """Does nothing, since the connection is Flower's."""
+        """Does nothing: the connection belongs to Flower, which closes it."""
 
     def _unpack_answer(self, answer: FlowerMessage) -> PackedEnvelope | str:
-        """Returns the packed envelope in a site's answer, or a text that says why there is none."""
+        """Returns a site's message, still packed, or a text that says why there is none."""
         max_megabytes = self._server.deployment.max_megabytes
         if answer.has_error():
             return f"Flower reports error {answer.error.code}: {sanitize_line(answer.error.reason)}"
         if (size := count_record_bytes(answer.content)) > max_megabytes * 2**20:
             return f"its reply has {size / 2**20:.1f} MB, above max-megabytes = {max_megabytes:g}"
         try:
-            return packed_from_record(answer.content)
+            return packed_envelope_from_record(answer.content)
         except UserError as error:
             return sanitize_line(error)

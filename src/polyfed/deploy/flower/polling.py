@@ -1,4 +1,4 @@
-"""Decides when to poll for a message, since Flower does not notify of messages."""
+"""Decides how often to ask for a message, since Flower does not notify the receiver."""
 
 import time
 from collections import deque
@@ -10,7 +10,7 @@ _EARLY_SHARE, _HISTORY_LENGTH = 0.75, 3  # first poll after this share of the sh
 
 @final
 class PollingSchedule:
-    """Computes the time of the next poll from earlier waiting times.
+    """Computes when to ask for the next message, from the time that earlier messages took to arrive.
 
     The first poll waits for three quarters of the shortest of the last three waiting times. Each further wait is a twentieth
     of the time passed, so that polling adds little to a long round, and an idle site polls every few seconds. If the first
@@ -39,16 +39,16 @@ class PollingSchedule:
     ) -> None:
         self._shortest, self._longest, self._share, self._clock = shortest, longest, share, clock
         self._durations: deque[float] = deque(maxlen=_HISTORY_LENGTH)
-        self.restart()
+        self.start_new_wait()
 
-    def restart(self) -> None:
-        """Starts to wait for a new message."""
+    def start_new_wait(self) -> None:
+        """Begins the wait for the next message."""
         self._since = self._clock()
         self._misses = 0
         self._next_poll = self._since + self._expected_idle_seconds(0.0)
 
     def record_miss(self) -> None:
-        """Records a poll that found no message."""
+        """Records that a poll found no message."""
         now = self._clock()
         passed = now - self._since
         self._misses += 1
@@ -57,15 +57,17 @@ class PollingSchedule:
         )
 
     def record_arrival(self) -> None:
-        """Records a poll that found the message."""
+        """Records that a poll found the awaited message, and stores how long it took to arrive."""
         self._durations.append((self._clock() - self._since) / (1 if self._misses else 2))
 
     def seconds_until_poll(self) -> float:
-        """Returns the seconds until the next poll."""
+        """Returns how many seconds to wait before the next poll."""
         return max(0.0, self._next_poll - self._clock())
 
     def _expected_idle_seconds(self, passed: float) -> float:
-        """Returns the seconds in which no message is expected, judged by earlier waiting times; at most the longest wait."""
+        """Returns for how many seconds no message is expected yet, judged by earlier waiting times; at most the longest
+        allowed wait.
+        """
         if len(self._durations) < _HISTORY_LENGTH:
             return 0.0
         return max(0.0, min(self._longest, _EARLY_SHARE * min(self._durations) - passed))

@@ -1,4 +1,4 @@
-"""Loads and replaces the parts of Flower that a deployment needs and that are not public.
+"""Loads or replaces functions of Flower that are not public, but that a deployment needs.
 
 `tests/deploy/flower/test_supernode.py` and `test_superlink.py` check them in the installed version. If they differ at
 run time, a deployment works without them, at Flower's own speed.
@@ -37,11 +37,11 @@ CONNECTION_PARTS = 8
 
 @final
 class UnsupportedFlowerError(Exception):
-    """Reports that Flower's private parts are not those that this version of polyfed knows."""
+    """Says that the private functions of the installed Flower are not those that this version of polyfed knows."""
 
 
 def load_flower_internals() -> Mapping[str, Any]:
-    """Loads Flower's private parts, by the names in `_INTERNALS`.
+    """Imports the private functions of Flower that polyfed uses, and returns them by polyfed's own short names.
 
     Raises:
         UnsupportedFlowerError: this version of Flower was not tested, or a part is missing or takes other arguments.
@@ -65,7 +65,8 @@ def load_flower_internals() -> Mapping[str, Any]:
 
 
 def shorten_reply_polling() -> bool:
-    """Lets the grid of this process retry after 0.05 s if a part of a reply has not arrived.
+    """Makes Flower, in this process, ask again after 0.05 s (instead of 1 s) for a reply of which a part is still
+    missing.
 
     Flower's grid sees a reply when it is announced, mostly a moment before all of it has been sent, and then waits for 1 s.
 
@@ -84,7 +85,7 @@ def shorten_reply_polling() -> bool:
 
 
 def keep_messages_in_memory() -> bool:
-    """Lets the SuperLink of this process hold messages in memory instead of its database, which saves disk traffic.
+    """Makes the SuperLink of this process hold messages in memory instead of in its database, which saves disk writes.
 
     No message is of use after the SuperLink has ended, since its runs have failed then.
 

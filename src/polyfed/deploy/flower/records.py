@@ -1,4 +1,5 @@
-"""Converts packed envelopes to Flower's records and back, in few objects, since each object costs four HTTP requests.
+"""Converts packed messages to Flower's RecordDict and back, with few objects, since each object costs four HTTP
+requests.
 
 The record "head" has the header as one JSON text. The record "body" has the numbers and the packed groups of tensors, each
 under its name after a character for its type; sites that get the same body share one object at the SuperLink. Groups above
@@ -20,7 +21,7 @@ _NUMBER, _GROUP = "#", "@"
 
 
 def build_record(head: str, scalars: Mapping[str, Any], groups: Mapping[str, bytes]) -> RecordDict:
-    """Builds Flower's records from a header, numbers and packed groups of tensors.
+    """Builds a Flower RecordDict from a message's header, its numbers and its packed groups of tensors.
 
     >>> parse_record(build_record("{}", {"lr": 0.1}, {"model": b"bytes"}))
     ('{}', {'lr': 0.1}, {'model': b'bytes'})
@@ -36,7 +37,8 @@ def build_record(head: str, scalars: Mapping[str, Any], groups: Mapping[str, byt
 
 
 def parse_record(record: RecordDict) -> tuple[str, dict[str, Any], dict[str, bytes]]:
-    """Takes header, numbers and packed groups from Flower's records, without unpacking them.
+    """Returns header, numbers and packed groups of tensors from a Flower RecordDict, without unpacking the header or
+    the tensors.
 
     Raises:
         Exception: the records hold something else, or exceed the limits. (Flower and numpy may raise anything.)
@@ -62,7 +64,8 @@ def parse_record(record: RecordDict) -> tuple[str, dict[str, Any], dict[str, byt
 
 
 def _array_payload(array: Array) -> bytes:
-    """Extracts the bytes that `build_record` put into an array, which Flower stores in the format of `numpy.save`.
+    """Extracts the bytes of a packed group of tensors from a Flower Array, which stores them in the format of
+    `numpy.save`.
 
     Their number must be the one in the format's header, since numpy would allocate that much.
     """

@@ -1,4 +1,4 @@
-"""Runs Flower's SuperLink with a token on its control interface.
+"""Runs Flower's SuperLink, the network hub of a deployment, so that only commands with a token can control it.
 
     python -m polyfed.deploy.link --control-token-file FILE ...          as flower-superlink, with its options
         --messages-on-disk                                               in its database, where memory is short
@@ -52,7 +52,7 @@ _MAX_AHEAD_SECONDS, _MAX_BEHIND_SECONDS = SYSTEM_TIME_TOLERANCE, SYSTEM_TIME_TOL
 
 @final
 class TokenPlugin(NoOpControlAuthnPlugin):
-    """Authenticates callers of the control interface by one token.
+    """Lets a command use Flower's control interface only if it sends the right token.
 
     Args:
         token: the only accepted token.
@@ -65,7 +65,9 @@ class TokenPlugin(NoOpControlAuthnPlugin):
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
-        """Returns whether the token is right and, if so, Flower's only account."""
+        """Returns (True, account) if a request carries the right token, and (False, None) otherwise; all callers share
+        Flower's only account.
+        """
         sent_tokens = [
             value if isinstance(value, bytes) else value.encode() for key, value in metadata if key == ACCESS_TOKEN_KEY
         ]
@@ -76,12 +78,12 @@ class TokenPlugin(NoOpControlAuthnPlugin):
     def refresh_tokens(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
-        """Raises an error, since there is one token, which only its owner changes."""
+        """Always raises an error: the one token is fixed, and only its owner can replace it."""
         raise FlowerError(ApiErrorCode.NO_ACCOUNT_AUTH, "The token of the control interface is wrong.")
 
 
 def read_control_token(file: Path) -> str:
-    """Reads the token from a file that only its owner can read.
+    """Reads the token of the control interface from a file, and requires that only the file's owner can access it.
 
     Raises:
         UserError: the file is missing, others can read it, or the token is too short.
@@ -99,21 +101,22 @@ def read_control_token(file: Path) -> str:
     return token
 
 
-def explain_refusal(stamp: str, now: datetime.datetime) -> str:
-    """Explains why the SuperLink refuses a SuperNode's request: its clock is wrong, or its key.
+def explain_refused_request(signing_time: str, now: datetime.datetime) -> str:
+    """Returns the probable reason why the SuperLink refused a SuperNode's signed request: the SuperNode's clock is
+    wrong, or else its key.
 
     Args:
-        stamp: time at which the request was signed.
+        signing_time: time at which the request was signed, in ISO format.
         now: time of this machine.
 
     >>> now = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
-    >>> explain_refusal("2026-01-01T13:00:00+00:00", now)
+    >>> explain_refused_request("2026-01-01T13:00:00+00:00", now)
     'its clock is 3600 s ahead of this one (at most 5 s ahead and 305 s behind are accepted); set both right'
-    >>> explain_refusal("2026-01-01T12:00:00+00:00", now)
+    >>> explain_refused_request("2026-01-01T12:00:00+00:00", now)
     'its key is not the registered one, or its request was changed'
     """
     try:
-        ahead = (datetime.datetime.fromisoformat(stamp) - now).total_seconds()
+        ahead = (datetime.datetime.fromisoformat(signing_time) - now).total_seconds()
     except (ValueError, TypeError):  # no time, or one without a zone
         ahead = 0.0
     if -_MAX_BEHIND_SECONDS < ahead < _MAX_AHEAD_SECONDS:
@@ -125,8 +128,8 @@ def explain_refusal(stamp: str, now: datetime.datetime) -> str:
     )
 
 
-def log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps Flower's check of a SuperNode's request, so that the log has the reason of a refusal.
+def add_log_of_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns Flower's function that authenticates SuperNodes, extended to log the reason when it refuses a request.
 
     Flower answers 401 for every reason, and its SuperNode then ends without a message.
     """
@@ -138,32 +141,35 @@ def log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
             if getattr(error, "status_code", None) == 401:
                 stamp, now = request.headers.get(TIMESTAMP_HEADER, ""), datetime.datetime.now(datetime.UTC)
                 address = getattr(request.client, "host", "an unknown address")
-                _LOG.warning("polyfed: the SuperNode at %s is refused: %s", address, explain_refusal(stamp, now))
+                _LOG.warning(
+                    "polyfed: the SuperNode at %s is refused: %s", address, explain_refused_request(stamp, now)
+                )
             raise
 
     return authenticate_and_log
 
 
 def store_control_token(address: str, token: str) -> None:
-    """Stores the token for a SuperLink in the credential store of Flower's commands, below FLWR_HOME."""
+    """Saves the token for a SuperLink where the command `flwr` looks for it, below the folder FLWR_HOME."""
     store = get_credential_store()
     pairs = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
     for key, value in pairs.items():
         store.set(key % address, value.encode())
 
 
-def register_site_keys(keys: Mapping[str, str], connection: str = "fed") -> None:
-    """Registers the public keys of sites, all in one process, unlike `flwr supernode register`.
+def register_site_keys(key_file_by_site: Mapping[str, str], connection: str = "fed") -> None:
+    """Registers the sites' public keys at the SuperLink, all in one process, which is faster than one `flwr supernode
+    register` per site.
 
     Args:
-        keys: site -> file of its public key; keys that are registered already are left.
+        key_file_by_site: site -> file of its public key; keys that are registered already are left.
         connection: name of the SuperLink in Flower's configuration.
 
     Raises:
         UserError: a key could not be registered.
     """
     app: Any = importlib.import_module("flwr.cli.app").app
-    for name, key in keys.items():
+    for name, key in key_file_by_site.items():
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -178,8 +184,9 @@ def register_site_keys(keys: Mapping[str, str], connection: str = "fed") -> None
                 ) from error
 
 
-def main(words: list[str]) -> None:
-    """Runs the SuperLink with these arguments, or stores the token (`--login`).
+def main(arguments: list[str]) -> None:
+    """Starts the SuperLink with the given command-line arguments; with `--login`, instead saves the token for `flwr`
+    and registers sites' keys.
 
     Raises:
         UserError: the token is missing, or others can read it, or a key cannot be registered.
@@ -187,19 +194,19 @@ def main(words: list[str]) -> None:
     os.umask(0o077)  # also for the ServerApp, since only its user may read its runs
     options = {}
     for name in ("--control-token-file", "--login"):
-        if name in words:
-            index = words.index(name)
-            options[name] = "".join(words[index + 1 : index + 2])
-            del words[index : index + 2]
+        if name in arguments:
+            index = arguments.index(name)
+            options[name] = "".join(arguments[index + 1 : index + 2])
+            del arguments[index : index + 2]
     if not options.get("--control-token-file"):
         raise UserError("--control-token-file is missing: a file of mode 600 with a token; openssl rand -hex 32 > FILE")
     token = read_control_token(Path(options["--control-token-file"]))
     if "--login" in options:
         store_control_token(options["--login"], token)
-        register_site_keys(dict(word.split("=", 1) for word in words if word != "--register"))
+        register_site_keys(dict(word.split("=", 1) for word in arguments if word != "--register"))
         return
-    if "--messages-on-disk" in words:
-        words.remove("--messages-on-disk")
+    if "--messages-on-disk" in arguments:
+        arguments.remove("--messages-on-disk")
     elif not keep_messages_in_memory():
         print(
             "polyfed: warning: this version of Flower holds messages in its database, which costs seconds",
@@ -209,13 +216,13 @@ def main(words: list[str]) -> None:
     superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     superlink.load_control_authn_plugin = lambda: TokenPlugin(token)
     node_auth: Any = importlib.import_module("flwr.superlink.routers.fleet.node_auth")
-    node_auth.authenticate_node = log_refusals(node_auth.authenticate_node)
-    sys.argv[1:] = words
+    node_auth.authenticate_node = add_log_of_refusals(node_auth.authenticate_node)
+    sys.argv[1:] = arguments
     superlink.flower_superlink()
 
 
 def run_command() -> None:
-    """Runs `main` with the command line's arguments, and exits with a message on a `UserError`."""
+    """Calls `main` with the command line's arguments, and exits with an error message on a `UserError`."""
     try:
         main(sys.argv[1:])
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Runs a site's SuperNode, which hands messages to one long-lived process.
+"""Runs a site's SuperNode, which passes the server's messages to one long-lived process with the site's data.
 
     python -m polyfed.deploy.supernode ...      as flower-supernode, with its options
 
@@ -33,7 +33,7 @@ from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.flower.polling import PollingSchedule
 from polyfed.deploy.flower.private_api import CONNECTION_PARTS, UnsupportedFlowerError, load_flower_internals
-from polyfed.deploy.logs import log_to_stderr
+from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.framing import Frame, FrameError, receive_frame, send_frame
 
 _LOG = logging.getLogger("polyfed.supernode")
@@ -41,12 +41,12 @@ _STOP_SECONDS = 5.0
 
 
 class SiteProcessDiedError(Exception):
-    """Reports that the site's process ended before it answered a message."""
+    """Says that the site's process ended before it answered a message."""
 
 
 @final
 class SiteProcess:
-    """Starts, feeds and stops the site's process for the SuperNode.
+    """Starts the process that trains and evaluates at a site, exchanges messages with it, and stops it.
 
     Args:
         command: the command that starts it; the number of its socket is added.
@@ -59,14 +59,14 @@ class SiteProcess:
 
     @property
     def pid(self) -> int | None:
-        """Returns the process id; None if the process does not run."""
+        """Returns the process id, or None if the process is not running."""
         return None if self._process is None or self._process.poll() is not None else self._process.pid
 
-    def start(self) -> None:
-        """Starts the process if it does not run; it imports torch before it gets the node configuration."""
+    def start_if_stopped(self) -> None:
+        """Starts the site's process, unless it is already running; it imports torch at once."""
         if self.pid is not None:
             return
-        self.close()
+        self.stop()
         own_socket, child_socket = socket.socketpair()
         with child_socket:
             descriptor = child_socket.fileno()
@@ -78,8 +78,8 @@ class SiteProcess:
         if self._config:
             self._send_config()
 
-    def configure(self, config: str) -> None:
-        """Sends the node configuration, as JSON, to this process and to those started later."""
+    def set_node_config(self, config: str) -> None:
+        """Sends the node configuration (JSON) to the site's process, and keeps it for later processes."""
         self._config = config
         self._send_config()
 
@@ -89,14 +89,14 @@ class SiteProcess:
             send_frame(self._socket, Frame("start", self._config))
 
     def request_answer(self, frame: Frame) -> Frame:
-        """Sends a frame to the process and returns its answer.
+        """Sends a message to the site's process, waits for the answer and returns it.
 
         Raises:
             SiteProcessDiedError: the process ended before it answered; another one has been started.
             FrameError: the frame is larger than the process reads, or the answer is damaged.
         """
         for _ in range(2):
-            self.start()
+            self.start_if_stopped()
             assert self._socket is not None
             try:
                 send_frame(self._socket, frame)
@@ -104,16 +104,16 @@ class SiteProcess:
             except (EOFError, FrameError, OSError) as error:
                 if isinstance(error, FrameError) and type(error) is FrameError:
                     raise  # the frame was read to its end, so that the connection can still be used
-                status = self.close()
-                self.start()
+                status = self.stop()
+                self.start_if_stopped()
                 raise SiteProcessDiedError(f"the site's process has ended ({_describe_exit(status)})") from error
             if answer.kind != "again":
                 return answer
-            self.close()
+            self.stop()
         raise SiteProcessDiedError("the site's process asks for a new process again and again")
 
-    def close(self) -> int | None:
-        """Ends the process and returns its exit status; None if there was none."""
+    def stop(self) -> int | None:
+        """Stops the site's process and returns its exit status; None if no process was started."""
         connection, process, self._socket, self._process = self._socket, self._process, None, None
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ class SiteProcess:
 
 
 def _close_after_exit(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
-    """Closes our end after the process has died, since a child of it may still hold the other end open."""
+    """Closes this end of the socket once the process has ended, since a child may hold the other end open."""
     process.wait()
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -143,7 +143,7 @@ def _describe_exit(status: int | None) -> str:
 
 @final
 class MessageLoop:
-    """Carries messages between the SuperLink and the site's process.
+    """Receives the server's messages, lets the site's process answer them, and sends the replies back.
 
     Args:
         flower: Flower's private parts (`load_flower_internals`).
@@ -157,19 +157,19 @@ class MessageLoop:
         self._flower, self._site = flower, site
         _, self._receive, self._send, _, _, self._pull, self._push, self._confirm = connection
 
-    def run(self, schedule: PollingSchedule) -> NoReturn:
-        """Answers messages until this process is ended, or the connection fails for good."""
+    def answer_messages_forever(self, schedule: PollingSchedule) -> NoReturn:
+        """Polls for messages and answers them until this process is ended or the connection fails for good."""
         while True:
             time.sleep(schedule.seconds_until_poll())
             if (received := self._receive()) is None:
                 schedule.record_miss()
             else:
                 schedule.record_arrival()
-                self.handle_message(*received)
-                schedule.restart()
+                self.answer_message(*received)
+                schedule.start_new_wait()
 
-    def handle_message(self, message: Any, tree: Any) -> None:
-        """Answers one message.
+    def answer_message(self, message: Any, tree: Any) -> None:
+        """Lets the site's process answer one message, and sends the reply; errors are only logged.
 
         Args:
             message: the message, without its content, which is still at the SuperLink.
@@ -188,7 +188,7 @@ class MessageLoop:
             _LOG.info("%s: answered after %.2f s", label, time.monotonic() - start)
 
     def _build_reply(self, message: Any, tree: Any) -> Any:
-        """Pulls a message's content, lets the site's process answer it, and returns the reply."""
+        """Downloads a message's content, passes it to the site's process, and returns the reply."""
         from flwr.app import Error, Message
 
         from polyfed.deploy.flower.records import build_record, parse_record
@@ -217,7 +217,7 @@ class MessageLoop:
         return Message(build_record(answer.head, answer.scalars, answer.groups), reply_to=full_message)
 
     def _send_reply(self, reply: Any, seconds: float) -> None:
-        """Sends a reply and those of its objects that the SuperLink does not have yet."""
+        """Sends a reply, and uploads those of its objects that the SuperLink does not have yet."""
         with self._flower["fixed"]():
             reply.metadata.__dict__["_message_id"] = reply.object_id
             run_id, objects = reply.metadata.run_id, self._flower["nested"](reply)
@@ -233,7 +233,7 @@ _ERROR_RAISED, _ERROR_CRASHED = 2, 8  # Flower's error codes
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of the options that this SuperNode shares with Flower's own; --host and --port have no effect."""
+    """Builds the parser of the options that this SuperNode shares with Flower's own; it ignores --host and --port."""
     parser = argparse.ArgumentParser(prog="python -m polyfed.deploy.supernode", allow_abbrev=False)
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT")
     parser.add_argument("--root-certificates", type=Path, metavar="FILE")
@@ -248,7 +248,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _node_config_json(text: str, parse_words: Callable[[list[str] | None], Mapping[str, Any]]) -> str:
-    """Returns the node configuration as JSON.
+    """Parses the node configuration as Flower does, and returns it as a JSON text.
 
     Args:
         text: key=value pairs, or the name of a TOML file, as Flower takes them.
@@ -264,7 +264,7 @@ def _node_config_json(text: str, parse_words: Callable[[list[str] | None], Mappi
 
 
 def _read_key_pair(file: Path | None) -> Any:
-    """Reads the registered private key and its public half; None without a file.
+    """Reads the site's private key and returns it with its public key; None if no file is given.
 
     Raises:
         UserError: the key cannot be read.
@@ -287,7 +287,7 @@ def _read_key_pair(file: Path | None) -> Any:
 
 
 def _read_root_certificates(file: Path | None, insecure: bool) -> bytes | None:
-    """Reads the certificates that the SuperLink's must be signed by; None means the system's.
+    """Reads the certificates of trusted authorities; None, without a file, means the operating system's.
 
     Raises:
         UserError: the certificates cannot be read.
@@ -301,7 +301,7 @@ def _read_root_certificates(file: Path | None, insecure: bool) -> bytes | None:
 
 
 def _exec_flower_supernode(arguments: Sequence[str], reason: str) -> NoReturn:
-    """Replaces this process by Flower's own SuperNode, with a warning that gives the reason."""
+    """Replaces this process by Flower's own SuperNode, and prints a warning with the reason."""
     _wait_for_trial()
     search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     if (program := shutil.which("flower-supernode", path=search_path)) is None:
@@ -319,7 +319,7 @@ def _exec_flower_supernode(arguments: Sequence[str], reason: str) -> NoReturn:
 
 
 def _wait_for_trial() -> None:
-    """Waits, in a trial, for the file that says that the SuperLink runs and has registered this site's key."""
+    """Waits, in a local trial, for the file that shows that the SuperLink runs and knows this site's key."""
     file = os.environ.get("POLYFED_AFTER")
     while file and not os.path.exists(file):
         time.sleep(0.05)
@@ -332,14 +332,14 @@ _REFUSAL_TEXT = (
 
 
 def _exit_on_signal(number: int, _frame: object) -> NoReturn:
-    """Exits on SIGTERM or Ctrl-C, and on the SIGINT that Flower's client raises when the SuperLink refuses this node."""
+    """Ends this process on SIGTERM, Ctrl-C, or the SIGINT by which Flower's client reports a refusal of this node."""
     if number == signal.SIGINT:
         os.write(2, _REFUSAL_TEXT)  # not by `logging`, which the signal may have interrupted
     raise SystemExit(0 if number == signal.SIGTERM else 130)
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the SuperNode with these arguments.
+    """Starts the SuperNode with the given command-line arguments, and runs until it is ended.
 
     Raises:
         UserError: a file or the node configuration cannot be read.
@@ -355,14 +355,14 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, _exit_on_signal)
     site = SiteProcess()
     try:
-        site.start()  # it imports torch while this process imports Flower
+        site.start_if_stopped()  # it imports torch while this process imports Flower
         try:
             flower = load_flower_internals()
         except UnsupportedFlowerError as error:
-            site.close()
+            site.stop()
             _exec_flower_supernode(arguments, str(error))
-        log_to_stderr()
-        site.configure(_node_config_json(options.node_config, flower["words"]))
+        send_logs_to_stderr()
+        site.set_node_config(_node_config_json(options.node_config, flower["words"]))
         authority, key = (
             _read_root_certificates(options.root_certificates, options.insecure),
             _read_key_pair(options.auth_supernode_private_key),
@@ -372,14 +372,14 @@ def main(arguments: list[str]) -> None:
             options.superlink, options.insecure, authority, key, options.max_retries, options.max_wait_time
         ) as connection:
             _LOG.info("connected with %s as node %s", options.superlink, connection[0])
-            MessageLoop(flower, connection, site).run(PollingSchedule())
+            MessageLoop(flower, connection, site).answer_messages_forever(PollingSchedule())
         raise SystemExit(1)  # Flower's client has logged why it gave up
     finally:
-        site.close()
+        site.stop()
 
 
 def run_command() -> None:
-    """Runs `main` with the command line's arguments, and exits with a message on a `UserError`."""
+    """Calls `main` with the command line's arguments, and exits with an error message on a `UserError`."""
     try:
         main(sys.argv[1:])
     except UserError as error:

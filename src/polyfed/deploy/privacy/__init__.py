@@ -1,1 +1,1 @@
-"""Clips and adds noise to the messages that a site sends, and accounts for the privacy budget that they spend."""
+"""Clips the messages that a site sends, adds noise to them, and keeps account of the privacy budget that they spend."""

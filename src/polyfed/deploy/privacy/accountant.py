@@ -1,4 +1,5 @@
-"""Computes the differential privacy of a site's noisy messages, and keeps the ledger of all that it has sent.
+"""Computes the (ε, δ)-differential privacy of the noisy messages that a site has sent, and counts these messages in a
+file, the privacy ledger.
 
 Exchanging the whole data set of a site moves the clipped change by at most 2C, so that each message is a Gaussian mechanism
 with μ = 2/z (Dong, Roth and Su 2022, "Gaussian Differential Privacy"). Messages compose to one Gaussian mechanism with
@@ -27,14 +28,14 @@ _BISECTION_STEPS = 200  # more than float64 can tell apart
 
 
 class _LedgerContent(TypedDict):
-    """Describes the ledger's JSON: data set -> noise multiplier -> number of messages."""
+    """Describes the JSON in the ledger: for each data set, the number of messages sent with each noise multiplier."""
 
     version: Literal[1]
     data_sets: dict[str, dict[str, int]]
 
 
 def compute_epsilon(messages_by_multiplier: Mapping[float, int], delta: float) -> float:
-    """Returns the ε of the (ε, δ)-differential privacy of all messages that a site has sent.
+    """Returns the ε of the (ε, δ)-differential privacy that a site's messages together guarantee.
 
     Neighbouring data sets differ in the site's whole data set. ε is infinite as soon as one message had no noise.
 
@@ -62,14 +63,18 @@ def compute_epsilon(messages_by_multiplier: Mapping[float, int], delta: float) -
 
 
 def _log_delta(epsilon: float, mu: float) -> float:
-    """Returns ln δ(ε) = ln(Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ)) of a Gaussian mechanism."""
+    """Returns the logarithm of the δ that a Gaussian mechanism guarantees at a given ε.
+
+    With Φ, the distribution function of N(0, 1), it is ln δ(ε) = ln(Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ)).
+    """
     first = float(log_ndtr(mu / 2 - epsilon / mu))
     second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     return first + math.log(-math.expm1(second - first)) if second < first else -math.inf
 
 
 def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
-    """Records one message in a site's ledger and returns the ε spent so far.
+    """Records in a site's ledger that one message is about to be sent, and returns the ε that all recorded messages
+    have spent.
 
     The ledger counts every message about a data set over all runs, methods, networks and settings, even if rows or test
     examples changed. Only the owner can start a new count, by giving the data set another name. The caller records a message
@@ -86,7 +91,7 @@ def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> fl
     Raises:
         UserError: the message would exceed `max_epsilon` (it is not recorded then), or the ledger is lost or damaged.
     """
-    messages_by_data_set, messages_by_multiplier, total_epsilon = _add_message(ledger, data_set, protection)
+    messages_by_data_set, messages_by_multiplier, total_epsilon = _count_one_more_message(ledger, data_set, protection)
     if data_set not in messages_by_data_set and protection.noise_multiplier:
         other_data_sets = ", ".join(map(repr, sorted(messages_by_data_set))) or "none"
         _LOG.warning("the budget of the data set %r begins (others of this site: %s)", data_set, other_data_sets)
@@ -106,32 +111,33 @@ def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> fl
 
 
 def spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
-    """Returns the ε that the recorded messages about a data set have spent, at the δ of `protection`.
+    """Returns the ε that all recorded messages about a data set have spent, at the δ given in `protection`.
 
     Raises:
         UserError: the ledger is lost or damaged.
     """
-    return compute_epsilon(_read_pages(ledger).get(data_set, {}), protection.delta)
+    return compute_epsilon(_read_ledger(ledger).get(data_set, {}), protection.delta)
 
 
 def check_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> None:
-    """Checks that the budget allows one more message, without recording it.
+    """Raises an error if the privacy budget does not allow one more message; records nothing.
 
     Raises:
         UserError: as `spend_budget`.
     """
-    _add_message(ledger, data_set, protection)
+    _count_one_more_message(ledger, data_set, protection)
 
 
-def _add_message(
+def _count_one_more_message(
     ledger: Path, data_set: str, protection: ReplyProtection
 ) -> tuple[dict[str, dict[float, int]], dict[float, int], float]:
-    """Counts one more message about a data set, without writing it.
+    """Computes what the ledger's counts and ε would be after one more message about a data set, without writing the
+    ledger.
 
     Returns:
         The ledger as it is, the message counts of the data set with one more message, and their ε.
     """
-    messages_by_data_set = _read_pages(ledger)
+    messages_by_data_set = _read_ledger(ledger)
     messages_by_multiplier = dict(messages_by_data_set.get(data_set, {}))
     messages_by_multiplier[protection.noise_multiplier] = messages_by_multiplier.get(protection.noise_multiplier, 0) + 1
     total_epsilon = compute_epsilon(messages_by_multiplier, protection.delta)
@@ -148,8 +154,8 @@ def _add_message(
     return messages_by_data_set, messages_by_multiplier, total_epsilon
 
 
-def _read_pages(ledger: Path) -> dict[str, dict[float, int]]:
-    """Reads the ledger: data set -> noise multiplier -> number of messages.
+def _read_ledger(ledger: Path) -> dict[str, dict[float, int]]:
+    """Reads the ledger: data set -> noise multiplier -> number of messages sent.
 
     Raises:
         UserError: `spend_budget` did not write this ledger, or it is missing although messages were sent.
@@ -176,12 +182,14 @@ def _read_pages(ledger: Path) -> dict[str, dict[float, int]]:
 
 
 def _count_file(ledger: Path) -> Path:
-    """Returns the path of the file that counts the messages sent about each data set; an older ledger has fewer."""
+    """Returns the path of a second file with the number of messages sent about each data set, by which an outdated copy
+    of the ledger is detected.
+    """
     return ledger.with_name(f"{ledger.stem}-count.json")
 
 
 def _check_not_older(ledger: Path, messages_by_data_set: Mapping[str, Mapping[float, int]]) -> None:
-    """Raises a `UserError` if the ledger has fewer messages than were sent."""
+    """Raises a `UserError` if the ledger counts fewer messages than were sent, so that it must be an outdated copy."""
     file = _count_file(ledger)
     if not file.exists():  # of an earlier version, or before the first message
         return

@@ -1,4 +1,5 @@
-"""Clips a site's replies and adds Gaussian noise to them; `polyfed.deploy.privacy.accountant` computes the guarantee.
+"""Clips a site's update and adds Gaussian noise to it before it is sent; `polyfed.deploy.privacy.accountant` computes
+the privacy guarantee.
 
 The update of a site is U = reply − received, over all tensors together (a group that the server did not send counts as a
 change from zero). A tensor that a reply holds under several names, such as tied weights in a `state_dict()`, counts once in
@@ -51,7 +52,7 @@ _UNCOVERED_DISCLOSURES = {
 @final
 @dataclass(frozen=True)
 class ReplyProtection:
-    """Holds the settings of a site's clipping and noise.
+    """Holds a site's settings for differential privacy: clipping norm, noise multiplier, δ and budget.
 
     Args:
         clip_norm: C, the largest Euclidean norm of the update that the site sends; None does not clip.
@@ -87,7 +88,7 @@ class ReplyProtection:
 
 
 def noise_incompatibility(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
-    """Returns why a site with noise cannot run a method, as the end of a sentence; None if it can.
+    """Returns why a site that adds noise cannot run a method, as the end of a sentence; None if it can.
 
     Noise changes only the values of floating-point tensors, so nothing else in a message may depend on the site's data.
 
@@ -117,7 +118,9 @@ def _uncovered_disclosure(algorithm: Algorithm[Any, Any], secure: bool) -> str |
 
 
 def _methods_compatible_with_noise(secure: bool) -> list[str]:
-    """Returns the names of the methods whose messages noise covers, when clients are not weighted by their examples."""
+    """Returns the names of the methods that a site with noise can run, if clients are not weighted by their numbers of
+    examples.
+    """
     unweighted: dict[str, Any] = {"weighted": False}
     methods = {
         n: method(**unweighted) if getattr(method, "weighted", False) else method() for n, method in REGISTRY.items()
@@ -134,7 +137,8 @@ def _methods_compatible_with_noise(secure: bool) -> list[str]:
 def clip_and_add_noise(
     reply: Message, message: Message, protection: ReplyProtection, noise_sources: int = 1
 ) -> Message:
-    """Returns `reply` with its change from `message` clipped and Gaussian noise added.
+    """Returns the site's reply with its update (the difference between the reply and the received message) clipped and
+    Gaussian noise added.
 
     Args:
         reply: the site's reply.
@@ -190,7 +194,7 @@ def clip_and_add_noise(
             change = changes[key] * scale
             if generator is not None:
                 grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
-                noise = torch.from_numpy(generator.standard_normal(change.numel())).reshape(change.shape)
+                noise = torch.from_numpy(generator.draw_standard_normal(change.numel())).reshape(change.shape)
                 change = ((change + deviation * noise) / grid).round() * grid
             sent_tensors[name] = (_received_or_zeros(received.get(key), tensor).double() + change).to(tensor.dtype)
     return Message(arrays, reply.scalars)
@@ -200,7 +204,9 @@ _TensorKey = tuple[str, str]  # group and name
 
 
 def _first_occurrences(reply: Message, changes: Mapping[_TensorKey, Tensor]) -> dict[_TensorKey, _TensorKey]:
-    """Maps each tensor to the first one that is the same: in the same memory and with the same change."""
+    """Maps each tensor of a reply to the first tensor with the same memory and the same values, so that tied weights
+    are clipped and get noise only once.
+    """
     key_by_memory: dict[tuple[object, ...], _TensorKey] = {}
     first_keys: dict[_TensorKey, _TensorKey] = {}
     for key, change in changes.items():
@@ -218,13 +224,13 @@ def _received_or_zeros(received: Tensor | None, tensor: Tensor) -> Tensor:
 
 @final
 class GaussianNoise:
-    """Draws standard normal numbers from a cryptographic stream.
+    """Generates normally distributed noise from a cryptographic random stream.
 
     Args:
         key: 32 bytes, used only once; None takes them from the operating system.
 
-    >>> (len(GaussianNoise().standard_normal(5)),
-    ...  bool(np.array_equal(GaussianNoise().standard_normal(5), GaussianNoise().standard_normal(5))))
+    >>> (len(GaussianNoise().draw_standard_normal(5)),
+    ...  bool(np.array_equal(GaussianNoise().draw_standard_normal(5), GaussianNoise().draw_standard_normal(5))))
     (5, False)
     """
 
@@ -236,12 +242,12 @@ class GaussianNoise:
         cipher = Cipher(algorithms.ChaCha20(secrets.token_bytes(32) if key is None else key, bytes(16)), mode=None)
         self._stream = cipher.encryptor()
 
-    def random_words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Returns the next words of the stream, uniform over 64 bits; shape (count,)."""
+    def draw_random_words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Returns the next `count` random 64-bit integers of the stream, uniformly distributed; shape (count,)."""
         return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
 
-    def standard_normal(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Returns independent draws from N(0, 1); shape (count,).
+    def draw_standard_normal(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Returns `count` independent draws from the normal distribution N(0, 1); shape (count,).
 
         The Box-Muller transform rejects no draws, so its running time reveals nothing about the values. Uniform numbers have
         64 bits, so that the largest draw is 9.5, beyond which 2e-21 of the probability lies.
@@ -250,7 +256,7 @@ class GaussianNoise:
         draws = np.empty(2 * pairs)
         for start in range(0, pairs, _CHUNK):
             size = min(_CHUNK, pairs - start)
-            words = self.random_words(2 * size)
+            words = self.draw_random_words(2 * size)
             uniform = (words[:size].astype(np.float64) + 0.5) * 2.0**-64
             radius = np.sqrt(np.maximum(-2 * np.log(uniform), 0.0))
             angle = (2 * math.pi * 2.0**-53) * (words[size:] >> np.uint64(11)).astype(np.float64)

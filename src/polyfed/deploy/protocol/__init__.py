@@ -1,1 +1,3 @@
-"""Encodes what a server and its sites exchange: envelopes, the handshake, summaries of tables."""
+"""Defines the messages between a server and its sites: their encoding, the handshake that begins a run, and summaries
+of tables.
+"""

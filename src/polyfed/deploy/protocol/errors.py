@@ -2,4 +2,6 @@
 
 
 class RefusalError(Exception):
-    """Refuses what the server asks of a site; its sentence goes to the server, so it holds nothing of data or network."""
+    """Says why a site refuses a request of the server. The text is sent to the server, so it must not reveal anything
+    about the data or the network.
+    """

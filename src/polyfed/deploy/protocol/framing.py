@@ -1,4 +1,5 @@
-"""Sends and receives frames between a SuperNode and its site process, over a pair of sockets that only these two have.
+"""Sends and receives messages over the socket between a site's SuperNode and its long-lived process; one such message
+is called a frame.
 
 A frame is a prefix of fixed length (a mark, and the lengths of the two parts after it), a JSON header, and bytes. A frame
 with a damaged header is read to its end and reported, and the next one can be read. After a frame without the mark, or above
@@ -20,12 +21,12 @@ _CHUNK = 2**20
 
 
 class FrameError(Exception):
-    """Reports a frame that cannot be read; the next one can."""
+    """Says that a frame could not be read; the connection can still be used for the next frame."""
 
 
 @final
 class BrokenStreamError(FrameError):
-    """Reports bytes that are no frame; the connection cannot be used any more."""
+    """Says that the received bytes are not a frame; the connection cannot be used any more."""
 
 
 @final
@@ -48,7 +49,7 @@ class Frame:
 
 
 def send_frame(connection: socket.socket, frame: Frame) -> None:
-    """Sends a frame.
+    """Sends a frame over a socket.
 
     Raises:
         FrameError: the frame is larger than the other side reads, and was not sent.
@@ -67,7 +68,7 @@ def send_frame(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive_frame(connection: socket.socket) -> Frame:
-    """Reads the next frame.
+    """Waits for the next frame on a socket and returns it.
 
     Raises:
         EOFError: the other side has closed the connection.
@@ -100,7 +101,9 @@ def receive_frame(connection: socket.socket) -> Frame:
 
 
 def _receive_exactly(connection: socket.socket, size: int, may_end: bool = False) -> bytes:
-    """Reads exactly `size` bytes; memory grows with the bytes received, not with the announced size."""
+    """Reads exactly `size` bytes from a socket. Memory grows only as bytes arrive, since the announced size may be
+    false.
+    """
     received = bytearray()
     while len(received) < size:
         data = connection.recv(min(_CHUNK, size - len(received)))

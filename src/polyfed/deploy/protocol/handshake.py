@@ -1,4 +1,4 @@
-"""Checks what sites report about themselves in the handshake that begins a run."""
+"""Checks what the sites report about their data and networks in the handshake that begins a run."""
 
 import math
 from collections.abc import Mapping
@@ -21,14 +21,15 @@ _MAX_OUTPUTS = 1_000_000
 _MAX_NUMBERS = 2**24  # numbers in an example of zeros with which the server tries a network
 
 
-def describe_changed_claim(first_head: Mapping[str, Any] | None, head: Mapping[str, Any]) -> str | None:
-    """Describes the first claim of a site that differs from its introduction when the run began; None if none differs.
+def describe_changed_introduction(first_head: Mapping[str, Any] | None, head: Mapping[str, Any]) -> str | None:
+    """Returns a sentence about the first fact, such as the number of examples, that a site reports differently from
+    when the run began; None if nothing has changed.
 
     Args:
         first_head: header of the introduction when the run began; None if there was none.
         head: header of the present introduction.
 
-    >>> describe_changed_claim({"num_examples": 20}, {"num_examples": 10**12})
+    >>> describe_changed_introduction({"num_examples": 20}, {"num_examples": 10**12})
     'its num_examples is 1000000000000, and was 20 when the run began'
     """
     expected_head = head if first_head is None else first_head
@@ -40,7 +41,8 @@ def describe_changed_claim(first_head: Mapping[str, Any] | None, head: Mapping[s
 
 
 def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
-    """Merges the data specs of sites with the same input shape; the number of outputs is the largest of all sites.
+    """Returns the data spec of the whole federation: the input shape that all sites must share, and the largest number
+    of outputs of any site.
 
     Args:
         introductions: header of each site's introduction.
@@ -63,7 +65,7 @@ def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) 
 
 
 def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if sites have different numbers of targets per example, unless the task is classification.
+    """Raises a `UserError` if the sites' examples have different numbers of targets; classification is not checked.
 
     >>> check_same_target_count(
     ...     {i: {"task": "regression", "form": [[4], n]} for i, n in (("north", 1), ("south", 2))}, "fedpnas")
@@ -80,7 +82,8 @@ def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name
 
 
 def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if the last layers of the sites' networks differ in their input width, or a site reports none.
+    """Raises a `UserError` if the last layers of the sites' networks take inputs of different widths, or a site does
+    not report this width.
 
     >>> check_same_representation_width({"north": {"width": 3}, "south": {"width": 5}}, "fedproto")
     Traceback (most recent call last):
@@ -100,7 +103,7 @@ def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any
 
 
 def check_same_input_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if the sites' inputs differ in types, shapes or parts, as `input_spec_by_part` describes them.
+    """Raises a `UserError` if the sites' inputs differ in type, shape or parts.
 
     >>> check_same_input_specs(
     ...     {"north": {"inputs": {"x": ["float32", [4]]}}, "south": {"inputs": {"x": ["uint8", [4]]}}}, "heterofl")
@@ -123,7 +126,8 @@ def check_same_input_specs(introductions: Mapping[str, Mapping[str, Any]], name:
 def check_width_family(
     models: Mapping[str, Architecture], architecture_by_site: Mapping[str, str], input_shape: tuple[int, ...], name: str
 ) -> None:
-    """Raises a `UserError` unless the server's networks differ only in width and have the same number of outputs.
+    """Raises a `UserError` unless the server's network architectures differ only in the widths of their layers and have
+    the same number of outputs.
 
     Args:
         models: network factories by name of the architecture.
@@ -156,7 +160,9 @@ def check_width_family(
 
 
 def _count_outputs(factory: Architecture, inputs: tuple[int, ...]) -> int | None:
-    """Counts a network's outputs; returns None if it takes no example of zeros, so that only its site can try it."""
+    """Returns a network's number of outputs, found by running it on an example of zeros; None if the network cannot run
+    on such an example.
+    """
     if math.prod(inputs) > _MAX_NUMBERS:
         return None
     # A site reports the type that it stores, which may differ from the type that networks get.
@@ -169,27 +175,30 @@ def _count_outputs(factory: Architecture, inputs: tuple[int, ...]) -> int | None
     return None
 
 
-def input_spec_by_part(x: Any) -> dict[str, list[Any]]:
-    """Returns type and shape of each part of the inputs, without the dimension of the examples.
+def input_spec_by_part(inputs: Any) -> dict[str, list[Any]]:
+    """Returns the data type and the shape (without the example dimension) of each part of the inputs, by the part's
+    name.
 
     >>> input_spec_by_part({"age": torch.zeros(5, 1), "image": torch.zeros(5, 1, 8, 8)})
     {'x/age': ['float32', [1]], 'x/image': ['float32', [1, 8, 8]]}
     """
-    return {name: [str(part.dtype).removeprefix("torch."), list(part.shape[1:])] for name, part in named_leaves(x, "x")}
+    return {
+        name: [str(part.dtype).removeprefix("torch."), list(part.shape[1:])] for name, part in named_leaves(inputs, "x")
+    }
 
 
-def check_public_inputs(description: Any, client: Client) -> None:
-    """Raises a `RefusalError` unless the server's public examples have the types and shapes of a client's inputs.
+def check_public_inputs(public_input_spec: Any, client: Client) -> None:
+    """Raises a `RefusalError` unless the server's public examples have the same types and shapes as a client's inputs.
 
     The error does not reveal the client's types and shapes.
 
     Args:
-        description: `input_spec_by_part` of the public examples.
+        public_input_spec: `input_spec_by_part` of the public examples.
         client: the site's client.
     """
-    if description != input_spec_by_part(client.train.x):
+    if public_input_spec != input_spec_by_part(client.train.x):
         raise RefusalError(
-            f"the server's public examples are {str(description)[:200]}, and this site's inputs have other types, "
+            f"the server's public examples are {str(public_input_spec)[:200]}, and this site's inputs have other types, "
             "shapes or parts; public() in the server's file must return examples like the sites' inputs"
         )
 

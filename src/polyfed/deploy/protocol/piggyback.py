@@ -1,4 +1,5 @@
-"""Piggybacks the evaluation of round t on the training envelope of round t + 1, which saves one exchange per round.
+"""Sends the evaluation of round t together with the training of round t + 1 in one message, which saves one exchange
+per round.
 
 Most tensors that a site needs for the evaluation are those that it gets for training, bit for bit. They are sent once: the
 header says, group by group, which training tensors the evaluation uses, and the others travel beside them. So the site
@@ -29,7 +30,7 @@ HeadBuilder = Callable[[ClientTask], Mapping[str, Any]]
 
 
 def build_envelopes(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dict[str, Envelope]:
-    """Builds one envelope for each client; a client that trains and evaluates gets one envelope for both.
+    """Builds one message for each client from its tasks; a client that trains and evaluates gets one message for both.
 
     Args:
         tasks: for each client at most one training task and one other.
@@ -44,7 +45,8 @@ def build_envelopes(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dic
 def attach_evaluations(
     training_envelopes: Mapping[str, Envelope], tasks: Sequence[ClientTask], build_head: HeadBuilder
 ) -> dict[str, Envelope]:
-    """Adds evaluations to training envelopes; a client that does not train gets an envelope of its own.
+    """Adds evaluation tasks to the messages that already carry training tasks; a client without training gets a
+    separate message.
 
     Args:
         training_envelopes: client -> envelope.
@@ -64,7 +66,7 @@ def attach_evaluations(
 
 @final
 class SplitEnvelope(NamedTuple):
-    """Holds the two envelopes of a piggybacked evaluation.
+    """Holds the training task and the evaluation task that arrived in one message, as two separate messages.
 
     Args:
         training: the envelope without the evaluation.
@@ -78,7 +80,7 @@ class SplitEnvelope(NamedTuple):
 
 
 def split_evaluation(envelope: Envelope) -> SplitEnvelope | None:
-    """Splits an envelope into training and piggybacked evaluation; returns None if it has no evaluation.
+    """Splits a message into its training task and its evaluation task; returns None if it carries no evaluation.
 
     Raises:
         UserError: the evaluation refers to tensors that the envelope does not have.
@@ -110,7 +112,9 @@ def split_evaluation(envelope: Envelope) -> SplitEnvelope | None:
 def _attach_evaluation(
     training_envelope: Envelope, evaluation_envelope: Envelope, are_equal: "_TensorEquality"
 ) -> Envelope:
-    """Builds one envelope for training and evaluation, which use the same private state."""
+    """Joins a training message and an evaluation message into one, in which tensors that both contain are sent only
+    once.
+    """
     sources: dict[str, tuple[str, _Positions]] = {}
     extra_tensors: dict[str, StateDict] = {}
     for group, tree in evaluation_envelope.body.tensors.items():
@@ -134,7 +138,8 @@ def _attach_evaluation(
 def _best_source_group(
     group: str, tree: StateDict, groups: Mapping[str, StateDict], are_equal: "_TensorEquality"
 ) -> tuple[str, set[str]]:
-    """Finds the training group that shares the most tensors with `tree`, and their names; "" if none shares any.
+    """Finds the group of training tensors that contains the most of an evaluation group's tensors; returns its name and
+    the shared tensors' names, or ("", empty set) if no tensor is shared.
 
     Of groups that share equally many, the group of the same name wins.
     """
@@ -149,7 +154,7 @@ def _best_source_group(
 
 
 def _pick_tensors(source: StateDict, positions: _Positions, extra_tensors: StateDict) -> dict[str, Tensor]:
-    """Picks the tensors of an evaluation group, in their order."""
+    """Rebuilds a group of evaluation tensors, in its order, from training tensors and the tensors sent in addition."""
     if positions is None:
         return dict(source or extra_tensors)
     source_items, extra_items = list(source.items()), iter(extra_tensors.items())
@@ -168,7 +173,7 @@ def _validate_number(value: Any) -> float:
 
 @final
 class _TensorEquality:
-    """Compares tensors by type, shape and bits, and remembers the result, since several clients get the same tensors.
+    """Compares pairs of tensors bit by bit and remembers the results, since several clients get the same tensors.
 
     The tensors must live as long as this object, since it knows them by their ids.
     """

@@ -1,4 +1,4 @@
-"""Summarises the tables at different sites by hashes, and compares them before round 1.
+"""Compares the tables of different sites before round 1 by hashes of their columns, categories and classes.
 
 If a method's networks must all read the same inputs (`polyfed.simulation.checks.table_schemas`), a site sends a hash of its
 columns, categories and classes; for any other method that discloses something, a hash of its classes. It sends the columns'
@@ -28,7 +28,7 @@ _MAX_COLUMNS = 400  # columns whose names are sent
 
 
 class TableSummary(TypedDict, total=False):
-    """Describes a site's table for the comparison of tables."""
+    """Describes a site's table by hashes, by which the server compares the tables of all sites."""
 
     whole: str  # hash of columns, categories and classes
     columns: dict[str, list[Any]]  # column -> hash of its categories, and whether cells may be empty
@@ -36,7 +36,7 @@ class TableSummary(TypedDict, total=False):
 
 
 class SchemaSummary(TypedDict, total=False):
-    """Describes a site's table for the agreement on one preprocessing."""
+    """Describes the columns of a site's table, so that all sites can agree on one preprocessing."""
 
     whole: str  # hash of the schema
     numbers: int  # numeric columns
@@ -53,7 +53,8 @@ def summarize_table(
     adds_noise: bool = False,
     discloses: frozenset[str] = frozenset(),
 ) -> dict[str, TableSummary]:
-    """Returns the header field `table` for a client's table; empty if it has none, or if the method discloses nothing.
+    """Returns the header field `table` with a summary of a client's table. Returns no field if the client has no table,
+    or if the method discloses nothing and does not need equal inputs.
 
     Args:
         client: the client, whose examples may come from a table.
@@ -83,7 +84,7 @@ def summarize_table(
 
 
 def short_hash(*content: Any) -> str:
-    """Returns a hash of plain content with 16 hexadecimal digits.
+    """Returns a hash of JSON-compatible values, as 16 hexadecimal digits.
 
     >>> len(short_hash("run", ["age"]))
     16
@@ -92,7 +93,7 @@ def short_hash(*content: Any) -> str:
 
 
 def describe_table_difference(heads: Mapping[str, Mapping[str, Any]]) -> str:
-    """Describes the first site whose table differs from the others'; empty if none differs.
+    """Returns a sentence about the first site whose table differs from another site's; "" if no difference is found.
 
     Args:
         heads: header of each site's introduction, also of sites that refuse.
@@ -128,6 +129,6 @@ def describe_table_difference(heads: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _is_complete_summary(table: Any) -> bool:
-    """Returns whether a site's summary, which may be anything, is complete."""
+    """Returns whether a table summary that a site sent has all required fields."""
     columns = table.get("columns", {})
     return ("whole" in table or "classes" in table) and all(len(column) == 2 for column in columns.values())

@@ -1,4 +1,6 @@
-"""Encodes envelopes between server and sites: a header of plain values (JSON), and a payload of tensors and numbers."""
+"""Encodes the messages between server and sites, called envelopes: a header of plain values (JSON), and a payload of
+tensors and numbers.
+"""
 
 import json
 import math
@@ -37,7 +39,8 @@ _DTYPES = {
 @final
 @dataclass(frozen=True)
 class Envelope:
-    """Holds one message in either direction: a header `head` with plain values, and the method's message as payload `body`.
+    """Holds one message between server and site, in either direction: a header (`head`), and the federated learning
+    method's message as payload (`body`).
 
     Headers from the server have `kind`, `protocol`, `run` (identifier of the run, which a resumed run keeps) and `algorithm`
     (name and fields). The kinds are:
@@ -68,7 +71,7 @@ class Envelope:
 
 
 def pack_tensors(tree: StateDict) -> bytes:
-    """Packs a group of tensors as one safetensors file, which has all of torch's types, with the order of the names.
+    """Serialises a group of named tensors in the safetensors format, and stores the order of their names with them.
 
     >>> list(unpack_tensors(pack_tensors({"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.zeros(())})))
     ['w', 'b']
@@ -82,13 +85,13 @@ def pack_tensors(tree: StateDict) -> bytes:
 
 
 def pack_envelope(envelope: Envelope) -> tuple[str, Mapping[str, Any], dict[str, bytes]]:
-    """Packs an envelope for sending: the header as JSON, the scalars, and the packed groups of tensors."""
+    """Serialises an envelope: returns its header as JSON, its scalars, and the bytes of each group of tensors."""
     groups = {group: pack_tensors(tree) for group, tree in envelope.body.tensors.items()}
     return json.dumps(dict(envelope.head)), envelope.body.scalars, groups
 
 
 def read_tensor_specs(data: bytes) -> dict[str, TensorSpec]:
-    """Reads names, shapes and types of a group packed by `pack_tensors`, without its tensors.
+    """Returns the shape and data type of each tensor in a serialised group, by name, without loading the tensors.
 
     Raises:
         UserError: `data` is damaged, or is no such group, or exceeds the limits on number and length of names.
@@ -110,7 +113,7 @@ def read_tensor_specs(data: bytes) -> dict[str, TensorSpec]:
 
 
 def _read_tensor_spec(entry: Mapping[str, Any], data_length: int) -> TensorSpec:
-    """Reads a tensor's shape and type, and checks that its bytes are there."""
+    """Returns the shape and data type of one serialised tensor, and checks that its data has the right length."""
     shape, dtype, (start, end) = tuple(entry["shape"]), _DTYPES[entry["dtype"]], entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError("a shape or an offset is no number")
@@ -120,7 +123,7 @@ def _read_tensor_spec(entry: Mapping[str, Any], data_length: int) -> TensorSpec:
 
 
 def unpack_small_tensors(data: bytes, max_bytes: int) -> dict[str, torch.Tensor]:
-    """Unpacks the tensors of at most `max_bytes` bytes from a group packed by `pack_tensors`.
+    """Loads from a serialised group only the tensors of at most `max_bytes` bytes.
 
     Raises:
         UserError: as `read_tensor_specs`.
@@ -139,7 +142,7 @@ def unpack_small_tensors(data: bytes, max_bytes: int) -> dict[str, torch.Tensor]
 
 
 def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Unpacks a group of tensors packed by `pack_tensors`.
+    """Loads all tensors of a group that `pack_tensors` serialised, in their original order.
 
     Raises:
         UserError: as `read_tensor_specs`.
@@ -158,13 +161,14 @@ def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def compression_fields(settings: Settings) -> dict[str, str]:
-    """Returns the header fields that name the compressors of a run; empty if nothing is compressed."""
+    """Returns the header fields with the names of a run's compressors; empty if the run compresses nothing."""
     fields = {"compress": settings.compress, "compress_down": settings.compress_down}
     return {} if set(fields.values()) == {NO_COMPRESSION} else fields
 
 
 def parse_compression(head: Mapping[str, Any]) -> tuple[Compressor | None, Compressor | None]:
-    """Reads the compressors of the reply and of the received payload from a task's header; None means uncompressed.
+    """Returns the two compressors that a task's header names: for the site's reply and for the received payload; each
+    is None if that part is not compressed.
 
     Raises:
         UserError: the header names an unknown compressor.
@@ -181,7 +185,7 @@ def parse_compression(head: Mapping[str, Any]) -> tuple[Compressor | None, Compr
 @final
 @dataclass(frozen=True)
 class PackedEnvelope:
-    """Holds a received envelope before anything is unpacked.
+    """Holds a received envelope whose header and tensors are still serialised, and checks its size limits.
 
     Args:
         head: header, as JSON.
@@ -209,17 +213,19 @@ class PackedEnvelope:
                 f"{MAX_SCALARS} and {MAX_GROUPS} are read"
             )
 
-    def tensor_specs(self) -> dict[str, dict[str, TensorSpec]]:
-        """Reads names, shapes and types of the tensors in all groups."""
+    def tensor_specs_by_group(self) -> dict[str, dict[str, TensorSpec]]:
+        """Returns the shape and data type of every tensor in the envelope, by group and name, without loading the
+        tensors.
+        """
         return {group: read_tensor_specs(data) for group, data in self.groups.items()}
 
     def unpack_body(self) -> Message:
-        """Unpacks the payload."""
+        """Loads all tensors of the envelope and returns its payload."""
         return Message({group: unpack_tensors(data) for group, data in self.groups.items()}, self.scalars)
 
 
 def parse_head(text: str) -> dict[str, Any]:
-    """Parses a header from JSON.
+    """Parses an envelope's header, which must be a JSON object.
 
     Raises:
         UserError: the text is not JSON, or no mapping.
@@ -237,7 +243,8 @@ def parse_head(text: str) -> dict[str, Any]:
 
 
 def first_non_finite_tensor(message: Message) -> str | None:
-    """Returns group and name of the first tensor in a message with NaN or infinite values; None if all are finite.
+    """Returns the name (GROUP/TENSOR) of the first tensor in a message that has NaN or infinite values; None if all
+    values are finite.
 
     >>> first_non_finite_tensor(Message({"model": {"w": torch.tensor([1.0]), "b": torch.tensor([torch.nan])}}))
     'model/b'
@@ -246,7 +253,8 @@ def first_non_finite_tensor(message: Message) -> str | None:
 
 
 def find_code_reference(value: Any) -> str | None:
-    """Finds the first `module:name` in a method's fields, such as the teacher of `fedavg_kd`; None if there is none.
+    """Returns the first text of the form `module:name`, which would import code, in the fields of a method; None if
+    there is none.
 
     >>> (find_code_reference({"teacher": {"name": "os:system"}}),
     ...  find_code_reference({"lr": 0.1, "catalogue": "C:/catalogue.yaml"}))
@@ -260,7 +268,7 @@ def find_code_reference(value: Any) -> str | None:
 
 
 def count_record_bytes(record: Any) -> int:
-    """Counts the bytes in Flower's record, including names, before anything is unpacked."""
+    """Returns the size in bytes of a Flower RecordDict, names included, without unpacking it."""
     total = 0
     for records in record.array_records.values():
         total += sum(len(name) + len(array.data) + len(array.dtype) + 8 for name, array in records.items())

@@ -1,4 +1,5 @@
-"""Computes secure sums: the server learns the sum of the sites' replies, and nothing about a single one.
+"""Implements secure aggregation: the server learns the sum of the sites' replies (a secure sum), and nothing about a
+single reply.
 
 The protocol is that of Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017),
 figure 4, in the variant against an active server. `shamir` shares secrets, `crypto` has the primitives, `protocol` has the

@@ -1,4 +1,4 @@
-"""Runs a site's steps of secure sums, and keeps its keys and secrets on its disk between messages.
+"""Executes a site's steps of secure aggregation, and stores its keys and secrets on disk between the server's messages.
 
 Each message may be a process of its own, so the state of each step (`protocol`) is a file, `secure/round-N.json` below the
 run's folder. Each step runs once: numbers masked twice with the same masks would reveal their difference, and shares dealt
@@ -23,13 +23,13 @@ from polyfed.core.messages.fixed_point import build_sum_message, parse_sum_messa
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation.crypto import read_peer_keys, read_registered_key, signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
-    AdvertisedState,
     KeyAdvertisement,
+    KeysAdvertisedState,
     MaskingState,
-    SharedState,
+    SecretsSharedState,
     SumId,
     advertise_keys,
-    decrypt_share_boxes,
+    decrypt_received_shares,
     mask_words,
     release_unmasking_shares,
     share_secrets,
@@ -47,7 +47,7 @@ _NO_KEYS = (
 @final
 @dataclass(frozen=True)
 class SecureSumClient:
-    """Takes a site's steps in the secure sums of a run.
+    """Executes one site's steps in the secure sums of a run.
 
     Args:
         name: the site's name.
@@ -64,7 +64,8 @@ class SecureSumClient:
     threshold: int | None = None
 
     def answer_sum_steps(self, run: str, head: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
-        """Carries out the steps that an envelope of the kind "sum" asks for: "hand_out", "share" and "advertise".
+        """Executes the steps of secure aggregation that the server requests in a header: "hand_out" (release unmasking
+        shares), "share" (share secrets) and "advertise" (create and send keys).
 
         The steps do not depend on each other; the answer lists the refused ones with their reasons.
 
@@ -94,16 +95,16 @@ class SecureSumClient:
     def _advertise(
         self, run: str, round_number: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]
     ) -> None:
-        head_fields["advert"] = self.create_key_advertisement(SumId(run, round_number))
+        head_fields["advert"] = self.renew_keys_and_advertise(SumId(run, round_number))
 
     def _share(self, run: str, request: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]) -> None:
         if self.peers is None:
             raise RefusalError(_NO_KEYS)
         sum_id = SumId(run, request["round"])
         state = self._read_state(sum_id)
-        if not isinstance(state, AdvertisedState):
+        if not isinstance(state, KeysAdvertisedState):
             raise RefusalError("this site has dealt its shares for this sum already")
-        adverts = [parse_advert(advert) for advert in request["adverts"]]
+        adverts = [parse_key_advertisement(advert) for advert in request["adverts"]]
         shared_state, boxes = share_secrets(
             state, adverts, int(request["threshold"]), read_peer_keys(self.peers), self.threshold
         )
@@ -127,8 +128,10 @@ class SecureSumClient:
         head_fields["tokens"] = {v: format(token, "x") for v, token in shares.tokens.items()}
         body[BUNDLE_GROUP] = {"bundle": bytes_to_tensor(shares.bundle)}
 
-    def create_key_advertisement(self, sum_id: SumId) -> dict[str, str]:
-        """Creates keys for a sum, in place of earlier ones, and returns their public halves as header fields."""
+    def renew_keys_and_advertise(self, sum_id: SumId) -> dict[str, str]:
+        """Creates new keys for a secure sum, which replace earlier ones, and returns the signed public keys as header
+        fields.
+        """
         if self.key is None:
             raise RefusalError(_NO_KEYS)
         state, advert = advertise_keys(sum_id, self.name, signing_function(read_registered_key(self.key)))
@@ -140,7 +143,8 @@ class SecureSumClient:
         return {"name": advert.name, **{n: getattr(advert, n).hex() for n in ("cipher", "mask", "signature")}}
 
     def join_sum(self, sum_id: SumId, boxes: Mapping[str, Tensor]) -> "SumParticipation":
-        """Decrypts the other sites' shares and returns the site's place in the sum; `SumParticipation.mark_used` uses it up.
+        """Decrypts the secret shares from the other sites, and returns an object that can mask this site's reply for
+        the secure sum, once.
 
         Args:
             sum_id: the sum.
@@ -151,16 +155,16 @@ class SecureSumClient:
         """
         if self.peers is None:
             raise RefusalError(_NO_KEYS)
-        masking_state = decrypt_share_boxes(
+        masking_state = decrypt_received_shares(
             self._read_shared_state(sum_id), {sender: box.numpy().tobytes() for sender, box in boxes.items()}
         )
         return SumParticipation(
             masking_state, len(read_peer_keys(self.peers)), lambda: self._write_state(sum_id, masking_state)
         )
 
-    def _read_shared_state(self, sum_id: SumId) -> SharedState:
+    def _read_shared_state(self, sum_id: SumId) -> SecretsSharedState:
         state = self._read_state(sum_id)
-        if not isinstance(state, SharedState):
+        if not isinstance(state, SecretsSharedState):
             raise RefusalError("this site has not dealt shares for this sum, or has sent numbers for it before")
         return state
 
@@ -175,10 +179,10 @@ class SecureSumClient:
         file = self._folder / "opened.json"
         return dict(json.loads(read_file(file))) if file.exists() else {}
 
-    def _write_state(self, sum_id: SumId, state: AdvertisedState | SharedState | MaskingState) -> None:
+    def _write_state(self, sum_id: SumId, state: KeysAdvertisedState | SecretsSharedState | MaskingState) -> None:
         write_file_atomically(self._state_file(sum_id), json.dumps(_state_to_json(state)).encode())
 
-    def _read_state(self, sum_id: SumId) -> AdvertisedState | SharedState | MaskingState:
+    def _read_state(self, sum_id: SumId) -> KeysAdvertisedState | SecretsSharedState | MaskingState:
         file = self._state_file(sum_id)
         if not file.exists():
             raise RefusalError(f"this site has no keys for the secure sum of round {sum_id.round}, or has used them")
@@ -206,22 +210,25 @@ class SumParticipation:
 
     @property
     def threshold(self) -> int:
-        """Returns t, the smallest number of survivors for which the site releases unmasking shares."""
+        """Returns the smallest number of sites over which this site allows the sum to be unmasked."""
         return self.state.shared.threshold
 
-    def mask_part(self, part: Message) -> Message:
-        """Masks a part of the sum, as `polyfed.simulation.rounds.secure_aggregation.encode_sum_part` encodes it."""
+    def mask_reply_words(self, part: Message) -> Message:
+        """Returns a site's encoded reply with masks added, so that the server can read only the sum over all sites.
+
+        The reply is encoded by `polyfed.simulation.rounds.secure_aggregation.encode_sum_part`.
+        """
         words, layout = parse_sum_message(part)
         return build_sum_message(mask_words(self.state, words), layout)
 
 
 def bytes_to_tensor(data: bytes) -> Tensor:
-    """Copies bytes into a tensor of type uint8, shape (len(data),)."""
+    """Copies bytes into a tensor of type uint8 and shape (len(data),)."""
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
-def parse_advert(fields: Mapping[str, Any]) -> KeyAdvertisement:
-    """Parses a key advertisement from header fields.
+def parse_key_advertisement(fields: Mapping[str, Any]) -> KeyAdvertisement:
+    """Reads a site's public keys and their signature from header fields.
 
     Raises:
         ValueError, TypeError, KeyError: the fields are no key advertisement.
@@ -232,10 +239,10 @@ def parse_advert(fields: Mapping[str, Any]) -> KeyAdvertisement:
     return KeyAdvertisement(fields["name"], cipher, mask_key, signature)
 
 
-def _state_to_json(state: AdvertisedState | SharedState | MaskingState) -> dict[str, Any]:
-    if isinstance(state, AdvertisedState):
+def _state_to_json(state: KeysAdvertisedState | SecretsSharedState | MaskingState) -> dict[str, Any]:
+    if isinstance(state, KeysAdvertisedState):
         return {"cipher": state.cipher.hex(), "mask": state.mask.hex()}
-    if isinstance(state, SharedState):
+    if isinstance(state, SecretsSharedState):
         adverts = [
             {"name": a.name, "cipher": a.cipher.hex(), "mask": a.mask.hex(), "signature": a.signature.hex()}
             for a in state.adverts
@@ -254,13 +261,13 @@ def _state_to_json(state: AdvertisedState | SharedState | MaskingState) -> dict[
 
 def _state_from_json(
     sum_id: SumId, name: str, content: Mapping[str, Any]
-) -> AdvertisedState | SharedState | MaskingState:
-    advertised = AdvertisedState(sum_id, name, bytes.fromhex(content["cipher"]), bytes.fromhex(content["mask"]))
+) -> KeysAdvertisedState | SecretsSharedState | MaskingState:
+    advertised = KeysAdvertisedState(sum_id, name, bytes.fromhex(content["cipher"]), bytes.fromhex(content["mask"]))
     if "adverts" not in content:
         return advertised
-    adverts = tuple(parse_advert(advert) for advert in content["adverts"])
+    adverts = tuple(parse_key_advertisement(advert) for advert in content["adverts"])
     agreement, own_shares = (_numbers_from_hex(content[part]) for part in ("agreement", "own"))
-    shared = SharedState(
+    shared = SecretsSharedState(
         advertised, adverts, content["threshold"], bytes.fromhex(content["seed"]), agreement, own_shares
     )
     if "held" not in content:

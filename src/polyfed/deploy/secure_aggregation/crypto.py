@@ -1,4 +1,4 @@
-"""Wraps the cryptographic primitives of secure sums, all from the package `cryptography`.
+"""Provides the cryptographic functions of secure aggregation, by the package `cryptography`.
 
 These are X25519, HKDF with SHA-256, ChaCha20 as a stream, ChaCha20-Poly1305, and signatures by the sites' registered keys.
 Every key is derived with a context that names its purpose, in length-prefixed parts, so that keys of different purposes,
@@ -31,7 +31,8 @@ _NONCE = bytes(12)  # constant, since each key encrypts one message only
 
 
 def encode_length_prefixed(*parts: str | bytes) -> bytes:
-    """Joins parts to bytes, each with its length before it, so that different parts give different bytes.
+    """Joins texts and bytes to one byte string, with the length before each part, so that different lists of parts
+    never give the same bytes.
 
     >>> encode_length_prefixed("ab", "c") == encode_length_prefixed("a", "bc")
     False
@@ -41,22 +42,25 @@ def encode_length_prefixed(*parts: str | bytes) -> bytes:
 
 
 def derive_key(key: bytes, *context: str | bytes) -> bytes:
-    """Derives a key of 32 bytes for one purpose, which `context` names (HKDF-SHA256)."""
+    """Derives a 32-byte key from another key; each `context`, such as the name of a purpose, gives a different key
+    (HKDF-SHA256).
+    """
     return HKDF(hashes.SHA256(), length=32, salt=None, info=encode_length_prefixed(*context)).derive(key)
 
 
 def generate_private_key() -> bytes:
-    """Generates an X25519 private key from the operating system's randomness, 32 bytes."""
+    """Returns a new random X25519 private key, 32 bytes."""
     return X25519PrivateKey.generate().private_bytes_raw()
 
 
 def public_key_of(private: bytes) -> bytes:
-    """Returns the public key of an X25519 private key, 32 bytes."""
+    """Returns the public key that belongs to an X25519 private key, 32 bytes."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def compute_shared_secret(private: bytes, public: bytes) -> bytes:
-    """Computes the shared secret of an X25519 key agreement.
+    """Returns the secret that two sites share, computed from one's private and the other's public key (X25519 key
+    agreement).
 
     Raises:
         RefusalError: the public key is invalid: it would give the same secret with every private key.
@@ -68,18 +72,20 @@ def compute_shared_secret(private: bytes, public: bytes) -> bytes:
 
 
 def generate_key_stream(key: bytes, count: int) -> Words:
-    """Generates `count` words of 64 bits with ChaCha20, under a key that is used for nothing else."""
+    """Returns `count` pseudo-random 64-bit integers that depend only on the key (ChaCha20). A key must not be used for
+    anything else.
+    """
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
 
 
 def encrypt(key: bytes, content: bytes, context: bytes) -> bytes:
-    """Encrypts and authenticates a message with a key that is used once (ChaCha20-Poly1305)."""
+    """Encrypts and authenticates bytes with a key that may be used only once (ChaCha20-Poly1305)."""
     return ChaCha20Poly1305(key).encrypt(_NONCE, content, context)
 
 
 def decrypt(key: bytes, sealed: bytes, context: bytes) -> bytes:
-    """Decrypts the output of `encrypt`.
+    """Returns the bytes that `encrypt` encrypted with the same key and context.
 
     Raises:
         ValueError: it was not encrypted with this key and context.
@@ -91,14 +97,14 @@ def decrypt(key: bytes, sealed: bytes, context: bytes) -> bytes:
 
 
 def signing_function(private: PrivateKey) -> SignFunction:
-    """Returns the function that signs bytes with a site's registered key."""
+    """Returns a function that signs bytes with a site's registered private key."""
     if isinstance(private, ed25519.Ed25519PrivateKey):
         return private.sign
     return lambda content: private.sign(content, ec.ECDSA(hashes.SHA384()))
 
 
 def is_signature_valid(public: PublicKey, signature: bytes, content: bytes) -> bool:
-    """Returns whether the holder of a registered key has signed `content`."""
+    """Returns whether a signature of `content` was made with the private key that belongs to the given public key."""
     try:
         if isinstance(public, ed25519.Ed25519PublicKey):
             public.verify(signature, content)
@@ -110,7 +116,7 @@ def is_signature_valid(public: PublicKey, signature: bytes, content: bytes) -> b
 
 
 def read_registered_key(file: Path) -> PrivateKey:
-    """Reads a site's registered private key, in OpenSSH's format.
+    """Reads a site's registered private key from a file in OpenSSH's format.
 
     Raises:
         UserError: the key cannot be read, has a passphrase, or is of another kind than ecdsa and ed25519.
@@ -125,7 +131,8 @@ def read_registered_key(file: Path) -> PrivateKey:
 
 
 def read_peer_keys(folder: Path) -> dict[str, PublicKey]:
-    """Reads the registered public keys of all sites, including this one: `NAME.pub` or `NAME.key.pub` in a folder.
+    """Reads the public keys of all sites, including this one, from the files `NAME.pub` or `NAME.key.pub` in a folder;
+    returns them by the sites' names.
 
     Raises:
         UserError: there are none, one cannot be read, or two sites have the same key.

@@ -1,4 +1,4 @@
-"""Implements a site's four steps in a secure sum (Bonawitz et al. 2017, figure 4).
+"""Implements the four steps by which a site takes part in a secure sum (Bonawitz et al. 2017, figure 4).
 
 A site advertises keys, shares its secrets, masks its numbers, and releases those shares of the others that unmask the sum
 over the survivors. Each step is a function of the state that the previous one returned. A site refuses any request that
@@ -30,7 +30,7 @@ _MAX_ROUNDS = 10**9
 @final
 @dataclass(frozen=True)
 class SumId:
-    """Identifies a secure sum by run and round; signatures and derived keys are bound to both.
+    """Identifies a secure sum by run and round, so that signatures and keys of one sum are not valid for another.
 
     Raises:
         RefusalError: the round is no whole number within limits (it is part of a file name).
@@ -44,15 +44,15 @@ class SumId:
             raise RefusalError("the message names no round")
 
     @property
-    def context_bytes(self) -> bytes:
-        """Returns the bytes that bind signatures and keys to this sum."""
+    def id_bytes(self) -> bytes:
+        """Returns the run and round as bytes, which are signed and from which keys are derived."""
         return crypto.encode_length_prefixed("sum", self.run, str(self.round))
 
 
 @final
 @dataclass(frozen=True)
 class KeyAdvertisement:
-    """Holds a site's public keys for one sum, signed with the site's registered key.
+    """Holds a site's two public keys for one secure sum, with the signature by the site's registered key.
 
     Args:
         name: the site's name.
@@ -67,14 +67,14 @@ class KeyAdvertisement:
     signature: bytes
 
     def signed_content(self, sum_id: SumId) -> bytes:
-        """Returns the bytes that the site signs."""
-        return crypto.encode_length_prefixed(sum_id.context_bytes, "keys", self.name, self.cipher, self.mask)
+        """Returns the bytes over which the signature is computed: the sum, the site's name and its public keys."""
+        return crypto.encode_length_prefixed(sum_id.id_bytes, "keys", self.name, self.cipher, self.mask)
 
 
 @final
 @dataclass(frozen=True)
-class AdvertisedState:
-    """Holds a site's private keys after step 1."""
+class KeysAdvertisedState:
+    """Holds the private keys of a site that has advertised its public keys (after step 1)."""
 
     sum_id: SumId
     name: str
@@ -84,8 +84,8 @@ class AdvertisedState:
 
 @final
 @dataclass(frozen=True)
-class SharedState:
-    """Holds a site's state after step 2.
+class SecretsSharedState:
+    """Holds the secrets of a site that has sent secret shares to all other sites (after step 2).
 
     Args:
         advertised: state after step 1.
@@ -96,7 +96,7 @@ class SharedState:
         own_shares: the shares that the site holds of its own secrets.
     """
 
-    advertised: AdvertisedState
+    advertised: KeysAdvertisedState
     adverts: tuple[KeyAdvertisement, ...]
     threshold: int
     seed: bytes
@@ -104,29 +104,33 @@ class SharedState:
     own_shares: tuple[int, ...]
 
     @property
-    def context_digest(self) -> bytes:
-        """Returns the hash of U1, its keys and t; sites that got different ones cannot decrypt each other's shares."""
-        return compute_context_digest(self.advertised.sum_id, self.adverts, self.threshold)
+    def participants_digest(self) -> bytes:
+        """Returns a hash of the sum, its sites with their public keys, and the threshold. Sites that were sent
+        different values cannot decrypt each other's shares.
+        """
+        return compute_participants_digest(self.advertised.sum_id, self.adverts, self.threshold)
 
 
 @final
 @dataclass(frozen=True)
 class MaskingState:
-    """Holds a site's state in step 3 and after it.
+    """Holds the secrets of a site that has received the other sites' secret shares, and so can mask its reply (steps 3
+    and 4).
 
     Args:
         shared: state after step 2.
         held_shares: shares that the site holds of each site's secrets, by name; these sites are U2.
     """
 
-    shared: SharedState
+    shared: SecretsSharedState
     held_shares: Mapping[str, tuple[int, ...]]
 
 
 @final
 @dataclass(frozen=True)
 class UnmaskingShares:
-    """Holds the shares that a site releases in step 4.
+    """Holds the secret shares that a site sends to the server, so that the server can remove the masks from the sum
+    (step 4).
 
     Args:
         tokens: the site's share of F_v(L) for each survivor v.
@@ -137,14 +141,15 @@ class UnmaskingShares:
     bundle: bytes
 
 
-def compute_context_digest(sum_id: SumId, adverts: Collection[KeyAdvertisement], threshold: int) -> bytes:
-    """Computes `SharedState.context_digest` from the sum, U1 and t."""
+def compute_participants_digest(sum_id: SumId, adverts: Collection[KeyAdvertisement], threshold: int) -> bytes:
+    """Returns a hash of a secure sum, the names and public keys of its sites, and the threshold."""
     parts = [part for advert in adverts for part in (advert.name, advert.cipher, advert.mask)]
-    return hashlib.sha256(crypto.encode_length_prefixed(sum_id.context_bytes, str(threshold), *parts)).digest()
+    return hashlib.sha256(crypto.encode_length_prefixed(sum_id.id_bytes, str(threshold), *parts)).digest()
 
 
 def minimum_threshold(sites: int, owner_threshold: int | None = None) -> int:
-    """Returns the smallest threshold that a site accepts for a sum of so many sites.
+    """Returns the smallest threshold that a site accepts in a secure sum; the threshold is the number of sites needed
+    to unmask the sum.
 
     It is above half of them, which security against an active server needs (theorem 6.5 with no colluding site). By default
     it is above two thirds, which is secure while fewer than a third of the sites collude with the server.
@@ -159,26 +164,36 @@ def minimum_threshold(sites: int, owner_threshold: int | None = None) -> int:
     return max(2, sites // 2 + 1, 2 * sites // 3 + 1 if owner_threshold is None else owner_threshold)
 
 
-def sealed_box_bytes(sites: int) -> int:
-    """Returns the number of bytes of encrypted shares for one site, in a sum of so many sites."""
-    return ELEMENT_BYTES * (_FIRST_LIST_NUMBER + sites) + crypto.TAG_BYTES
+def encrypted_shares_bytes(num_sites: int) -> int:
+    """Returns the number of bytes of the encrypted secret shares that one site sends to another, in a sum of
+    `num_sites` sites.
+    """
+    return ELEMENT_BYTES * (_FIRST_LIST_NUMBER + num_sites) + crypto.TAG_BYTES
 
 
-def advertise_keys(sum_id: SumId, name: str, sign_function: SignFunction) -> tuple[AdvertisedState, KeyAdvertisement]:
-    """Creates two key pairs and signs their public halves: step 1 (round 0, AdvertiseKeys)."""
-    state = AdvertisedState(sum_id, name, crypto.generate_private_key(), crypto.generate_private_key())
+def advertise_keys(
+    sum_id: SumId, name: str, sign_function: SignFunction
+) -> tuple[KeysAdvertisedState, KeyAdvertisement]:
+    """Creates a site's two key pairs for a secure sum and signs the public keys (step 1: AdvertiseKeys, round 0 of the
+    paper).
+    """
+    state = KeysAdvertisedState(sum_id, name, crypto.generate_private_key(), crypto.generate_private_key())
     unsigned = KeyAdvertisement(name, crypto.public_key_of(state.cipher), crypto.public_key_of(state.mask), b"")
     return state, KeyAdvertisement(name, unsigned.cipher, unsigned.mask, sign_function(unsigned.signed_content(sum_id)))
 
 
 def share_secrets(
-    state: AdvertisedState,
+    state: KeysAdvertisedState,
     adverts: Sequence[KeyAdvertisement],
     threshold: int,
     peers: Mapping[str, PublicKey],
     owner_threshold: int | None = None,
-) -> tuple[SharedState, dict[str, bytes]]:
-    """Shares the key s, the self-mask b and the agreement's numbers among all sites: step 2 (round 1, ShareKeys).
+) -> tuple[SecretsSharedState, dict[str, bytes]]:
+    """Checks the other sites' keys, and splits this site's secrets into encrypted shares, one set for each other site
+    (step 2: ShareKeys, round 1 of the paper).
+
+    The secrets are the key s of the pairwise masks, the seed b of the self-mask, and the numbers of the agreement on
+    survivors.
 
     Args:
         state: state after step 1.
@@ -220,7 +235,7 @@ def share_secrets(
     seed = secrets.token_bytes(32)
     agreement = tuple(secrets.randbelow(PRIME) for _ in range(1 + len(names)))
     shares_by_site = split_secrets([*map(_number_from_bytes, (state.mask, seed)), *agreement], len(names), threshold)
-    shared_state = SharedState(
+    shared_state = SecretsSharedState(
         state, adverts, threshold, seed, agreement, tuple(shares_by_site[names.index(state.name)])
     )
     boxes = {}
@@ -228,13 +243,14 @@ def share_secrets(
         if advert.name != state.name:
             key = _derive_box_key(shared_state, advert, state.name, advert.name)
             boxes[advert.name] = crypto.encrypt(
-                key, b"".join(map(element_to_bytes, shares)), shared_state.context_digest
+                key, b"".join(map(element_to_bytes, shares)), shared_state.participants_digest
             )
     return shared_state, boxes
 
 
-def decrypt_share_boxes(state: SharedState, boxes: Mapping[str, bytes]) -> MaskingState:
-    """Decrypts the shares from the other sites: first half of step 3 (round 2, MaskedInputCollection).
+def decrypt_received_shares(state: SecretsSharedState, boxes: Mapping[str, bytes]) -> MaskingState:
+    """Decrypts the secret shares that the other sites have sent to this site (first half of step 3:
+    MaskedInputCollection, round 2 of the paper).
 
     It does not need the numbers to be summed, so that a site can refuse a sum, or use up its keys, before it looks at its
     data.
@@ -255,7 +271,9 @@ def decrypt_share_boxes(state: SharedState, boxes: Mapping[str, bytes]) -> Maski
     for sender, box in sorted(boxes.items()):
         try:
             shares = elements_from_bytes(
-                crypto.decrypt(_derive_box_key(state, advert_by_site[sender], sender, name), box, state.context_digest)
+                crypto.decrypt(
+                    _derive_box_key(state, advert_by_site[sender], sender, name), box, state.participants_digest
+                )
             )
             if len(shares) != _FIRST_LIST_NUMBER + len(advert_by_site):
                 raise ValueError("they are too few")
@@ -266,23 +284,26 @@ def decrypt_share_boxes(state: SharedState, boxes: Mapping[str, bytes]) -> Maski
 
 
 def mask_words(state: MaskingState, words: Words) -> Words:
-    """Masks a site's numbers: y = x + PRG(b) + Σ_v ± PRG(s_uv) mod 2^64, the second half of step 3.
+    """Adds masks to a site's numbers; the masks between pairs of sites cancel out in the sum over all sites (second
+    half of step 3).
+
+    The masked numbers are y = x + PRG(b) + Σ_v ± PRG(s_uv) mod 2^64.
 
     The caller may mask only once with a state.
 
     Args:
-        state: state from `decrypt_share_boxes`.
+        state: state from `decrypt_received_shares`.
         words: x, shape (numbers,).
     """
     shared, name = state.shared, state.shared.advertised.name
     advert_by_site = {advert.name: advert for advert in shared.adverts}
     masked = words + crypto.generate_key_stream(
-        derive_self_mask_key(shared.seed, shared.context_digest, name), len(words)
+        derive_self_mask_key(shared.seed, shared.participants_digest, name), len(words)
     )
     for peer in sorted(state.held_shares.keys() - {name}):
         pair_secret = crypto.compute_shared_secret(shared.advertised.mask, advert_by_site[peer].mask)
         pad = crypto.generate_key_stream(
-            derive_pairwise_mask_key(pair_secret, shared.context_digest, name, peer), len(words)
+            derive_pairwise_mask_key(pair_secret, shared.participants_digest, name, peer), len(words)
         )
         masked = masked + pad if name < peer else masked - pad
     return masked
@@ -291,7 +312,8 @@ def mask_words(state: MaskingState, words: Words) -> Words:
 def release_unmasking_shares(
     state: MaskingState, survivors: Sequence[str], earlier_survivors: Sequence[str] | None = None
 ) -> UnmaskingShares:
-    """Releases the shares that unmask the sum over the survivors: step 4 (rounds 3 and 4, ConsistencyCheck and Unmasking).
+    """Returns the secret shares with which the server can remove the masks from the sum over the surviving sites (step
+    4: ConsistencyCheck and Unmasking, rounds 3 and 4 of the paper).
 
     These are shares of the survivors' self-masks and of the other sites' keys, encrypted with F(L), which t sites with the
     same list recover together (see `polyfed.deploy.secure_aggregation`). A site releases them once: the caller then deletes
@@ -328,29 +350,35 @@ def release_unmasking_shares(
     }
     agreement = (shared.agreement[0] + sum(shared.agreement[1 + names.index(v)] for v in survivor_names)) % PRIME
     shares = [state.held_shares[v][_SELF_MASK if v in survivor_names else _MASK] for v in sorted(state.held_shares)]
-    key = derive_bundle_key(agreement, shared.context_digest, name, survivor_names)
-    return UnmaskingShares(tokens, crypto.encrypt(key, b"".join(map(element_to_bytes, shares)), shared.context_digest))
+    key = derive_released_shares_key(agreement, shared.participants_digest, name, survivor_names)
+    return UnmaskingShares(
+        tokens, crypto.encrypt(key, b"".join(map(element_to_bytes, shares)), shared.participants_digest)
+    )
 
 
 def derive_pairwise_mask_key(pair_secret: bytes, digest: bytes, first_site: str, second_site: str) -> bytes:
-    """Derives the key of the pairwise mask of two sites from their shared secret."""
+    """Derives, from the secret that two sites share, the key that generates the mask between them."""
     return crypto.derive_key(pair_secret, digest, "pair", *sorted((first_site, second_site)))
 
 
 def derive_self_mask_key(seed: bytes, digest: bytes, name: str) -> bytes:
-    """Derives the key of a site's self-mask."""
+    """Derives, from a site's random seed, the key that generates the mask of that site alone."""
     return crypto.derive_key(seed, digest, "self", name)
 
 
-def derive_bundle_key(agreement: int, digest: bytes, name: str, survivors: Sequence[str]) -> bytes:
-    """Derives the key that encrypts the shares that a site releases, from F(L)."""
+def derive_released_shares_key(agreement: int, digest: bytes, name: str, survivors: Sequence[str]) -> bytes:
+    """Derives the key that encrypts the unmasking shares of one site. Only the server can compute it, and only after
+    enough sites have confirmed the same list of survivors.
+
+    It is derived from F(L) (see `polyfed.deploy.secure_aggregation`).
+    """
     return crypto.derive_key(element_to_bytes(agreement), digest, "bundle", name, *survivors)
 
 
-def _derive_box_key(state: SharedState, advert: KeyAdvertisement, source: str, target: str) -> bytes:
+def _derive_box_key(state: SecretsSharedState, advert: KeyAdvertisement, source: str, target: str) -> bytes:
     return crypto.derive_key(
         crypto.compute_shared_secret(state.advertised.cipher, advert.cipher),
-        state.context_digest,
+        state.participants_digest,
         "box",
         source,
         target,

@@ -1,4 +1,5 @@
-"""Implements Shamir's secret sharing over a prime field (How to Share a Secret, 1979; Bonawitz et al. 2017, section 3.1).
+"""Implements Shamir's secret sharing over a prime field (How to Share a Secret, 1979; Bonawitz et al. 2017, section
+3.1).
 
 It does not run in constant time, since the time of Python's integer arithmetic depends on the values. A site computes only
 with its own secrets, and its replies do not wait for them alone; but on a machine shared with strangers this could leak.
@@ -12,7 +13,8 @@ ELEMENT_BYTES = 33
 
 
 def split_secrets(values: Sequence[int], holders: int, threshold: int) -> list[list[int]]:
-    """Splits each value into shares for `holders` holders: any `threshold` of them can recover it, fewer learn nothing.
+    """Splits each secret number into `holders` shares, so that any `threshold` of its shares recover it and fewer
+    reveal nothing.
 
     Returns:
         For each holder its shares, one per value; holder k has the point k + 1.
@@ -40,7 +42,7 @@ def _evaluate(polynomial: Sequence[int], x: int) -> int:
 
 
 def recover_secret(shares: Mapping[int, int]) -> int:
-    """Recovers a value from at least `threshold` shares: the value at 0 of the polynomial through them.
+    """Recovers a secret number from at least `threshold` of its shares, by interpolating their polynomial at 0.
 
     Args:
         shares: point (from 1) -> share.
@@ -49,7 +51,8 @@ def recover_secret(shares: Mapping[int, int]) -> int:
 
 
 def lagrange_weights(points: Sequence[int]) -> dict[int, int]:
-    """Returns the Lagrange weights at 0 of shares at these points.
+    """Returns the weights by which shares at the given points are multiplied and summed to get the polynomial's value
+    at 0 (Lagrange interpolation).
 
     Raises:
         ValueError: points are not positive, or one occurs twice.
@@ -70,12 +73,12 @@ def lagrange_weights(points: Sequence[int]) -> dict[int, int]:
 
 
 def element_to_bytes(number: int) -> bytes:
-    """Encodes an element of the field as 33 bytes."""
+    """Encodes an element of the prime field as 33 bytes."""
     return number.to_bytes(ELEMENT_BYTES, "big")
 
 
 def elements_from_bytes(data: bytes) -> list[int]:
-    """Decodes elements of the field from their bytes.
+    """Decodes a sequence of prime field elements from bytes, 33 bytes for each.
 
     Raises:
         ValueError: the bytes are no elements of the field.

@@ -1,4 +1,4 @@
-"""Removes the masks from a secure sum at the server, with the shares that t sites have released.
+"""Removes the masks from a secure sum at the server, with the secret shares that enough sites have released.
 
 This is the server's part of Bonawitz et al. 2017, figure 4.
 """
@@ -13,9 +13,9 @@ from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,
     SumId,
     UnmaskingShares,
-    compute_context_digest,
-    derive_bundle_key,
+    compute_participants_digest,
     derive_pairwise_mask_key,
+    derive_released_shares_key,
     derive_self_mask_key,
 )
 from polyfed.deploy.secure_aggregation.shamir import ELEMENT_BYTES, PRIME, elements_from_bytes, recover_secret
@@ -30,7 +30,7 @@ def unmask_sum(
     total: Words,
     unmasking_shares: Mapping[str, UnmaskingShares],
 ) -> Words:
-    """Returns the sum of the survivors' numbers without masks.
+    """Returns the sum of the surviving sites' numbers after removing the masks.
 
     Args:
         sum_id: the sum.
@@ -47,7 +47,7 @@ def unmask_sum(
     adverts = sorted(adverts, key=lambda advert: advert.name)
     points = {advert.name: k for k, advert in enumerate(adverts, start=1)}
     digest, survivor_names, sharing_names = (
-        compute_context_digest(sum_id, adverts, threshold),
+        compute_participants_digest(sum_id, adverts, threshold),
         sorted(survivors),
         sorted(sharing_sites),
     )
@@ -62,7 +62,7 @@ def unmask_sum(
             for v in sorted(unmasking_shares)[:threshold]
             if w in unmasking_shares[v].tokens
         }
-        key = derive_bundle_key(recover_secret(tokens) % PRIME, digest, w, survivor_names)
+        key = derive_released_shares_key(recover_secret(tokens) % PRIME, digest, w, survivor_names)
         if len(unmasking_shares[w].bundle) != ELEMENT_BYTES * len(sharing_names) + crypto.TAG_BYTES:
             continue
         try:

@@ -1,1 +1,1 @@
-"""Runs a deployment at the server: agrees with the sites on the run, checks their replies and aggregates them."""
+"""Runs the server of a deployment: it sets up the run with the sites, checks their replies and aggregates them."""

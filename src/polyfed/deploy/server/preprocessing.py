@@ -1,4 +1,4 @@
-"""Merges the tables of the sites into one preprocessing before round 1 (`preprocess="federated"`): the server's part."""
+"""Computes at the server, before round 1, one preprocessing for the tables of all sites (`preprocess="federated"`)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -29,15 +29,17 @@ _MAX_NAME_LENGTH = 200  # characters of a column's name or of a category
 
 
 class EnvelopeEngine(Protocol):
-    """Carries envelopes between server and sites, besides running tasks."""
+    """Describes an engine that can also exchange messages with the sites that are not training or evaluation tasks."""
 
     def bind_federation(self, federation: Federation) -> None:
-        """Binds the engine to the federation whose tasks it will carry."""
+        """Prepares the engine for a federation whose tasks it will execute."""
 
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | str]]:
-        """Sends an envelope to each site and yields each site's answer, or a text that says why there is none."""
+        """Sends one message to each site, and yields (site, reply) as replies arrive; in place of a missing reply,
+        yields a text with the reason.
+        """
 
 
 def agree_on_preprocessing(
@@ -45,7 +47,7 @@ def agree_on_preprocessing(
     introductions: Mapping[str, Mapping[str, Any]],
     build_engine: Callable[[DeploymentServer], Any],
 ) -> DeploymentServer:
-    """Lets the sites agree on one preprocessing and returns a server that has it.
+    """Computes with the sites one preprocessing for all their tables, and returns a copy of the server that holds it.
 
     Args:
         server: the server of a run that has not begun.
@@ -106,7 +108,7 @@ def agree_on_preprocessing(
 def _collect_schema_summaries(
     server: DeploymentServer, sites: list[str], engine: EnvelopeEngine
 ) -> dict[str, tuple[SchemaSummary, str]]:
-    """Asks each site for a summary of its table; returns it with the site's task, by site."""
+    """Requests from each site a summary of its table, and returns (summary, kind of task) by site."""
     summaries: dict[str, tuple[SchemaSummary, str]] = {}
     envelopes = {site: Envelope({**server.introduction_head(), "kind": "prepare", "client": site}) for site in sites}
     for site, answer in engine.exchange(envelopes, 0):
@@ -122,7 +124,7 @@ def _collect_schema_summaries(
 
 
 def _schema_summary_error(table: Any) -> str:
-    """Returns why a site's summary of its table is not valid; empty if it is."""
+    """Returns why a site's table summary is not valid; "" if it is valid."""
     if wrong := validation_error(table, SchemaSummary):
         return f"its summary of its table cannot be read: {wrong}"
     if {"whole", "numbers", "targets"} - table.keys():
@@ -145,7 +147,9 @@ def _schema_summary_error(table: Any) -> str:
 
 
 def _merge_tables(tables: Mapping[str, tuple[SchemaSummary, str]]) -> tuple[TablePreprocessor, bool]:
-    """Merges the tables of all sites; the second value says whether the names must be sent, since the tables differ."""
+    """Builds one common table description from those of all sites, and returns it with a flag: whether the sites'
+    tables differ, so that they must be sent the common column names.
+    """
     summaries = {site: table for site, (table, _) in tables.items()}
     first = next(iter(summaries.values()))
     are_equal = all({**summary, "schema": 0} == {**first, "schema": 0} for summary in summaries.values())

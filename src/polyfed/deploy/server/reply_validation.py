@@ -1,4 +1,4 @@
-"""Validates a site's reply: each part is checked before the next, larger one is read.
+"""Validates a site's reply, step by step, so that large parts are read only after smaller ones have proved valid.
 
 The order is: limits of size (`polyfed.deploy.protocol.wire`), the header, the numbers, the names, shapes and types of the
 tensors, and last the tensors. `Federation.flaw` checks for every engine that their values are finite.
@@ -30,7 +30,7 @@ _METRIC_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 
 
 def sanitize_line(text: object) -> str:
-    """Shortens a site's text for a log and replaces line breaks, which could forge a log line.
+    """Returns a text from a site as one short line, without line breaks, which could forge lines in the log.
 
     >>> sanitize_line("a\\nb"), len(sanitize_line("x" * 10_000))
     ('a b', 300)
@@ -39,7 +39,7 @@ def sanitize_line(text: object) -> str:
     return " ".join(shown.split())[:_MAX_SENTENCE_LENGTH]
 
 
-def parse_result(
+def parse_task_result(
     task: ClientTask,
     packed: PackedEnvelope,
     server: DeploymentServer,
@@ -48,7 +48,7 @@ def parse_result(
     *,
     with_evaluation: bool = False,
 ) -> TaskResult:
-    """Reads and checks the result of a task.
+    """Reads the result of a task from a site's reply, and raises an error if the reply is not valid.
 
     Args:
         task: the task.
@@ -61,7 +61,7 @@ def parse_result(
     Raises:
         UserError: the reply is not valid.
     """
-    head = validate_head(task, parse_head(packed.head), server, with_evaluation=with_evaluation)
+    head = validate_answer_head(task, parse_head(packed.head), server, with_evaluation=with_evaluation)
     metrics, seconds = _parse_metrics(head, server), head.get("seconds", 0.0)
     if task.phase != "local":
         return TaskResult(task, metrics=metrics, weights=None)
@@ -76,7 +76,8 @@ def parse_result(
 def parse_evaluation_result(
     task: ClientTask, answer: PackedEnvelope | str, server: DeploymentServer, *, piggybacked: bool
 ) -> TaskResult:
-    """Reads the result of an evaluation; an invalid one is a failure of the evaluation alone, not of the site's training.
+    """Reads the result of an evaluation from a site's reply. An invalid result counts as a failed evaluation, but the
+    site's training is not affected.
 
     Args:
         task: the evaluation.
@@ -91,16 +92,17 @@ def parse_evaluation_result(
         if piggybacked and not isinstance(head.get(EVALUATION_KEY), dict):
             _raise_if_refused(head)
             raise UserError(f"sends no result of the evaluation of round {task.round}, which was asked for too")
-        evaluation_head = validate_head(task, head[EVALUATION_KEY] if piggybacked else head, server)
+        evaluation_head = validate_answer_head(task, head[EVALUATION_KEY] if piggybacked else head, server)
         return TaskResult(task, metrics=_parse_metrics(evaluation_head, server), weights=None)
     except UserError as error:
         return TaskResult(task, failure=ClientError(task.round, task.client, task.phase, sanitize_line(error)))
 
 
-def validate_head(
+def validate_answer_head(
     task: ClientTask, head: Mapping[str, Any], server: DeploymentServer, *, with_evaluation: bool = False
 ) -> Mapping[str, Any]:
-    """Checks that a header answers a task, and returns it.
+    """Checks that a reply's header belongs to the given task and reports neither refusal nor failure; returns the
+    header.
 
     Args:
         task: the task.
@@ -139,7 +141,9 @@ def _parse_metrics(head: Mapping[str, Any], server: DeploymentServer) -> dict[st
 
 
 def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introduction: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the reply's scalars that the method uses; a site's number of examples must be that of its introduction."""
+    """Returns those scalars of a reply that the method uses, and checks that the number of examples has not changed
+    since the run began.
+    """
     allowed = server.algorithm.scalars_needed | {"train_loss", "num_examples"}
     scalars = {n: v for n, v in packed.scalars.items() if n in allowed}
     if wrong := [
@@ -163,7 +167,8 @@ def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introductio
 def reply_spec_error(
     packed: PackedEnvelope, message: Message, server: DeploymentServer, server_state: Any, scalars: Mapping[str, Any]
 ) -> str | None:
-    """Returns how a reply's names, shapes and types differ from those that the method expects.
+    """Returns how the groups, names, shapes and types of a reply's tensors differ from those that the method expects;
+    None if no difference is found.
 
     Args:
         packed: the site's answer.
@@ -175,7 +180,7 @@ def reply_spec_error(
     Returns:
         A sentence; None if they do not differ, or if the method can compare only the tensors' values.
     """
-    specs: Mapping[str, Mapping[str, TensorSpec]] = packed.tensor_specs()
+    specs: Mapping[str, Mapping[str, TensorSpec]] = packed.tensor_specs_by_group()
     if (reply_compression := parse_compressor(server.settings.compress)) is not None:
         try:
             specs = decompressed_specs(specs, message, reply_compression)
@@ -218,7 +223,7 @@ def reply_spec_error(
 
 
 def _is_metric_name(name: str, server: DeploymentServer) -> bool:
-    """Returns whether a site may send a metric of this name."""
+    """Returns whether a site may report a metric under this name."""
     name_parts = split_metric_column(name, [*METRICS.values(), *map(metric_by_name, server.settings.metrics)])
     return name_parts is not None and _METRIC_PREFIX.fullmatch(name_parts[0]) is not None
 

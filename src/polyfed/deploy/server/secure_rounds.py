@@ -1,4 +1,4 @@
-"""Runs the server's part of rounds with secure sums, which need one exchange more than other rounds.
+"""Runs rounds with secure aggregation at the server; each needs one more exchange of messages than other rounds.
 
 The sites exchange the keys for a round during the round before:
 
@@ -24,11 +24,11 @@ from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.messages.fixed_point import FixedPointWords, SumLayout, build_sum_message, parse_sum_message
 from polyfed.deploy.protocol.piggyback import attach_evaluations
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head
-from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_advert
-from polyfed.deploy.secure_aggregation.protocol import KeyAdvertisement, SumId, UnmaskingShares, sealed_box_bytes
+from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
+from polyfed.deploy.secure_aggregation.protocol import KeyAdvertisement, SumId, UnmaskingShares, encrypted_shares_bytes
 from polyfed.deploy.secure_aggregation.shamir import PRIME
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
-from polyfed.deploy.server.reply_validation import parse_evaluation_result, sanitize_line, validate_head
+from polyfed.deploy.server.reply_validation import parse_evaluation_result, sanitize_line, validate_answer_head
 from polyfed.deploy.server.server import MAX_EXAMPLES, DeploymentServer
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
@@ -42,7 +42,7 @@ Exchange = Callable[[Mapping[str, Envelope], int], Iterator[tuple[str, PackedEnv
 
 @final
 class SecureRoundServer:
-    """Coordinates the secure sums of a run at the server.
+    """Runs the training rounds of a run with secure aggregation at the server.
 
     Args:
         server: the deployment.
@@ -56,7 +56,7 @@ class SecureRoundServer:
         self._boxes: dict[int, dict[str, dict[str, Tensor]]] = {}  # round -> site -> other site -> encrypted shares
 
     def run_round_tasks(self, tasks: Sequence[ClientTask], server_state: Any) -> Iterator[TaskResult]:
-        """Runs the training tasks of a round as one secure sum, and yields a result for each task.
+        """Executes the training tasks of one round with secure aggregation, and yields a result for each task.
 
         The replies of the sites in the sum add up to it; a single one has no meaning.
 
@@ -110,7 +110,9 @@ class SecureRoundServer:
     # -- before a round -----------------------------------------------------------------------------------------------
 
     def _exchange_keys(self, round_number: int, cohort: Sequence[str]) -> None:
-        """Exchanges keys and encrypted shares for a round in two exchanges of their own."""
+        """Collects from the sites, in two exchanges before a round, the public keys and the encrypted secret shares
+        that the round needs.
+        """
         self._adverts[round_number], self._boxes[round_number] = {}, {}
         envelopes = {client: self._sum_envelope(client, advertise=round_number) for client in cohort}
         for client, answer in self._exchange(envelopes, round_number):
@@ -119,7 +121,9 @@ class SecureRoundServer:
             self._store_boxes(client, answer, round_number)
 
     def _share_requests(self, round_number: int) -> dict[str, Envelope]:
-        """Returns envelopes that ask for encrypted shares for a round; none if fewer sites than t have sent keys."""
+        """Returns messages that ask the sites for encrypted secret shares for a round; empty if too few sites have sent
+        keys.
+        """
         adverts = self._adverts.get(round_number, {})
         threshold = self._server.secure_sum_threshold
         if len(adverts) < threshold:
@@ -135,22 +139,24 @@ class SecureRoundServer:
         return Envelope({**self._server.secure_sum_head(), "client": client, **parts})
 
     def _store_advert(self, client: str, head: Mapping[str, Any], round_number: int) -> None:
-        """Stores the keys that a site advertises; the other sites check their signature."""
+        """Stores the public keys in a site's reply; their signature is checked by the other sites, not by the server."""
         self._log_refusals(client, head)
         try:
-            advert = parse_advert(head["advert"])
+            advert = parse_key_advertisement(head["advert"])
         except (KeyError, TypeError, ValueError, AttributeError):
             return
         if advert.name == client and round_number <= self._server.settings.rounds:
             self._adverts.setdefault(round_number, {})[client] = advert
 
     def _store_boxes(self, client: str, answer: PackedEnvelope | str, round_number: int) -> None:
-        """Stores a site's encrypted shares, if there is one of the right length for each other site in the sum."""
+        """Stores the encrypted secret shares in a site's reply, if they are complete: one of the right length for each
+        other site.
+        """
         head, adverts = _head_or_empty(answer), self._adverts[round_number]
         self._log_refusals(client, head)
         if client not in adverts:
             return
-        receivers, size = set(adverts) - {client}, sealed_box_bytes(len(adverts))
+        receivers, size = set(adverts) - {client}, encrypted_shares_bytes(len(adverts))
         try:
             boxes = answer.unpack_body().tensors.get(BOXES_GROUP, {}) if isinstance(answer, PackedEnvelope) else {}
         except UserError:
@@ -174,7 +180,9 @@ class SecureRoundServer:
         round_number: int,
         cohort: Sequence[str],
     ) -> dict[str, Envelope]:
-        """Returns envelopes with the tasks of a round, and envelopes that ask the other sites of the next round for keys."""
+        """Returns the messages with a round's tasks, and messages that ask for keys to the sites that take part only in
+        the next round.
+        """
         boxes_by_sender = self._boxes.get(round_number, {})
         is_last_round = round_number >= self._server.settings.rounds
         next_cohort = set() if is_last_round else set(self._federation.sample_cohort(round_number + 1))
@@ -205,12 +213,12 @@ class SecureRoundServer:
     def _read_masked_words(
         self, task: ClientTask, answer: PackedEnvelope, server_state: Any
     ) -> tuple[FixedPointWords, SumLayout]:
-        """Reads the masked numbers in an answer.
+        """Reads the masked numbers in a site's reply, and checks that they fit the sum.
 
         Raises:
             UserError: they are not a valid part of this sum.
         """
-        names_by_group = {group: sorted(tensors) for group, tensors in answer.tensor_specs().items()}
+        names_by_group = {group: sorted(tensors) for group, tensors in answer.tensor_specs_by_group().items()}
         if names_by_group != {"sum": ["layout", "words"]}:  # before tensors are read
             raise UserError(
                 sanitize_line(f"a part of a secure sum is expected, and the reply holds {sorted(names_by_group)[:9]}")
@@ -228,7 +236,9 @@ class SecureRoundServer:
         total: tuple[FixedPointWords, SumLayout],
         round_number: int,
     ) -> Iterator[TaskResult]:
-        """Removes the masks from the sum, and exchanges the encrypted shares of the next round in the same exchange."""
+        """Removes the masks from a round's sum and yields the results; the same exchange of messages collects the
+        encrypted secret shares for the next round.
+        """
         envelopes = self._share_requests(round_number + 1)
         has_enough = len(survivors) >= self._server.secure_sum_threshold
         for client in survivors if has_enough else ():
@@ -273,7 +283,10 @@ class SecureRoundServer:
                 )  # fmt: skip
 
     def _check_weight(self, weight: int, sites: int) -> None:
-        """Raises a `RoundError` if the sum's weight is impossible for its number of sites.
+        """Raises a `RoundError` if the total weight in an unmasked sum is impossible for the number of sites, which
+        shows that masks are left in it.
+
+        A site that releases wrong shares can cause this, and the remaining masks would enter the model.
 
         Then masks are left in the sum, which a site that releases wrong shares can cause, and they would enter the model.
         """
@@ -286,7 +299,10 @@ class SecureRoundServer:
 
 
 def _sum_or_zeros(words: FixedPointWords, layout: SumLayout, whole_sum: bool) -> Message:
-    """Returns the sum as a message, or zeros of the same length, which take no memory."""
+    """Returns the secure sum as one site's reply, or zeros for every other site, so that all replies add up to the sum.
+
+    The zeros take no memory.
+    """
     if whole_sum:
         return build_sum_message(words, layout)
     zeros = torch.zeros(1, dtype=torch.int64).expand(layout.num_words)
@@ -298,11 +314,11 @@ def _validated_head(
 ) -> Mapping[str, Any]:
     if isinstance(answer, str):
         raise UserError(answer)
-    return validate_head(task, parse_head(answer.head), server, with_evaluation=with_evaluation)
+    return validate_answer_head(task, parse_head(answer.head), server, with_evaluation=with_evaluation)
 
 
 def _head_or_empty(answer: PackedEnvelope | str) -> dict[str, Any]:
-    """Returns the header of an answer; empty if there is none that can be read."""
+    """Returns the header of a site's reply; empty if there is no reply or its header cannot be read."""
     try:
         return {} if isinstance(answer, str) else parse_head(answer.head)
     except UserError:
@@ -310,7 +326,7 @@ def _head_or_empty(answer: PackedEnvelope | str) -> dict[str, Any]:
 
 
 def _read_unmasking_shares(answer: PackedEnvelope | str) -> UnmaskingShares | None:
-    """Reads the unmasking shares in an answer; None if it has none."""
+    """Reads the unmasking shares in a site's reply; returns None if the reply has none, or damaged ones."""
     try:
         tokens = _head_or_empty(answer)["tokens"]
         assert isinstance(answer, PackedEnvelope)

@@ -1,4 +1,4 @@
-"""Holds a deployment's server: builds the federation from the sites' introductions, and runs its rounds.
+"""Defines the server of a deployment, which sets up the federation from what the sites report, and runs its rounds.
 
 The rounds are those of the simulator (`simulation.federate.run_rounds`), on an engine that sends tasks to sites. A site's
 private state stays there. In its place the server stores the number of the round that the state belongs to, so that a run
@@ -46,7 +46,8 @@ MAX_EXAMPLES = 10**12  # the largest number of examples that a site may report
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Holds the settings of a deployment beside those of the method and of the rounds.
+    """Holds the settings of a deployment (sites, time limits, folders), apart from those of the method and of the
+    rounds.
 
     Args:
         sites: ids of the sites that take part; no others may.
@@ -92,7 +93,7 @@ class Deployment:
 @final
 @dataclass(frozen=True)
 class DeploymentServer:
-    """Holds a deployment that is ready to run; `configure_server` builds one.
+    """Holds everything that the server needs to run a deployment; `configure_server` builds it.
 
     Args:
         deployment: its settings.
@@ -117,7 +118,9 @@ class DeploymentServer:
     preprocessing_facts: Mapping[str, int] = field(default_factory=dict)
 
     def introduction_head(self) -> dict[str, Any]:
-        """Returns the header of the first envelope to a site."""
+        """Returns the header of the first message to a site, which announces the run and asks the site to describe
+        itself.
+        """
         needs = self.algorithm.requires
         common_architecture = next(iter(self.models)) if "one_architecture" in needs else None
         preprocessing_field = {} if self.preprocessing is None else {"prepared": self.preprocessing}
@@ -129,7 +132,7 @@ class DeploymentServer:
         }  # fmt: skip
 
     def task_head(self, task: ClientTask) -> dict[str, Any]:
-        """Returns the header of the envelope with a task."""
+        """Returns the header of the message that sends a task to a site."""
         span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may have none
         return {
             "kind": "task", **self._common_head(), "phase": task.phase, "round": task.round, "client": task.client,
@@ -145,21 +148,24 @@ class DeploymentServer:
         return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm, **secure}
 
     def secure_sum_head(self) -> dict[str, Any]:
-        """Returns the header of an envelope that carries steps of secure sums and no task."""
+        """Returns the header of a message that carries only steps of secure aggregation, and no task."""
         return {"kind": "sum", **self._common_head()}
 
     @property
     def sites_per_round(self) -> int:
-        """Returns the number of sites in a round."""
+        """Returns the number of sites that take part in each round."""
         return self.settings.cohort_size(len(self.deployment.sites))
 
     @property
     def secure_sum_threshold(self) -> int:
-        """Returns t, the number of sites that can unmask a secure sum; by default above two thirds of a round's."""
+        """Returns the number of sites that are needed to unmask a secure sum; by default more than two thirds of the
+        sites in a round.
+        """
         return self.deployment.secure_threshold or 2 * self.sites_per_round // 3 + 1
 
     def build_federation(self, introductions: Mapping[str, Mapping[str, Any]]) -> Federation:
-        """Builds the federation from the headers of the sites' introductions.
+        """Builds the federation from what the sites report about themselves, and checks that they suit the method and
+        each other.
 
         Args:
             introductions: header of each site's answer to its introduction.
@@ -214,7 +220,7 @@ class DeploymentServer:
     def run_federation(
         self, federation: Federation, engine: Engine, progress: Progress, introductions: Mapping[str, Mapping[str, Any]]
     ) -> Run:
-        """Runs the rounds from the start, or from the newest checkpoint of a resumed run.
+        """Runs all rounds; a resumed run continues after its newest checkpoint.
 
         Args:
             federation: the federation, from `build_federation`.

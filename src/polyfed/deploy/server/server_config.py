@@ -1,4 +1,4 @@
-"""Builds a deployment's server from its configuration, or from the run directory that a resumed run continues."""
+"""Builds the server of a deployment from its configuration or, for a resumed run, from its run directory."""
 
 import dataclasses
 import secrets
@@ -26,7 +26,7 @@ from polyfed.simulation.storage.directory import RunDirectory, read_config
 
 
 def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
-    """Builds the server that a flat configuration describes, as Flower passes it.
+    """Builds the server of a deployment from Flower's flat configuration (option -> value).
 
     Args:
         config: fields of `Deployment` and `Settings` with hyphens (`sites` separated by commas; `file` is the server's
@@ -84,7 +84,9 @@ def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
 
 
 def _parse_field_value(value: Any) -> Any:
-    """Parses a method's field: Flower's configuration has no lists and no null, so text may hold them as YAML."""
+    """Returns the value of a method's field. Flower's configuration has neither lists nor null, so a text is parsed as
+    YAML if it looks like one of these.
+    """
     if isinstance(value, str) and (value[:1] in "[{" or value in ("null", "none")):
         try:
             return None if value == "none" else parse_yaml(value)
@@ -94,7 +96,9 @@ def _parse_field_value(value: Any) -> Any:
 
 
 def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
-    """Builds the server of a resumed run from its run directory; the operator must name sites and consent again."""
+    """Builds the server of a resumed run from its run directory; the sites and the consent to disclosures must be given
+    anew in the configuration.
+    """
     config = read_config(deployment.out)
     if "deployment" not in config:
         raise UserError(f"{deployment.out} is the directory of a simulation: polyfed resume {deployment.out}")
@@ -127,7 +131,9 @@ def _configure_resumed_server(deployment: Deployment) -> DeploymentServer:
 def _check_and_build_server(
     deployment: Deployment, algorithm: Algorithm[Any, Any], settings: Settings, run: str
 ) -> DeploymentServer:
-    """Checks consent and thresholds, loads the server's networks and public examples, and builds the server."""
+    """Checks that the settings and consents suit the method, loads the server's networks and public examples, and
+    builds the server.
+    """
     needs, name = algorithm.requires, registry_name(algorithm)
     parties = settings.cohort_size(len(deployment.sites))
     if settings.secure:
@@ -170,7 +176,9 @@ def _check_and_build_server(
 def _load_server_function(
     deployment: Deployment, name: Literal["model", "architectures", "public"], reason: str
 ) -> Any:
-    """Loads a function from the server's Python file."""
+    """Returns a function from the server's Python file, or raises an error if no file was named or its code is not
+    trusted.
+    """
     file = deployment.file
     if file is None:
         raise UserError(

@@ -1,1 +1,3 @@
-"""Answers the server at a site: trains, evaluates, keeps the private state, and limits what leaves the site."""
+"""Answers the server's messages at a site: trains, evaluates, stores the private state, and limits what leaves the
+site.
+"""

@@ -1,4 +1,4 @@
-"""Decides which methods may run at a site, checks that its client suits one, and describes the client to the server."""
+"""Decides which methods may run at a site, and checks and describes the site's client for the server."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def build_allowed_algorithm(
     allow_disclosure: bool,
     protection: ReplyProtection,
 ) -> Algorithm[Any, Any]:
-    """Builds the method that a header names, if the site's owner allows it.
+    """Builds the method that a message's header names, or refuses if the site's owner does not allow it.
 
     Args:
         head: header of an envelope from the server.
@@ -71,7 +71,7 @@ def _build_registered(name: str, fields: Mapping[str, Any], methods: frozenset[s
 
 
 def call_client_factory(client_factory: Callable[[], Client], site: str) -> Client:
-    """Calls the function `client` of a `site.py`.
+    """Calls the function `client` of a site's `site.py`, and returns the client that it builds.
 
     Raises:
         UserError: it returns no client, or one with another id than the site.
@@ -84,10 +84,10 @@ def call_client_factory(client_factory: Callable[[], Client], site: str) -> Clie
     return client
 
 
-def check_client_for_run(
+def check_client_and_get_architecture(
     client: Client, algorithm: Algorithm[Any, Any], head: Mapping[str, Any], *, clips_updates: bool
 ) -> str | None:
-    """Checks a site's client against a method and the federation that an introduction describes.
+    """Checks that a site's client suits the method and the federation, and returns the architecture of its network.
 
     Args:
         client: the site's client.
@@ -128,7 +128,7 @@ def check_client_for_run(
 def describe_client(
     client: Client, algorithm: Algorithm[Any, Any], architecture: str | None, *, reveals_count: bool
 ) -> dict[str, Any]:
-    """Returns the header fields that tell the server what a method needs to know of a client.
+    """Returns the header fields that report to the server those facts about a client that the method needs.
 
     Args:
         client: the site's client.

@@ -1,4 +1,5 @@
-"""Limits what leaves a site: records each message in the privacy ledger, then clips, adds noise, masks or compresses.
+"""Limits what a site discloses: counts each message in the privacy ledger, and clips, adds noise to, masks or
+compresses replies.
 
 Each message is recorded before the site looks at its data: one that is recorded and then not sent wastes some budget, but
 one that is sent without a record would break the guarantee. For a message that the budget refuses nothing is computed.
@@ -31,7 +32,7 @@ _LOG = logging.getLogger("polyfed.site")
 @final
 @dataclass(frozen=True)
 class DisclosureGuard:
-    """Applies the owner's limits to the replies that leave a site.
+    """Applies the privacy settings of a site's owner to the replies that leave the site.
 
     Args:
         ledger: the file that counts the messages.
@@ -46,12 +47,13 @@ class DisclosureGuard:
     disclose: frozenset[str]
 
     def check_budget(self) -> None:
-        """Raises a `UserError` if the owner's privacy budget does not allow one more message about the data."""
+        """Raises a `UserError` if the owner's privacy budget does not allow one more message; records nothing."""
         if self.protection.max_epsilon is not None:
             check_budget(self.ledger, self.data_set, self.protection)
 
-    def record_message(self, *, already_recorded: bool = False) -> dict[str, float | None]:
-        """Records a message in the ledger and returns the privacy cost of all messages, for the site's own metrics.
+    def record_and_get_cost(self, *, already_recorded: bool = False) -> dict[str, float | None]:
+        """Records a message in the privacy ledger, and returns the ε and δ that all messages so far have spent, for the
+        site's own metrics.
 
         Args:
             already_recorded: whether the ledger has this message already.
@@ -78,7 +80,7 @@ class DisclosureGuard:
         return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta}
 
     def discloses_data(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
-        """Returns whether the answer to a task may carry anything that depends on the site's data.
+        """Returns whether the answer to a task may contain anything that depends on the site's data.
 
         Args:
             head: header of the task.
@@ -101,7 +103,8 @@ class DisclosureGuard:
         compression: Compressor | None,
         seed: int,
     ) -> Message:
-        """Returns the reply clipped, with noise and then compressed, without the scalars that must stay.
+        """Returns a reply as it may leave the site: without scalars that must stay, clipped, with noise, and
+        compressed.
 
         Args:
             reply: the client's reply.
@@ -121,7 +124,7 @@ class DisclosureGuard:
     def mask_reply(
         self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], participation: "SumParticipation"
     ) -> Message:
-        """Returns the reply clipped, with noise, as masked numbers of a secure sum.
+        """Returns a reply as it may enter a secure sum: clipped, with noise, and masked.
 
         Args:
             reply: the client's reply.
@@ -135,4 +138,4 @@ class DisclosureGuard:
         body = clip_and_add_noise(reply, message, self.protection, noise_sources=participation.threshold - 1)
         if wrong := first_non_finite_tensor(body):
             raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
-        return participation.mask_part(encode_sum_part(body, algorithm, participation.max_sites))
+        return participation.mask_reply_words(encode_sum_part(body, algorithm, participation.max_sites))

@@ -1,4 +1,4 @@
-"""Builds a site from its SuperNode's configuration (`flower-supernode --node-config`), and lets it answer a message."""
+"""Builds a site from its SuperNode's configuration (`flower-supernode --node-config`), and answers a message with it."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ def build_site(config: Mapping[str, Any]) -> Site:
 
 
 def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
-    """Loads the function `client` of a `site.py`, and replaces its client's loss if the configuration names one."""
+    """Returns the function `client` of a `site.py`; if the configuration names a loss, that loss replaces the client's."""
     client_factory: Callable[[], Client] = load_function(
         expand_user_path(str(config["site"]), "node-config: site"), "client", "node-config: site"
     )
@@ -84,7 +84,8 @@ def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
 def answer_message(
     config: Mapping[str, Any], load_site: Callable[[], Site], unpack: Callable[[], PackedEnvelope]
 ) -> Envelope:
-    """Lets a site answer a message; if the site or the message cannot be read, returns a refusal.
+    """Loads the site, lets it answer a message and returns its reply; the reply is a refusal if the site cannot be
+    loaded or the message cannot be read.
 
     Args:
         config: the site's node configuration.

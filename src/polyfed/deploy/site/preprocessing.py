@@ -1,4 +1,5 @@
-"""Lets sites with tables agree on one preprocessing before round 1 (`preprocess="federated"`): the sites' part.
+"""Computes at a site its part of one preprocessing for the tables of all sites (`preprocess="federated"`), before round
+1.
 
 1. Each site sends a hash of its columns, categories and classes and, if its owner allows it, the names (`SchemaSummary`).
    Where the hashes differ, the server needs the names, and merges them.
@@ -39,7 +40,9 @@ _HEAD_RESERVE = 4096  # bytes of a header for its other fields
 
 
 class _CommonPreprocessing(TypedDict):
-    """Describes the server's JSON: columns and classes, if those of the sites differ, and the fitted moments."""
+    """Describes the common preprocessing as the server sends it in JSON: means and scales of the columns and, if the
+    sites' tables differ, the columns and classes.
+    """
 
     columns: list[dict[str, Any]] | None
     classes: list[str] | None
@@ -49,12 +52,12 @@ class _CommonPreprocessing(TypedDict):
 
 
 def uses_federated_preprocessing(client: Client) -> bool:
-    """Returns whether a site's examples come from a table whose preprocessing is fitted over all sites."""
+    """Returns whether a client's examples come from a table whose preprocessing is fitted over all sites."""
     return isinstance(client.train.transform, TablePreprocessor) and client.train.transform.scope == "federated"
 
 
 def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, secure: bool) -> None:
-    """Raises a `RefusalError` if sums over the site's rows must not leave it."""
+    """Raises a `RefusalError` if the site's settings or data do not allow sums over its table's rows to be sent."""
     if not uses_federated_preprocessing(client):
         raise RefusalError("its data do not ask for preprocessing from sums over all sites (preprocess='federated')")
     if protection.noise_multiplier or protection.clip_norm is not None:
@@ -71,7 +74,8 @@ def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, sec
 
 
 def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSummary:
-    """Describes a site's table for the server: a hash of its schema, the number of columns and, if allowed, the schema.
+    """Describes a site's table for the server: a hash of its schema, the numbers of columns and targets and, if
+    allowed, the schema itself.
 
     Args:
         client: client with examples from the table.
@@ -89,7 +93,7 @@ def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSum
 
 
 def save_common_preprocessing(folder: Path, description: Any, client: Client) -> None:
-    """Saves the preprocessing that the sites have agreed on, as the server sends it, in the run's folder.
+    """Checks the preprocessing that the server has computed for all sites, and saves it in the run's folder.
 
     Raises:
         RefusalError: it differs from the one saved before in this run, or does not suit the site's table.
@@ -108,7 +112,7 @@ def save_common_preprocessing(folder: Path, description: Any, client: Client) ->
 
 
 def apply_common_preprocessing(client: Client, folder: Path) -> Client:
-    """Returns the client with its table transformed by the preprocessing saved in the run's folder.
+    """Returns a copy of the client whose table is transformed by the preprocessing that is saved in the run's folder.
 
     Raises:
         InvalidSiteStateError: there is no saved preprocessing, or it is damaged.
@@ -125,7 +129,7 @@ def apply_common_preprocessing(client: Client, folder: Path) -> Client:
 
 
 def parse_common_preprocessing(preprocessor: TablePreprocessor, description: Any) -> TablePreprocessor:
-    """Returns the common preprocessing that the server describes, for a site with this table.
+    """Builds the common preprocessing from the server's description of it, for a site's table.
 
     Args:
         preprocessor: the site's own preprocessing, which gives columns and classes where the description has None.

@@ -1,4 +1,4 @@
-"""Stores what a site keeps of a run between messages: its client's identity, its private state, and its results.
+"""Stores on a site's disk what a run needs between messages: the client's identity, its private state, and its results.
 
 Each private state is one file, `private/round-000012.state`: the SHA-256 of all that follows, a line that names its owner
 (site, run, round, method), and the state. A file is written whole or not at all, so that a site that is killed between two
@@ -39,7 +39,7 @@ _ADVICE = "put back a copy of it, or start another run"
 
 
 class _StateOwner(TypedDict):
-    """Names the owner of a private state."""
+    """Describes to which site, run, round and method a stored private state belongs."""
 
     site: str
     run: str
@@ -48,7 +48,7 @@ class _StateOwner(TypedDict):
 
 
 class _ClientIdentity(TypedDict):
-    """Identifies the client that began a run."""
+    """Describes the client with which a site began a run: its id and a fingerprint of its data."""
 
     client: str
     data_fingerprint: str
@@ -56,14 +56,15 @@ class _ClientIdentity(TypedDict):
 
 @final
 class InvalidSiteStateError(Exception):
-    """Reports a file that is not what the site wrote for this run.
+    """Says that a file of the site's private state is lost or damaged, or belongs to another run.
 
     The sentence goes to the server, so it holds nothing of data or network, and no path outside the site's folder.
     """
 
 
 def read_private_state(folder: Path, site: str, round_number: int | None, method: Mapping[str, Any]) -> PyTree:
-    """Reads the private state after a round.
+    """Reads the client's private state as it was stored after a round; returns None for the state before the first
+    round.
 
     Args:
         folder: the run's folder at the site.
@@ -111,7 +112,8 @@ def read_private_state(folder: Path, site: str, round_number: int | None, method
 def write_private_state(
     folder: Path, site: str, round_number: int, method: Mapping[str, Any], private_state: PyTree, rollback_round: int
 ) -> None:
-    """Writes the private state after a round, and removes states that the server cannot return to.
+    """Stores the client's private state after a round, and deletes stored states so old that the server can no longer
+    return to them.
 
     Those are the states older than the newest one up to round `rollback_round`. (Rounds after this one are overwritten when
     they are trained again.)
@@ -146,7 +148,8 @@ def write_private_state(
 
 
 def write_task_results(folder: Path, client: Client, result: TaskResult, record: Mapping[str, Any]) -> None:
-    """Writes a task's results for the site itself: its personal model or predictions, and a line of `metrics.jsonl`.
+    """Stores a task's results for the site's own use: the personal model or the predictions, and a line in
+    `metrics.jsonl`.
 
     Args:
         folder: the run's folder at the site.
@@ -169,8 +172,8 @@ def write_task_results(folder: Path, client: Client, result: TaskResult, record:
     append_line(folder / "metrics.jsonl", json.dumps({**record, **paths}))
 
 
-def check_client_identity(folder: Path, client: str, data_fingerprint: str) -> None:
-    """Checks that the client is the one that began the run; the first call in a run writes its identity down.
+def check_or_record_client_identity(folder: Path, client: str, data_fingerprint: str) -> None:
+    """Checks that the client and its data are those with which the site began the run; if the run is new, records them.
 
     Args:
         folder: the run's folder at the site.
@@ -210,7 +213,7 @@ def _describe_owner(folder: Path, site: str, round_number: int, method: Mapping[
 
 
 def _owner_difference(file_owner: _StateOwner, expected_owner: _StateOwner) -> str:
-    """Returns how a state's owner differs from the expected one; empty if it does not.
+    """Returns how the owner of a stored state differs from the expected owner; "" if it does not differ.
 
     The text goes to the server, so it names no other site or run. Fields that the method has got since the state was written
     are not compared.
@@ -234,7 +237,9 @@ def _checksum(head: bytes, state: bytes) -> str:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks a site's folder, so that one process at a time answers a message; files written meanwhile are private."""
+    """Locks a site's folder within a `with` block, so that only one process at a time answers messages; files written
+    in the block are readable only by their owner.
+    """
     create_private_folder(folder.resolve(), parents=True)  # its owner may have put a link there
     old_umask = os.umask(0o077)  # files below are private, whatever umask the site's unit sets
     try:

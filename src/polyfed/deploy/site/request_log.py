@@ -1,4 +1,5 @@
-"""Logs which tasks a server has requested of a site in a run, and limits repetitions that could leak data.
+"""Records which tasks a server has requested of a site in a run, and limits repeated requests, from which the server
+could learn about the data.
 
 A site's data may decide whether training fails, or whether numbers fit a secure sum. A server that could request one round
 again and again, each time with another model or learning rate, could read a number of the site from the pattern of its
@@ -45,7 +46,7 @@ _LOG = logging.getLogger("polyfed.site")
 
 
 class _TaskRecord(TypedDict):
-    """Describes a task's entry in `requests.json`."""
+    """Describes the entry of one task in the request log `requests.json`."""
 
     inputs: str  # hash of its inputs
     entered: bool  # whether the ledger has it, and no noise was drawn for it since
@@ -56,7 +57,7 @@ class _TaskRecord(TypedDict):
 @final
 @dataclass(frozen=True)
 class TaskRequest:
-    """Identifies a task that the server requests, and the refusals that it may have.
+    """Identifies a requested task by its name and a hash of its inputs, and says how often it may be refused.
 
     Args:
         name: phase and round, such as "local 3".
@@ -72,7 +73,7 @@ class TaskRequest:
 @final
 @dataclass(frozen=True)
 class RequestLog:
-    """Reads and writes the log of a run's requests.
+    """Reads and writes the log of the tasks that the server has requested in a run.
 
     Args:
         folder: the run's folder at the site.
@@ -80,8 +81,9 @@ class RequestLog:
 
     folder: Path
 
-    def check_allowed(self, task: "TaskRequest", *, same_inputs_only: bool) -> bool:
-        """Checks that the site may begin a task.
+    def check_allowed_and_find_in_ledger(self, task: "TaskRequest", *, same_inputs_only: bool) -> bool:
+        """Raises an error if the site may not begin a task, because it was refused too often or was requested before
+        with other inputs; returns whether the privacy ledger already counts the task.
 
         Args:
             task: the task.
@@ -114,7 +116,7 @@ class RequestLog:
         return entry["entered"] and entry["inputs"] == task.inputs_hash
 
     def record_start(self, task: "TaskRequest", *, in_ledger: bool) -> None:
-        """Records that the site is about to look at its data for a task, or to draw noise.
+        """Records that the site is about to use its data for a task, or to draw noise for the reply.
 
         Args:
             task: the task.
@@ -123,7 +125,7 @@ class RequestLog:
         self._write_record(task, {**self._read_record(task), "inputs": task.inputs_hash, "entered": in_ledger})
 
     def count_refusal(self, task: "TaskRequest") -> None:
-        """Counts a refusal that may depend on data, and logs it."""
+        """Records that a task was refused for a reason that may depend on the data."""
         entry = self._read_record(task)
         _LOG.warning(
             "run %s: %r is refused for a reason that may depend on data, %d times of at most %d; each reveals one bit",
@@ -158,7 +160,7 @@ class RequestLog:
 
 
 def hash_task_inputs(head: Mapping[str, Any], body: Message) -> str:
-    """Returns the SHA-256 of the parts of an envelope that determine what the site computes.
+    """Returns a SHA-256 hash of those parts of a message on which the result of its task depends.
 
     Args:
         head: the header.

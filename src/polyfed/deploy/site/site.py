@@ -1,4 +1,4 @@
-"""Answers the server's envelopes at a site: trains and evaluates its client, and limits what leaves.
+"""Answers the server's messages at a site: trains and evaluates its client, within the limits set by its owner.
 
 A site keeps nothing in memory between two envelopes, since Flower may start a process for each message. Its folder has one
 folder per run: the private state after each round that the server may still return to, the site's own metrics, predictions
@@ -24,7 +24,7 @@ from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
 from polyfed.deploy.site.admission import (
     build_allowed_algorithm,
     call_client_factory,
-    check_client_for_run,
+    check_client_and_get_architecture,
     describe_client,
 )
 from polyfed.deploy.site.disclosure_guard import DisclosureGuard
@@ -37,7 +37,7 @@ from polyfed.deploy.site.preprocessing import (
 )
 from polyfed.deploy.site.private_state import (
     InvalidSiteStateError,
-    check_client_identity,
+    check_or_record_client_identity,
     lock_folder,
     write_private_state,
     write_task_results,
@@ -62,7 +62,7 @@ _MAX_ERROR_LENGTH = 4000  # characters of an exception's text; a longer one coul
 @final
 @dataclass(frozen=True)
 class Site:
-    """Answers the server for one site, within the limits that the site's owner has set.
+    """Answers the server's messages for one site, within the limits that the site's owner has set.
 
     Args:
         name: the site's id in the federation.
@@ -106,7 +106,7 @@ class Site:
             )
 
     def answer_envelope(self, envelope: Envelope) -> Envelope:
-        """Carries out what an envelope asks for and returns the answer; errors become refusals, with details in the log."""
+        """Executes the request in a server's message and returns the reply; an error gives a logged refusal."""
         return self._refuse_on_error(lambda: self._dispatch(envelope))
 
     def _dispatch(self, envelope: Envelope) -> Envelope:
@@ -134,7 +134,7 @@ class Site:
             return self._answer_task(envelope, algorithm)
 
     def _refuse_on_error(self, action: Callable[[], ActionResult]) -> ActionResult | Envelope:
-        """Returns the result of `action`, or a refusal if it raises."""
+        """Calls a function and returns its result; if it raises an error, returns a reply that refuses."""
         try:
             return action()
         except (RefusalError, InvalidSiteStateError) as refusal:
@@ -145,7 +145,7 @@ class Site:
             return Envelope({"client": self.name, "refused": self._error_for_server(error)})
 
     def _error_for_server(self, error: BaseException | str) -> str:
-        """Returns the text that the server gets for an error: only its type, unless the owner lets the full text out."""
+        """Returns the text that the server gets about an error: its type or, if the owner allows it, all of it."""
         if "errors" in self.disclose:
             return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_MAX_ERROR_LENGTH]
         kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
@@ -157,7 +157,7 @@ class Site:
         return SecureSumClient(self.name, self._run_folder(head), self.key, self.peers, self.secure_threshold)
 
     def _load_client(self, preprocessing_folder: Path | None = None) -> Client:
-        """Calls the site's `client()` and checks the result.
+        """Builds the site's client by `client()` of its `site.py`, and applies the preprocessing of all sites.
 
         Args:
             preprocessing_folder: the run's folder, whose federated preprocessing is applied to a table that asks for it;
@@ -169,8 +169,8 @@ class Site:
         return apply_common_preprocessing(client, preprocessing_folder)
 
     def _answer_prepare(self, head: Mapping[str, Any]) -> Envelope:
-        """Describes the site's table, so that the sites can agree on its preprocessing."""
-        self._disclosure_guard.record_message()
+        """Returns a description of the site's table, from which the server computes the common preprocessing."""
+        self._disclosure_guard.record_and_get_cost()
         client = self._load_client()
         check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
         table = summarize_schema(client, head["run"], with_names=self._sends_column_names)
@@ -190,20 +190,20 @@ class Site:
         return DisclosureGuard(self.folder / "privacy.json", self.data_set, self.protection, self.disclose)
 
     def _hides_replies(self, head: Mapping[str, Any]) -> bool:
-        """Returns whether replies are masked or noisy, so that a refusal must not reveal what the mask or noise hides."""
+        """Returns whether replies are masked or noisy, so that a refusal must not reveal more than they do."""
         return bool(head.get("secure") or self.protection.noise_multiplier)
 
     def _answer_introduction(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> Envelope:
-        """Answers the introduction to a run: describes the client, or refuses if it does not suit the method.
+        """Answers a run's first message: describes the client, or refuses if it does not suit the method.
 
         A refusal may depend on data and network, so the number of refusals is limited.
         """
         requests = RequestLog(self._run_folder(head))
         request = TaskRequest("introduce", hash_task_inputs(head, Message()), MAX_REFUSALS)
-        requests.check_allowed(request, same_inputs_only=self._hides_replies(head))
+        requests.check_allowed_and_find_in_ledger(request, same_inputs_only=self._hides_replies(head))
         reveals_count = "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed)
         if reveals_count:
-            self._disclosure_guard.record_message()
+            self._disclosure_guard.record_and_get_cost()
         if self._hides_replies(head):
             requests.record_start(request, in_ledger=False)
         table: dict[str, Any] = {}  # sent with a refusal too, since the table may be its reason
@@ -217,7 +217,7 @@ class Site:
     def _check_and_introduce(
         self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any], table: dict[str, Any], *, reveals_count: bool
     ) -> Envelope:
-        """Checks that the client suits the method and began this run, and returns its description.
+        """Checks that the client suits the method and began this run, and returns a reply that describes it.
 
         `table` gets the summary of the client's table before a check can fail, since a refusal sends it too.
         """
@@ -232,14 +232,14 @@ class Site:
             client, algorithm.requires, head["run"], with_names=self._sends_column_names,
             adds_noise=bool(self.protection.noise_multiplier), discloses=algorithm.discloses,
         )  # fmt: skip
-        architecture = check_client_for_run(
+        architecture = check_client_and_get_architecture(
             client, algorithm, head, clips_updates=self.protection.clip_norm is not None
         )
-        check_client_identity(folder, client.id, data_fingerprint([client]))
+        check_or_record_client_identity(folder, client.id, data_fingerprint([client]))
         return Envelope(describe_client(client, algorithm, architecture, reveals_count=reveals_count))
 
     def _answer_task(self, envelope: Envelope, algorithm: Algorithm[Any, Any]) -> Envelope:
-        """Carries out a task, after the evaluation of the previous round if the envelope brings one.
+        """Executes the evaluation of the previous round, if there is one, and the training; returns the reply.
 
         A failure of one of the two does not affect the other. The data are loaded once, after all checks that do without.
         """
@@ -260,7 +260,7 @@ class Site:
         if is_preprocessing:
             check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
         metrics = resolve_requested_metrics(head.get("metrics", []), client.task)
-        check_client_identity(folder, client.id, data_fingerprint([client]))
+        check_or_record_client_identity(folder, client.id, data_fingerprint([client]))
         engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
 
         def run_started_task(started: StartedTask | Envelope) -> Envelope:
@@ -273,7 +273,7 @@ class Site:
         return Envelope({**answer.head, **evaluation_field}, answer.body)
 
     def _start_task(self, envelope: Envelope, algorithm: Algorithm[Any, Any], nbytes: int | None = None) -> StartedTask:
-        """Checks a task, records it in the ledger and the request log, and joins its secure sum, in this order.
+        """Checks a task, records it in ledger and log and joins its secure sum, before the site uses its data.
 
         So a task that the budget refuses changes nothing, and one that has begun is used up, whatever becomes of it.
 
@@ -295,19 +295,19 @@ class Site:
         max_refusals = 1 if hides_reply else MAX_REFUSALS
         request = TaskRequest(f"{site_task.task.phase} {site_task.task.round}", inputs_hash, max_refusals)
         requests = RequestLog(folder)
-        already_recorded = requests.check_allowed(request, same_inputs_only=secure)
+        already_recorded = requests.check_allowed_and_find_in_ledger(request, same_inputs_only=secure)
         discloses = self._disclosure_guard.discloses_data(head, algorithm)
-        privacy_cost = self._disclosure_guard.record_message(already_recorded=already_recorded) if discloses else {}
+        cost_so_far = self._disclosure_guard.record_and_get_cost(already_recorded=already_recorded) if discloses else {}
         if hides_reply:
             requests.record_start(request, in_ledger=discloses and site_task.task.phase == "local")
         if participation is not None:
             participation.mark_used()
-        return StartedTask(site_task, request, participation, privacy_cost)
+        return StartedTask(site_task, request, participation, cost_so_far)
 
     def _run_task_or_report_failure(
         self, started: StartedTask, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
     ) -> Envelope:
-        """Runs one task and returns its answer; an error is counted and reported as a failure."""
+        """Executes one task and returns the reply; counts and reports an error that may depend on the data."""
         try:
             return self._run_task(started, algorithm, client, engine)
         except OSError:  # a fault of the site's disk, which reveals nothing about its data
@@ -322,7 +322,7 @@ class Site:
     def _run_task(
         self, started: StartedTask, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine
     ) -> Envelope:
-        """Runs one task and returns its answer; the private state is on disk before the answer leaves."""
+        """Executes one task and returns the reply, after the client's new private state is stored on disk."""
         site_task, head, task = started.site_task, started.site_task.head, started.site_task.task
         folder = self._run_folder(head)
         with single_torch_thread():
@@ -357,7 +357,7 @@ class Site:
         return Envelope(answer, body)
 
     def _protect_reply(self, started: StartedTask, reply: Message, algorithm: Algorithm[Any, Any]) -> Message:
-        """Returns the reply as it leaves: masked in a secure sum, else with noise; empty if the site is outside the sum."""
+        """Returns a reply as it may leave: masked for the secure sum, empty if the site is not in it, else noisy."""
         site_task, message = started.site_task, started.site_task.task.message
         if started.participation is not None:
             return self._disclosure_guard.mask_reply(reply, message, algorithm, started.participation)
@@ -370,7 +370,7 @@ class Site:
     def _failure_envelope(
         self, started: StartedTask, error: BaseException | str, answer: Mapping[str, Any]
     ) -> Envelope:
-        """Answers a task that failed for a reason that may depend on data.
+        """Counts a failure that may depend on the data, and returns the reply that reports it.
 
         Where masks or noise hide the replies, the server learns only that the task failed. In a secure sum the answer is the
         same as to a task that the site does not repeat.
@@ -389,11 +389,11 @@ class Site:
         return SumId(head["run"], round_number)
 
     def _next_sum_keys(self, site_task: SiteTask) -> dict[str, Any]:
-        """Returns new keys for the next round's secure sum, if the envelope asks for them with its task."""
+        """Returns new public keys for the next round's secure sum; empty if the server has not asked for keys."""
         if site_task.next_sum_round is None:
             return {}
         sum_id = self._sum_id(site_task.head, site_task.next_sum_round)
         try:
-            return {"advert": self._secure_sum_client(site_task.head).create_key_advertisement(sum_id)}
+            return {"advert": self._secure_sum_client(site_task.head).renew_keys_and_advertise(sum_id)}
         except RefusalError as refusal:
             return {"refusals": {"advertise": str(refusal)}}

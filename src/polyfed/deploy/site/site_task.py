@@ -1,4 +1,4 @@
-"""Reads the task in an envelope and refuses what a site can refuse without a look at its data."""
+"""Reads a task from the server's message, and refuses an invalid task before the site uses its data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ _ROUND_KEYS, _MAX_ROUNDS = ("round", "keep", "advertise"), 10**9  # rounds are p
 @final
 @dataclass(frozen=True)
 class SiteTask:
-    """Holds a checked task that a site may begin.
+    """Holds a task that a site has read from a message and checked.
 
     Args:
         head: header of the task's envelope.
@@ -46,16 +46,16 @@ class SiteTask:
 
     @property
     def is_in_sum(self) -> bool:
-        """Returns whether the site's reply enters the secure sum of the round."""
+        """Returns whether the site's reply to this task enters the round's secure sum."""
         return self.task.phase == "local" and bool(self.head.get("secure")) and bool(self.head.get("part"))
 
     @property
     def next_sum_round(self) -> int | None:
-        """Returns the round for whose secure sum the envelope asks for keys; None if it asks for none."""
+        """Returns the round for which the server asks the site for secure aggregation keys; None if it asks for none."""
         return self.head.get("advertise") if self.head.get("secure") else None
 
     def answer_head(self) -> dict[str, Any]:
-        """Returns the header of the task's answer, without results."""
+        """Returns the header of the reply to this task, before results are filled in."""
         return {
             "client": self.task.client, "run": self.head["run"], "round": self.task.round, "phase": self.task.phase,
             "failure": None, "seconds": 0.0, "metrics": {},
@@ -65,7 +65,8 @@ class SiteTask:
 @final
 @dataclass(frozen=True)
 class StartedTask:
-    """Holds a task that the site is about to carry out, with its request, its place in a secure sum and the privacy cost.
+    """Holds a task that the site is about to execute, with its records in the request log, the secure sum and the
+    privacy ledger.
 
     Args:
         site_task: the checked task.
@@ -83,7 +84,7 @@ class StartedTask:
 def parse_site_task(
     envelope: Envelope, site: str, folder: Path, *, clips_updates: bool, nbytes: int | None = None
 ) -> SiteTask:
-    """Reads and checks the task in an envelope.
+    """Reads a task from a message, checks it, and loads the client's private state for it.
 
     Args:
         envelope: an envelope addressed to this site.
@@ -122,13 +123,13 @@ def parse_site_task(
 
 
 def check_phase(head: Mapping[str, Any]) -> None:
-    """Raises a `RefusalError` if a header names no phase of a round."""
+    """Raises a `RefusalError` if the phase that a header names is not one of a round's phases."""
     if (phase := head["phase"]) not in get_args(Phase):
         raise RefusalError(f"{phase!r} is no phase of a round; {did_you_mean(str(phase), get_args(Phase))}")
 
 
 def resolve_requested_metrics(names: Any, task: str) -> tuple[Metric, ...]:
-    """Returns the metrics that a header names; a site computes only built-in ones on its examples.
+    """Returns the metrics whose names a header lists, or refuses if one is not built into polyfed.
 
     Args:
         names: the header's list of names.
@@ -153,7 +154,7 @@ def _read_whole_number(head: Mapping[str, Any], word: str) -> int:
 
 
 def _split_off_boxes(body: Message) -> tuple[Message, StateDict]:
-    """Splits a payload into the method's message and the encrypted shares that travel beside it."""
+    """Splits a payload into the method's message and the encrypted secret shares that were sent with it."""
     from polyfed.deploy.secure_aggregation.client import BOXES_GROUP
 
     tensors = {group: tree for group, tree in body.tensors.items() if group != BOXES_GROUP}

@@ -1,4 +1,5 @@
-"""Runs a site's long-lived process, which keeps torch, the network and the data in memory and answers message after message.
+"""Runs a site's long-lived process, which keeps torch, the network and the data in memory and answers message after
+message.
 
     python -m polyfed.deploy.worker FD      the SuperNode (`polyfed.deploy.flower.supernode`) starts it and holds the other
                                             end of the socket FD
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, final
 
 from polyfed.core.algorithm import Client
-from polyfed.deploy.logs import log_to_stderr
+from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.framing import BrokenStreamError, Frame, FrameError, receive_frame, send_frame
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope, PackedEnvelope, pack_envelope, parse_head
 from polyfed.deploy.site.node_config import answer_message, build_site
@@ -37,7 +38,7 @@ _LOG = logging.getLogger("polyfed.site")
 
 @final
 class SiteRunner:
-    """Keeps a site in memory and answers frames.
+    """Keeps a site loaded in memory and answers the messages that its SuperNode passes on.
 
     Args:
         config: the node configuration.
@@ -52,7 +53,7 @@ class SiteRunner:
         self._loaded_at, self._stamps = 0.0, _file_stamps(config)
 
     def load_site(self) -> None:
-        """Loads `site.py` and its client; an error is logged, and the next message tries again."""
+        """Loads `site.py` and builds its client; an error is only logged, and the next message tries again."""
         start = self._clock()
         try:
             self._get_site()
@@ -64,7 +65,9 @@ class SiteRunner:
         self._loaded_at = self._clock()
 
     def answer_frame(self, frame: Frame) -> Frame:
-        """Returns the answer to a frame with an envelope, or the frame "again", which asks for a new process."""
+        """Answers a message from the SuperNode; if the loaded site is outdated, instead returns a request to start a
+        new process.
+        """
         if self._is_stale(frame):
             return Frame("again")
         self._has_answered = True
@@ -72,7 +75,9 @@ class SiteRunner:
         return _to_frame(answer_message(self._config, self._get_site, unpack))
 
     def _is_stale(self, frame: Frame) -> bool:
-        """Returns whether a frame begins a run for which this process's site and data are too old."""
+        """Returns whether a message begins a new run, but this process has loaded the site's data too long ago or from
+        files that have changed.
+        """
         try:
             is_introduction = parse_head(frame.head[:SERVER_HEAD_BYTES]).get("kind") == "introduce"
         except ValueError:
@@ -88,7 +93,7 @@ class SiteRunner:
         return self._site
 
     def _get_client(self) -> Client:
-        """Returns the client, built by the first call."""
+        """Returns the site's client; only the first call builds it."""
         if self._client is None:
             self._client = self._build_client()
         return self._client
@@ -99,7 +104,7 @@ def _to_frame(envelope: Envelope) -> Frame:
 
 
 def _file_stamps(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Returns modification time (ns) and size of `site.py` and of the Python files beside it."""
+    """Returns the modification time (ns) and size of `site.py` and of every Python file beside it, by file name."""
     stamps = {}
     for file in Path(str(config.get("site", ""))).parent.glob("*.py"):
         try:
@@ -111,7 +116,7 @@ def _file_stamps(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def serve_connection(connection: socket.socket) -> None:
-    """Answers the frames on a connection until the other end closes it."""
+    """Answers the messages that arrive on a socket until the SuperNode closes it."""
     frames: queue.SimpleQueue[Frame | FrameError] = queue.SimpleQueue()
     threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
     first = frames.get()
@@ -130,7 +135,9 @@ def serve_connection(connection: socket.socket) -> None:
 
 
 def _read_frames(connection: socket.socket, frames: "queue.SimpleQueue[Frame | FrameError]") -> None:
-    """Reads frames for the main thread, and ends the process when the connection closes."""
+    """Receives messages in a thread and queues them for the main thread; ends this process when the connection is
+    closed.
+    """
     while True:
         try:
             frames.put(receive_frame(connection))
@@ -144,10 +151,10 @@ def _read_frames(connection: socket.socket, frames: "queue.SimpleQueue[Frame | F
 
 
 def run_command() -> None:
-    """Serves the socket whose number is the first argument of the command line."""
+    """Runs the site's process on the socket whose file number is the first command-line argument."""
     os.umask(0o077)
     os.dup2(2, 1)  # prints of site.py go to the site's log
-    log_to_stderr()
+    send_logs_to_stderr()
     # The suppressed errors say that the SuperNode has ended.
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
         serve_connection(connection)

@@ -1,1 +1,1 @@
-"""Writes a deployment's project, and runs it on one machine for a trial."""
+"""Creates the files of a deployment, and runs a deployment on one machine to try it out (a trial)."""

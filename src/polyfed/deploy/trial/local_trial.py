@@ -1,4 +1,6 @@
-"""Runs a deployment on one machine for a trial: SuperLink and SuperNodes as processes on loopback, with TLS and keys."""
+"""Runs a deployment on one machine to try it out: SuperLink and SuperNodes run as local processes, with TLS and keys as
+between real sites.
+"""
 
 import json
 import os
@@ -31,7 +33,7 @@ _RESTART_SECONDS = 10.0  # wait before a restart of a SuperNode, which the Super
 @final
 @dataclass
 class TrialProcess:
-    """Holds a process of the trial.
+    """Holds one process of a trial, with the command that starts it and its log file.
 
     Args:
         name: "superlink" or the name of a site.
@@ -53,7 +55,7 @@ class TrialProcess:
 @final
 @dataclass
 class LocalTrial:
-    """Manages the processes of a trial.
+    """Manages the SuperLink and SuperNode processes of a trial.
 
     Args:
         project: the project.
@@ -69,11 +71,11 @@ class LocalTrial:
 
     @property
     def folder(self) -> Path:
-        """Returns the folder with the trial's logs, database and the sites' own folders."""
+        """Returns the folder with the trial's logs, its database and the folders of its sites."""
         return trial_folder_of(self.project)
 
     def restart_ended_supernodes(self) -> None:
-        """Restarts SuperNodes that have ended.
+        """Restarts each SuperNode process that has ended, some seconds after its end.
 
         Raises:
             RoundError: the SuperLink has ended.
@@ -90,13 +92,17 @@ class LocalTrial:
                 self.write_trial_file()
 
     def write_trial_file(self) -> None:
-        """Writes `trial.json` with the port, the sites and the process ids, for people and tests."""
+        """Writes `trial.json` with the port, the sites and the process ids of the trial."""
         process_ids = {process.name: process.popen.pid for process in self.processes}
         content = {"port": self.port, "sites": list(self.sites), "processes": process_ids}
         write_file_atomically(self.folder / "trial.json", json.dumps(content, indent=1).encode())
 
     def stop(self) -> None:
-        """Ends all processes, SuperNodes first, and kills those that do not end in time; ignores Ctrl-C meanwhile."""
+        """Stops all processes of the trial, first the SuperNodes, then the SuperLink; kills those that do not end in
+        time.
+
+        Ctrl-C and SIGTERM are ignored meanwhile.
+        """
         is_main_thread = threading.current_thread() is threading.main_thread()
         old_handlers = (
             {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)} if is_main_thread else {}
@@ -123,7 +129,7 @@ def trial_folder_of(project: Project) -> Path:
 
 
 class _TrialFile(TypedDict):
-    """Describes `trial.json`."""
+    """Describes the content of `trial.json`: the port, the sites and the process ids of a running trial."""
 
     port: int
     sites: list[str]
@@ -131,7 +137,9 @@ class _TrialFile(TypedDict):
 
 
 def read_trial_file(project: Project) -> dict[str, Any] | None:
-    """Reads port, sites and process ids from `trial.json`; returns None if no trial runs, or the file is damaged."""
+    """Returns port, sites and process ids of a project's running trial, from `trial.json`; None if no trial runs or the
+    file is damaged.
+    """
     try:
         content = parse_json(read_file(trial_folder_of(project) / "trial.json"))
     except (OSError, ValueError):
@@ -143,7 +151,7 @@ def read_trial_file(project: Project) -> dict[str, Any] | None:
 def start_trial(
     project: Project, sites: Sequence[str], port: int = 8000, node_config: str = "", proxy_port: int | None = None
 ) -> Iterator[LocalTrial]:
-    """Starts SuperLink and SuperNodes for the duration of a `with` block, and ends them after it.
+    """Starts the SuperLink and SuperNodes of a trial for the duration of a `with` block, and stops them at its end.
 
     Args:
         project: the project, with certificates, keys and `site/site.py`.
@@ -222,7 +230,9 @@ def start_trial(
 
 
 def _control_token_file(folder: Path) -> Path:
-    """Returns the file with the token of the trial's control interface; creates it on first use."""
+    """Returns the path of the file with the token of the trial's control interface, and creates the file if it does not
+    exist.
+    """
     file = folder / "control.token"
     if not file.exists():
         file.touch(mode=0o600)
@@ -231,7 +241,7 @@ def _control_token_file(folder: Path) -> Path:
 
 
 def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = MappingProxyType({})) -> None:
-    """Stores the token for Flower's commands with this FLWR_HOME, and registers the keys of sites."""
+    """Gives Flower's command `flwr` access to the trial's SuperLink, and registers the sites' public keys there."""
     command = [sys.executable, "-m", _SUPERLINK_MODULE, "--control-token-file", str(token), "--login", address]
     command += [word for site, key in keys.items() for word in ("--register", f"{site}={key}.pub")]
     process = subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False)
@@ -240,7 +250,7 @@ def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = Ma
 
 
 def find_flower_program(name: str) -> str:
-    """Returns the path of a program that is installed with Flower.
+    """Returns the path of a command that Flower has installed, such as `flwr`.
 
     Raises:
         UserError: it is not installed.
@@ -252,7 +262,7 @@ def find_flower_program(name: str) -> str:
 
 
 def write_flower_config(home: Path, address: str, authority: str | None) -> None:
-    """Writes Flower's own configuration below `home` (FLWR_HOME), with the connection "fed" to a SuperLink."""
+    """Writes a configuration for Flower's command `flwr` into a folder, with a connection to a SuperLink named "fed"."""
     make_private_folder(home)
     lines = ["[superlink]", 'default = "fed"', "[superlink.fed]", f"address = {json.dumps(address)}"]
     lines += [f"root-certificates = {json.dumps(authority)}"] if authority else []
@@ -260,13 +270,14 @@ def write_flower_config(home: Path, address: str, authority: str | None) -> None
 
 
 def run_flwr(home: Path | None, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs Flower's command `flwr` with these arguments, and returns the ended process with its output."""
+    """Runs Flower's command `flwr` with the given arguments, and returns the finished process with its output."""
     command = [find_flower_program("flwr"), *words]
     return subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False, **options)
 
 
 def flower_environment(home: Path | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns environment variables for a process of Flower: without telemetry, and with its programs on PATH.
+    """Returns the environment variables for a process of Flower: this process's, without telemetry, and with Flower's
+    programs on PATH.
 
     Args:
         home: FLWR_HOME; None uses the user's own configuration of Flower.
@@ -315,7 +326,9 @@ def _wait_until(is_ready: Any, process: TrialProcess) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """Lets SIGTERM end the trial as Ctrl-C does, and Ctrl-C also work where a shell started it in the background."""
+    """Makes SIGTERM and Ctrl-C end the trial in order; Ctrl-C then also works for a trial that a shell started in the
+    background.
+    """
 
     def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Writes and reads the project of a deployment over Flower, as `polyfed flower init` creates it."""
+"""Creates and reads the project folder of a deployment, as `polyfed flower init` writes it."""
 
 import datetime
 import ipaddress
@@ -22,7 +22,7 @@ _CERTIFICATE_DAYS = 365
 @final
 @dataclass(frozen=True)
 class Project:
-    """Gives access to the files of a project that `create_project` wrote.
+    """Gives the paths and the configuration in a project folder that `create_project` wrote.
 
     Args:
         path: the project's folder.
@@ -41,21 +41,21 @@ class Project:
 
     @property
     def app_folder(self) -> Path:
-        """Returns the folder of the app that Flower sends to the sites."""
+        """Returns the folder of the Flower app, which `flwr run` sends to the server and the sites."""
         return self.path / "app"
 
     @property
     def site_file(self) -> Path:
-        """Returns the path of a trial's `site.py`."""
+        """Returns the path of the `site.py` that all sites of a trial use."""
         return self.path / "site" / "site.py"
 
     @property
     def certificates_folder(self) -> Path:
-        """Returns the folder with a trial's certificates and keys."""
+        """Returns the folder with the certificates and keys of a trial."""
         return self.path / "certificates"
 
     def read_configuration(self) -> Mapping[str, Any]:
-        """Reads the table `[tool.flwr.app.config]` of `app/pyproject.toml`.
+        """Returns the server's configuration, the table `[tool.flwr.app.config]` of `app/pyproject.toml`.
 
         Raises:
             UserError: the file is no valid TOML, or lacks the table.
@@ -74,12 +74,12 @@ class Project:
         return table
 
     def read_site_names(self) -> list[str]:
-        """Reads the names of the sites from the configuration."""
+        """Returns the names of the sites that the configuration lists."""
         return parse_site_names(str(self.read_configuration().get("sites", "")))
 
 
 def parse_site_names(text: str) -> list[str]:
-    """Parses names of sites: names separated by commas, or a number of sites.
+    """Parses a list of site names: either names separated by commas, or a number N, which gives "site-1" to "site-N".
 
     Raises:
         UserError: there is no name, one occurs twice, or one is not valid.
@@ -100,7 +100,8 @@ def parse_site_names(text: str) -> list[str]:
 
 
 def create_project(path: str | Path, sites: Sequence[str]) -> Project:
-    """Writes a project from the templates, with certificates and keys for a trial; its README explains the files.
+    """Creates a project folder for a deployment from templates, with certificates and keys to try it out; the README in
+    it explains the files.
 
     Raises:
         UserError: the folder exists and is not empty.
@@ -143,7 +144,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _write_catalogue(path: Path) -> None:
-    """Writes the catalogue of layer types of the networks in the template `site.py`, for flha_ghn's default graph."""
+    """Writes a file with the layer types of the networks in the template `site.py`, which the method flha_ghn needs."""
     import torch
 
     from polyfed.algorithms import FLHAGHN
@@ -157,9 +158,10 @@ def _write_catalogue(path: Path) -> None:
 
 
 def write_trial_certificates(folder: Path) -> None:
-    """Creates a certificate authority (`ca.crt`), and its certificate for this machine (`server.pem`, `server.key`).
+    """Creates a certificate authority (`ca.crt`) for a trial, and a server certificate signed by it for this machine
+    (`server.pem`, `server.key`).
 
-    They are for a trial; the authority's own key is not stored.
+    The authority's own key is not stored.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -202,7 +204,9 @@ def write_trial_certificates(folder: Path) -> None:
 
 
 def write_key_pair(path: Path) -> None:
-    """Creates a site's key pair in OpenSSH's format; the public half gets the suffix `.pub`."""
+    """Creates a site's key pair in OpenSSH's format: the private key at the given path, and the public key at that path
+    with the suffix `.pub`.
+    """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -214,7 +218,7 @@ def write_key_pair(path: Path) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Creates a folder that only its owner can enter, or removes others' rights to an existing one."""
+    """Creates a folder, if it does not exist, and allows only its owner to enter it."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
 
