@@ -23,7 +23,7 @@ def _describe_tensor(x: Tensor) -> str:
 @final
 @dataclass(frozen=True)
 class Shift:
-    """Rotates all images of a client, changes their hue, or shifts the client's labels (the heterogeneous tasks of
+    """Rotates a client's images, changes their hue, or adds a number to the client's labels (the heterogeneous tasks of
     FedPNAS, section 4).
 
     Args:

@@ -19,7 +19,7 @@ _BINS = 10  # bins of the calibration error
 def outputs_to_probabilities(outputs: Tensor, task: str) -> NDArray[np.float64]:
     """Converts logits to probabilities: softmax over classes, or a sigmoid per label; shape (n, classes) or (n, labels).
 
-    >>> probabilities(torch.zeros(1, 2), "classification")
+    >>> outputs_to_probabilities(torch.zeros(1, 2), "classification")
     array([[0.5, 0.5]])
     """
     logits = outputs.double()

@@ -53,7 +53,7 @@ class EncodedImages(ABC):
         """
 
     @abstractmethod
-    def describe_image(self, row: int) -> str:
+    def image_name(self, row: int) -> str:
         """Returns a text that names an image in error messages."""
 
 
@@ -74,7 +74,7 @@ class EncodedImageFiles(EncodedImages):
         except OSError as error:
             raise UserError(f"cannot read the image {self.files[row]!r}: {error.strerror}") from error
 
-    def describe_image(self, row: int) -> str:
+    def image_name(self, row: int) -> str:
         """Returns the path of the image's file."""
         return repr(self.files[row])
 
@@ -109,7 +109,7 @@ class EncodedArrowImages(EncodedImages):
         """Returns the encoded bytes of one image."""
         return bytes(self._column[row].as_buffer())
 
-    def describe_image(self, row: int) -> str:
+    def image_name(self, row: int) -> str:
         """Returns the image's row and the file's path, for error messages."""
         return f"image {row} of {self.path!r}"
 
@@ -183,7 +183,7 @@ class LazyImageDecoder:
     def _decode_rows(self, rows: NDArray[np.int64]) -> Tensor:
         def picture(row: int) -> NDArray[np.uint8]:
             return decode_image(
-                io.BytesIO(self.images.read_bytes(row)), self.mode, self.size, self.images.describe_image(row)
+                io.BytesIO(self.images.read_bytes(row)), self.mode, self.size, self.images.image_name(row)
             )
 
         return stack_images(map(picture, rows.tolist()), len(rows))
