@@ -1,4 +1,4 @@
-"""Holds the federated methods, one file each with both halves, and lists them in `REGISTRY`.
+"""Lists all federated methods by name in `REGISTRY`; each method's server code and client code are in one file.
 
 `python tools/update_lists.py` writes this file from the methods' cards. `REGISTRY` is a literal dict, since the command line
 reads it, and each method's fields and docstring, from the source files: an import would take seconds

@@ -9,8 +9,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
-from polyfed.algorithms.base.class_means import class_means_from_sums, weighted_class_sums
-from polyfed.algorithms.prototypes.fedtgp import largest_class_distance
+from polyfed.algorithms.base.class_means import class_means_from_sums, class_means_with_weights
+from polyfed.algorithms.prototypes.fedtgp import largest_distance_between_classes
 from polyfed.core.algorithm import Message
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import initial_state
@@ -171,7 +171,7 @@ def test_fedtgp_keeps_classes_apart_by_the_margin():
 def test_a_class_that_was_never_sent_has_no_prototype():
     _, state, _, _ = play(FedTGP(**OPTIONS), mixed(classes=[(0,), (0, 2), (2,)]))
     assert state["prototypes"]["present"].tolist() == [True, False, True]
-    assert largest_class_distance(Examples(torch.ones(2, 4), torch.tensor([1, 1])), 3) == 0.0
+    assert largest_distance_between_classes(Examples(torch.ones(2, 4), torch.tensor([1, 1])), 3) == 0.0
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -238,5 +238,5 @@ def test_weights_that_no_client_can_have_are_refused():
         bad = Message({"classes": {**good, "weights": weights}})
         assert why in federation.reply_error(bad, state, Message())
     values, labels = torch.randn(5, 2), torch.tensor([0, 0, 1, 1, 1])
-    shares = weighted_class_sums(values, labels, 3, weighted=True)["weights"]
+    shares = class_means_with_weights(values, labels, 3, weighted=True)["weights"]
     assert shares.tolist() == pytest.approx([0.4, 0.6, 0.0])

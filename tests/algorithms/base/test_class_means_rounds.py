@@ -9,7 +9,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FD, FedGH, FedProto, FedTGP, Local
 from polyfed.algorithms.distillation.fd import class_means_of_others
-from polyfed.algorithms.prototypes.fedtgp import TrainablePrototypes, largest_class_distance
+from polyfed.algorithms.prototypes.fedtgp import TrainablePrototypes, largest_distance_between_classes
 from polyfed.core.examples.examples import Examples
 
 
@@ -74,16 +74,16 @@ def test_a_round_written_out_in_plain_torch_is_the_same(method):
             """Eq. 10, term by term."""
             total = 0.0
             for p, c in zip(x, y.tolist(), strict=True):
-                d = [(p - q).norm() for q in net.prototypes()]
+                d = [(p - q).norm() for q in net.compute_prototypes()]
                 own_term = torch.exp(-(d[c] + delta))
                 total = total - torch.log(own_term / (own_term + sum(torch.exp(-d[k]) for k in range(3) if k != c)))
             return total / len(x)
 
         steps(made_prototypes, pf.Client("server", None, (x, y), (x, y)), contrast, 0.01, 4)
         torch.testing.assert_close(
-            after["prototypes"]["means"], made_prototypes.prototypes().detach(), rtol=1e-5, atol=1e-5
+            after["prototypes"]["means"], made_prototypes.compute_prototypes().detach(), rtol=1e-5, atol=1e-5
         )
-        assert largest_class_distance(Examples(x, y), 3) == pytest.approx(delta, rel=1e-5)
+        assert largest_distance_between_classes(Examples(x, y), 3) == pytest.approx(delta, rel=1e-5)
 
 
 # -- FD ------------------------------------------------------------------------------------------------------------

@@ -1,1 +1,3 @@
-"""Methods that align the representations of different networks: FedHeNN in both forms."""
+"""Provides methods that train clients' networks to have similar representations: FedHeNN for one and for several
+architectures.
+"""

@@ -1,5 +1,5 @@
-"""Defines the common part of both forms of FedHeNN: the schedule of η, the public examples (RAD), and the term η·d of
-the local loss.
+"""Provides the common base of both forms of FedHeNN: the alignment term of the local loss, its weight in each round,
+and its public examples.
 """
 
 import math
@@ -33,8 +33,11 @@ from polyfed.core.vectorized.stacked_module import has_batch_statistics
 
 @dataclass(frozen=True, kw_only=True)
 class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
-    """Adds the alignment term η_t·d(K_i, ·) on the RAD to the local loss, with η_t = η_0·f(t), and d = 1 − CKA by
-    default.
+    """Adds a term to each client's loss that makes its representations of public examples similar to those of other
+    networks.
+
+    In round t the term is η_t·d(K_i, ·), with η_t = η_0·f(t), where K_i is the kernel of client i's representations of
+    the round's public examples X, the "representation alignment dataset" (RAD), and d is 1 − CKA by default.
 
     Args:
         eta0: η_0 (0.001, paper, tuned for CIFAR; 0.01 for Sentiment140). It is small: with few rounds, tune it upwards.
@@ -92,16 +95,16 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
 
     requires: ClassVar[frozenset[str]] = frozenset()
 
-    def eta_at(self, round_number: int) -> float:
-        """Returns the weight of the alignment term in a round, η_t = η_0·f(t), with t counted from 1."""
+    def alignment_weight_at(self, round_number: int) -> float:
+        """Returns the weight η_t = η_0·f(t) of the alignment term in round t, counted from 1."""
         f = {"sqrt": math.sqrt(round_number), "linear": float(round_number), "constant": 1.0}
         return self.eta0 * f[self.growth]
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def _init_public_state(self, server: ServerContext) -> dict[str, Any]:
-        """Builds the server's state of the public examples: the stored tensors, the run's seed, and the clients that
-        hold the pool.
+        """Builds the server's state of the public examples: the tensors, the run's seed, and the clients that already
+        have the examples.
         """
         ids = [info.id for info in server.clients]
         if isinstance(self.module, Mapping) and (unknown := sorted(set(self.module) - set(ids))):
@@ -121,18 +124,18 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         return {"public": public, "seed": server.seed, "holders": []}
 
     def _rad_rows(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> Tensor:
-        """Draws the rows of the public pool that form the RAD X of this round; they are the same for all clients."""
+        """Draws the row numbers of the public examples X that are used in this round, the same for all clients."""
         pool_size = len(first_leaf(server_state["public"])) if server_state["public"] else 2 * self.rad_size
         return draw_public_rows(server_state["seed"], client_info.round, pool_size, self.rad_size)
 
     def _rad_tensors(
         self, server_state: Mapping[str, Any], client_info: ClientInfo, needs_pool: bool
     ) -> dict[str, Tensor]:
-        """Returns the tensors that tell clients the round's public examples X: the examples, or only their rows if
-        clients hold the pool.
+        """Returns the tensors that identify the round's public examples X for clients: the examples, or only their row
+        numbers if clients have all examples.
 
-        Clients hold the pool if they need it (`needs_pool`), were sent it once (`pool_once`), or generate it from
-        noise.
+        Clients have all public examples (the pool) if they need it (`needs_pool`), were sent it once (`pool_once`), or
+        generate it from noise.
         """
         rows = self._rad_rows(server_state, client_info)
         if needs_pool or self.pool_once or self.rad == "noise":
@@ -142,14 +145,17 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     def _rad_and_pool_groups(
         self, server_state: Mapping[str, Any], client_info: ClientInfo, rad: StateDict
     ) -> dict[str, StateDict]:
-        """Returns the message's groups: X from `_rad_tensors`, and the pool for a client that needs it and does not
-        have it.
+        """Returns the groups of a message: the round's public examples, and the whole pool for a client that needs it
+        and does not have it.
         """
         needs_pool = "rows" in rad and self.rad == "public"
         return {"rad": rad, **(self._pool_group(server_state, client_info.id) if needs_pool else {})}
 
     def _round_scalars(self, server_state: Mapping[str, Any], client_info: ClientInfo) -> dict[str, float]:
-        scalars = {"lr": self.lr_at(client_info.round, client_info.rounds), "eta": self.eta_at(client_info.round)}
+        scalars = {
+            "lr": self.lr_at(client_info.round, client_info.rounds),
+            "eta": self.alignment_weight_at(client_info.round),
+        }
         if self.rad == "noise":  # integers up to 2^53 are exact as floats
             scalars["noise"] = derive_seed(server_state["seed"], "noise") >> 10
         return scalars
@@ -159,8 +165,8 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     def _pool_and_rad_rows(
         self, message: Message, client_state: Mapping[str, Any], client: Client
     ) -> tuple[Examples, Tensor]:
-        """Returns the public examples that the client has, prepared as its own examples are, and the rows that form
-        the RAD of the round.
+        """Returns the public examples that the client has, prepared as its own are, and the row numbers of those used
+        in the round.
         """
         rad = message.tensors["rad"]
         if "rows" not in rad:
@@ -172,14 +178,14 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         return self._public_examples(message, client_state, client), rows
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has a module whose input is the representation Φ."""
+        """Checks that the client's network has a module whose input is the representation."""
         assert client.model is not None
         model = cached_module(client.model, client.train.device).module
         name = self._representation_module(model, client.id, client.train)
         check_has_representation(client, name)
 
     def _representation_module(self, model: nn.Module, client: str, examples: Examples) -> str:
-        """Returns the name of the module whose input is the representation Φ in this client's network.
+        """Returns the name of the module whose input is the representation in this client's network.
 
         `examples` are inputs of the network.
         """
@@ -203,9 +209,10 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         eta: float,
         seed: int,
     ) -> PerClientTerm | None:
-        """Builds the term η·d(K_i, K̄) (eq. 5, 6) on `rad_batch` rows of X, which are drawn each time it is computed.
+        """Builds the alignment term of the local loss; None if its weight η is 0.
 
-        It is computed for the current parameters, or for those at the epoch's start. Returns None if η is 0.
+        The term is η·d(K_i, K̄) (eq. 5, 6) on `rad_batch` rows of X, which are drawn each time it is computed, for the
+        current parameters or for those at the epoch's start.
         """
         if eta == 0:
             return None

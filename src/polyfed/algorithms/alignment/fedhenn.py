@@ -39,7 +39,11 @@ ClientState = dict[str, Any]  # "model": W_i with buffers; "public": the pool, i
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, ClientState]):
-    """Minimises F(W_i) + η_t·(1 − CKA(K_i, K̄(t−1))) (eq. 6) at each client with a network of its own.
+    """Trains each client's own network, of any architecture, so that its representations of public examples become
+    similar to those of all clients' networks.
+
+    Client i minimises F(W_i) + η_t·(1 − CKA(K_i, K̄(t−1))) (eq. 6), where F is its loss, W_i its network, and K_i the
+    kernel of that network's representations.
 
     K̄ = Σ_j w_j K_j is the mean kernel of all clients' latest networks on X, the RAD of the round. With η_0 = 0 it is
     Local, bit for bit. Evaluated model: W_i.
@@ -103,14 +107,16 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the capacity's name if capacities are weights and the server cannot count them."""
+        """Returns the names of the numbers that clients must report: "capacity" if the server needs it and cannot
+        compute it itself, otherwise none.
+        """
         sends_capacity = self.weighting == "capacity" and self.share == "representations"
         return frozenset({"capacity"}) if sends_capacity else frozenset()
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the initial server state, without representations."""
+        """Builds the initial server state, without representations of any client."""
         state = {**self._init_public_state(server), "representations": {}, "capacities": {}}
         networks = (server.architectures or {}) if self.share == "weights" else {}
         initial_models = {key: initial_state(factory, server.seed) for key, factory in networks.items()}
@@ -120,7 +126,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return {**state, "forms": forms}
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Sends the public examples X, the weight η and the mean kernel K̄, computed once for all clients.
+        """Sends each client the round's public examples X, the mean kernel K̄ of all clients, and the weight η of the
+        alignment term.
 
         Sends nothing for evaluation, since each client has its own network.
         """
@@ -142,7 +149,11 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
             yield Message({**groups, "target": target} if target else groups, scalars)
 
     def _mean_kernel(self, server_state: ServerState, rows: Tensor) -> dict[str, Tensor]:
-        """Computes the mean kernel K̄(t−1) = Σ_j w_j K_j on X, over all clients with a representation."""
+        """Computes the mean kernel of the clients' representations on the round's public examples; empty if no client
+        has sent representations.
+
+        K̄(t−1) = Σ_j w_j K_j.
+        """
         client_ids = sorted(server_state["representations"])
         if not client_ids:
             return {}
@@ -158,14 +169,16 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return a if self.rank is None else principal_components(a, self.rank)
 
     def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
-        """Returns the mean CKA between two clients' representations of (at most 256) public examples."""
+        """Returns the mean CKA between two clients' representations of at most 256 public examples; empty if it cannot
+        be computed.
+        """
         similarity = mean_pairwise_cka(list(server_state["representations"].values()))
         return {} if similarity is None else {"mean_cka": similarity}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Stores the representations A_j of the clients that replied; other clients keep their last ones.
+        """Stores the new representations A_j of the clients that replied, and leaves those of other clients unchanged.
 
         The server computes A_j from W_j if weights were sent.
         """
@@ -187,7 +200,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def _representations_of_models(
         self, models: Mapping[str, StateDict], server: ServerContext
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Computes clients' representations A_j = Φ_j(X; W_j) from their weights, and their capacities.
+        """Computes the clients' representations of the public examples from their weights, A_j = Φ_j(X; W_j), and their
+        numbers of parameters.
 
         "The server uses each client's weights" (section 3.3).
         """
@@ -225,8 +239,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return by_client, capacities
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies a reply: the representation of the whole pool with at most `rank` columns, or the weights of the
-        architecture.
+        """Returns the expected tensors of a reply: representations of all public examples with at most `rank` columns,
+        or the weights of the client's architecture.
         """
         if self.share == "weights":
             form = server_state["forms"][sorted(server_state["forms"])[int(message.scalars["form"])]]
@@ -259,7 +273,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     # -- client ---------------------------------------------------------------------------------------------------
 
     def _initial_counters(self, client: Client) -> StateDict:
-        """Returns the integer buffers as they are in a new network, to replace trained ones; they would reveal the
+        """Returns the integer buffers of a new network, which replace the trained ones, since those would reveal the
         number of examples.
 
         Returns nothing if the server may know that number. No representation depends on these buffers.
@@ -271,8 +285,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the network W_i(t) on the loss of eq. 6, and sends its representation of the public examples, or its
-        weights.
+        """Trains the client's network W_i(t) with the alignment term (eq. 6), and sends its representations of the
+        public examples, or its weights.
         """
         model = self.personal_model(message, client_state, client, seed)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)
@@ -305,7 +319,7 @@ _MAX_CAPACITY = 10**12
 
 
 def _count_trained_parameters(model: nn.Module) -> int:
-    """Counts the trained parameters."""
+    """Returns the number of trained parameters of a network."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 

@@ -25,7 +25,10 @@ from polyfed.core.training.loop import fit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
-    """Minimises F(W_i) + η_t·(1 − CKA(K_i, K_global(t−1))) (eq. 5) at each client, starting from the global model Ŵ.
+    """Trains each client from the global model, with a penalty for representations that differ from the global model's;
+    the server averages the results.
+
+    Client i minimises F(W_i) + η_t·(1 − CKA(K_i, K_global(t−1))) (eq. 5), starting from the global model Ŵ.
 
     K_global is the kernel of the received Ŵ on X, the RAD of the round; Ŵ ← Σ_i (n_i/n) W_i over the clients of the
     round. After the last round Ŵ(T) is the mean over all clients' latest networks (algorithm 1, last line). All
@@ -42,7 +45,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
 
     The other fields are those of `AlignmentMethod` and `LocalTraining`.
 
-    >>> round(FedHeNNHomo(eta0=0.01).eta_at(4), 6)
+    >>> round(FedHeNNHomo(eta0=0.01).alignment_weight_at(4), 6)
     0.02
     """
 
@@ -65,13 +68,19 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model Ŵ(0)."""
+        """Builds the server state with the initial global model Ŵ(0) and the public examples."""
         return {**self._init_public_state(server), **super().server_init(server)}
 
-    def message_to(self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]) -> Message:
-        """Sends Ŵ(t), η and X, drawn once for all clients, for training; for evaluation, Ŵ(T)."""
+    def build_message_to_client(
+        self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]
+    ) -> Message:
+        """Builds the message to one client: for training the global model Ŵ(t), the weight η and the round's public
+        examples X; for evaluation Ŵ(T).
+
+        X is drawn once for all clients.
+        """
         if client_info.purpose == "personal":
-            return Message(super().message_to(server_state, client_info, common).tensors)
+            return Message(super().build_message_to_client(server_state, client_info, common).tensors)
         rad = common["rad"] = common.get("rad") or self._rad_tensors(server_state, client_info, needs_pool=False)
         groups = self._rad_and_pool_groups(server_state, client_info, rad)
         return Message({"model": server_state["model"], **groups}, self._round_scalars(server_state, client_info))
@@ -79,7 +88,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Sets the global model to the mean Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
+        """Replaces the global model by the mean of the clients' models, Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
         return {**server_state, **mean, "holders": self._holders_after_round(server_state, client_ids)}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -87,8 +96,8 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the local model W_i(t) for `local_epochs` on the loss of eq. 5, starting from the global model
-        Ŵ(t−1).
+        """Trains the global model Ŵ(t−1) on the client's data for `local_epochs` with the alignment term (eq. 5), and
+        sends the result W_i(t).
         """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)
@@ -107,7 +116,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's own trained model W_i."""
+        """Returns the network W_i that the client trained last, or the global model if it never trained."""
         if "trained" not in client_state:
             return self._load_global_model(message, client_state, client)
         assert client.model is not None
@@ -116,7 +125,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model Ŵ(T), and the last cohort's mean if that differs."""
+        """Yields the final global model Ŵ(T), and the last cohort's mean if that differs."""
         yield "server", self._load_global_model(message, client_state, client)
         if "cohort" in message.tensors:
             yield "cohort", self._load_global_model(message, client_state, client, "cohort")

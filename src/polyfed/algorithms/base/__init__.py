@@ -1,1 +1,3 @@
-"""Bases that several families share: the weighted mean, a network of one's own, class means, public examples."""
+"""Provides the base classes and functions that several families of methods share: weighted averaging, personal
+networks, class means and public examples.
+"""

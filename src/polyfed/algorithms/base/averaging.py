@@ -1,4 +1,4 @@
-"""The base of methods whose server half is a weighted mean: FedAvg and its relatives."""
+"""Provides the base classes of methods whose server averages the clients' replies: FedAvg and its relatives."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,16 +37,19 @@ ClientState = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
-    """θ ← Σ_i w_i θ_i / Σ_i w_i over the replies of a round. As it stands it is FedAvg: one global model θ goes down, each
-    client trains it, the server averages. A method says what else is different: what travels (`server_init`, `dispatch`,
-    `groups`), how a client trains (`local_update`), what is made of the mean (`server_step`), which model is evaluated
+    """Averages the clients' models at the server, weighted by their numbers of training examples; without overrides
+    this is FedAvg.
+
+    In each round the server sends the global model θ, each client trains it to θ_i, and the server sets θ ← Σ_i w_i θ_i
+    / Σ_i w_i over the replies. A subclass overrides the steps that differ: the content of messages (`server_init`,
+    `dispatch`, `groups`), local training (`local_update`), the use of the mean (`server_step`), or the evaluated model
     (`personal_model`).
 
-    The server half never sees a single reply (`aggregates_by_sum`): replies are summed as they come, in the order of the
-    clients' ids, and the server holds one model, whatever their number.
+    The server never sees a single reply (`aggregates_by_sum`): replies are summed as they arrive, in the order of the
+    clients' ids, and the server holds one model, whatever the number of clients.
 
     Args:
-        weighted: by the number of training examples; False counts every client the same.
+        weighted: weighs clients by their number of training examples; False counts every client the same.
         adapters: what becomes of low-rank adapters whose ranks differ between clients: "zero_pad", "svd" or "stack", see
             `polyfed.core.messages.lora`; None is for one rank (polyfed's choice).
 
@@ -63,7 +66,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     requires: ClassVar[frozenset[str]] = frozenset({"one_architecture"})
     groups: ClassVar[tuple[str, ...]] = ("model",)
-    """What a reply holds; all of it is averaged."""
+    """The names of the groups of tensors in a reply; all of them are averaged."""
     clients_keep_trained_weights: ClassVar[bool] = False
     """Says whether a client keeps weights trained in a round, which must then fit the server's model of later rounds."""
     weighted: bool = True
@@ -86,40 +89,52 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Says whether the server half needs only the sum of a round's replies, no single one. What hides single replies
-        from the server, such as a secure sum, is for methods of which this is true."""
+        """Returns whether the server needs only the sum of a round's replies, and no single reply.
+
+        Secure aggregation, which hides single replies from the server, works only for methods that return True.
+        """
         return True
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The initial global model θ: the common draw of the federation's architecture."""
+        """Builds the server state with the initial global model θ, drawn from the run's seed and the common
+        architecture.
+        """
         assert server.model is not None  # `requires` names "one_architecture"
         buffers = cached_module(server.model).buffers
         return {"model": tensors_to_send(initial_state(server.model, server.seed), buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """θ and the learning rate of the round, the same for everyone."""
+        """Sends the global model θ and the learning rate of the round, the same to every client."""
         return Message(
             {group: server_state[group] for group in self.groups},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """The groups that are averaged, in the form in which they went down."""
+        """Returns the expected names, shapes and dtypes of a reply's tensors: those that the server sent in the same
+        groups.
+        """
         return {group: state_dict_spec(message.tensors[group]) for group in self.groups}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Whether the server knows which tensors a reply holds, so that replies can be summed as they come. Where only the
-        clients find that out, the first replies are held, and those of another form than most are left out."""
+        """Returns whether the server already knows the names and shapes of a reply's tensors, so that it can sum
+        replies on arrival.
+
+        If only the clients can find them out, the server holds the first replies, and leaves out those whose shapes
+        differ from most of the others.
+        """
         return True
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted; `server_step` makes the next state of this mean.
+        """Averages the replies of a round, and passes the mean to `server_step`, which returns the next server state.
 
-        A run has added each reply as it came, by the same `add_reply`, and gives their sum.
+        θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted.
+
+        A run has added each reply on arrival, by `add_reply`, and passes their sum as `replies`.
         """
         total = replies if isinstance(replies, ReplySum) else self.sum_replies(replies)
         mean = factorise_mean_adapters(self, total.mean())
@@ -127,23 +142,28 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return new_state if self.aggregates_by_sum else self.keep_replies(new_state, total)
 
     def sum_replies(self, replies: Mapping[str, Message]) -> ReplySum:
-        """Σ_i n_i θ_i over replies that are all there, in the order of ids."""
+        """Adds up all replies of a round in the order of client ids, and returns the weighted sum Σ_i n_i θ_i."""
         num_examples = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
-        total = self.empty_sum(num_examples)
+        total = self.empty_reply_sum(num_examples)
         for i in sorted(replies):
             self.add_reply(total, i, replies[i])
         return total
 
-    def empty_sum(self, expected: Mapping[str, float] | None) -> ReplySum:
-        """Returns the sum of no replies yet; `expected` maps ids to numbers of examples, None if they are unknown."""
+    def empty_reply_sum(self, expected: Mapping[str, float] | None) -> ReplySum:
+        """Returns a new `ReplySum` to which no reply has been added.
+
+        `expected` maps client ids to numbers of examples; it is None if they are unknown.
+        """
         keeps_replies = not self.aggregates_by_sum
         return PlainReplySum(self.groups, weighted=self.weighted, expected=expected, keeps_replies=keeps_replies)
 
     def add_reply(self, total: ReplySum, client_id: str, reply: Message) -> None:
-        """Σ ← Σ + n_i θ_i. A run calls this for each reply as soon as it has come, in the order of ids.
+        """Adds one client's reply to the weighted sum of the round, Σ ← Σ + n_i θ_i.
+
+        A run calls this for each reply as soon as it has come, in the order of ids.
 
         Raises:
-            UserError: the reply's tensors are not those of the first.
+            UserError: the reply's tensors differ in name or shape from those of the first reply.
         """
         try:
             total.add(client_id, reply)
@@ -151,7 +171,10 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
             raise self.incompatible_replies_error(error) from error
 
     def _average_by_client(self, trees: Mapping[str, StateDict], replies: Mapping[str, Message]) -> dict[str, Tensor]:
-        """Σ_i (n_i/n) θ_i of trees by client, or (1/m) Σ_i θ_i unweighted; n_i as the replies have it."""
+        """Averages the tensors of several clients, weighted by the numbers of examples in their replies.
+
+        Returns Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted.
+        """
         num_examples = {i: replies[i].scalars["num_examples"] for i in trees} if self.weighted else None
         try:
             return weighted_mean(trees, num_examples)
@@ -161,47 +184,57 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Computes the next state from the mean of the replies, group -> tensors, and the sorted ids of who replied."""
+        """Computes the next server state from the mean of the replies.
+
+        Args:
+            server_state: the state before the round.
+            mean: the mean of the replies' tensors, by group and name.
+            client_ids: the sorted ids of the clients that replied.
+        """
         return {**server_state, **mean}
 
     def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
-        """The state after `server_step` with what it keeps of single replies; asked for only without `aggregates_by_sum`."""
+        """Returns the server state with the parts of single replies that a method stores.
+
+        It is called after `server_step`, and only if `aggregates_by_sum` is false.
+        """
         return server_state
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Returns the error for replies that have no mean, because their tensors differ."""
+        """Builds the error for replies that cannot be averaged because their tensors differ."""
         return UserError(f"{type(self).__name__}: {error}; the clients' networks must have one form")
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns an empty state: nothing is private before the first round."""
+        """Returns an empty client state, since a client keeps nothing before its first round."""
         return {}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """θ_i: θ after `local_epochs` on the client's data."""
+        """Trains the received global model θ on the client's data for `local_epochs`, and sends the result θ_i."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         return build_reply(net, client, fit_result.loss, self)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """θ."""
+        """Returns the global model θ, with the client's own buffers if these stay with the client."""
         return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalModelMethod(Averaging, ABC):
-    """An averaging method of one global model that is the result of the run. `averaged_over` says which mean that is:
+    """Trains one global model by averaging the clients' models; this model is the result for all clients.
+    `averaged_over` chooses the clients whose models are averaged for the result:
 
     - "cohort": θ(t), the mean over the clients of the last round, with which training would go on.
     - "all": the mean over all clients' latest models, θ_all(t) = Σ_i n_i θ_i / Σ_i n_i, θ_i being what client i sent when it
       last took part (FedHeNN, algorithm 1, last line). With few clients a round and different data θ(t) has just been pulled
       towards the few; θ_all has not.
 
-    Training is the same with both, bit for bit: θ(t) is what goes down in the next round. What is evaluated, returned and
-    given to unseen clients differs. With "all", θ(t) is evaluated next to it, as `cohort_...`.
+    Training is the same with both, bit for bit: the server sends θ(t) in the next round. The model that is evaluated,
+    returned and given to unseen clients differs. With "all", θ(t) is evaluated next to it, as `cohort_...`.
 
     A client that has never replied is left out of θ_all: the paper defines θ_i by local training only, and the server
     learns n_i with a reply. (In the paper's 200 rounds of a tenth of the clients everybody has been drawn.) If all clients
@@ -215,17 +248,21 @@ class GlobalModelMethod(Averaging, ABC):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Only where the last cohort's mean is returned."""
+        """Returns True if the result is the mean over the last cohort, for which the sum of the replies is enough."""
         return self.averaged_over == "cohort"
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The initial global model θ(0), and nobody's latest model yet."""
+        """Builds the server state with the initial global model θ(0), and if `averaged_over` is "all" with an empty
+        store of the clients' latest models.
+        """
         return {**super().server_init(server), **({} if self.aggregates_by_sum else {"latest": {}, "examples": {}})}
 
     def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
-        """θ_i and n_i of those who replied take the place of their last ones."""
+        """Stores the models θ_i and numbers of examples n_i of the clients that replied, in place of their previous
+        ones.
+        """
         latest = {**server_state["latest"], **{i: dict(reply.tensors["model"]) for i, reply in replies.items()}}
         num_examples = (
             {i: float(reply.scalars["num_examples"]) for i, reply in replies.items()} if self.weighted else {}
@@ -234,16 +271,19 @@ class GlobalModelMethod(Averaging, ABC):
         return {**server_state, "latest": _sorted_by_id(latest), "examples": _sorted_by_id(examples)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Builds the message to one client, see `message_to`."""
-        return self.message_to(server_state, client_info, {})
+        """Sends one client the model that `build_message_to_client` chooses, and the learning rate of the round."""
+        return self.build_message_to_client(server_state, client_info, {})
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Builds the messages to several clients; what is the same for all is computed once."""
+        """Builds the messages to several clients, computing their common content only once."""
         common: dict[str, Any] = {}
-        return (self.message_to(server_state, client_info, common) for client_info in client_infos)
+        return (self.build_message_to_client(server_state, client_info, common) for client_info in client_infos)
 
-    def message_to(self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]) -> Message:
-        """Builds a message: θ(t) to train with; to be evaluated and kept, the result (`result_models`).
+    def build_message_to_client(
+        self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]
+    ) -> Message:
+        """Builds the message to one client: for training the current global model θ(t), for evaluation the result of
+        the run.
 
         Args:
             server_state, client_info: as `dispatch` has them.
@@ -255,7 +295,9 @@ class GlobalModelMethod(Averaging, ABC):
         return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def result_models(self, server_state: ServerState) -> dict[str, StateDict]:
-        """The result after this round, the group "model"; with "all" the last cohort's mean too, as "cohort"."""
+        """Returns the model that is the result after this round, as the group "model"; if `averaged_over` is "all" also
+        the last cohort's mean, as the group "cohort".
+        """
         if self.aggregates_by_sum:
             return {"model": server_state["model"]}
         mean = (
@@ -270,19 +312,22 @@ class GlobalModelMethod(Averaging, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The last cohort's mean, where it is not the result."""
+        """Yields the last cohort's mean for evaluation, if it differs from the result."""
         if "cohort" in message.tensors:
             yield "cohort", self.personal_model(_with_cohort_model(message), client_state, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerUpdateMethod(Averaging, ABC):
-    """An averaging method whose server does more with the mean of the parameters than take it: `server_update`. Buffers that
-    travel are averaged and no more: a step along their changes could make a running variance negative. So the server keeps
-    them apart, as "buffers"."""
+    """Averages the clients' parameters, and lets the server make a further step with the mean, which subclasses define
+    in `server_update`.
+
+    Buffers that are sent are only averaged, since a step along their changes could make a running variance negative. So
+    the server keeps them apart, as "buffers".
+    """
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """The initial parameters, and the buffers that travel."""
+        """Builds the server state with the initial parameters, and apart from them the buffers that are sent."""
         assert server.model is not None  # `requires` names "one_architecture"
         model, names = super().server_init(server)["model"], cached_module(server.model).buffers
         return {
@@ -291,7 +336,7 @@ class ServerUpdateMethod(Averaging, ABC):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """The parameters with the buffers that travel, and the learning rate of the round."""
+        """Sends the global parameters and buffers, and the learning rate of the round."""
         return Message(
             {"model": {**server_state["model"], **server_state["buffers"]}},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -300,7 +345,7 @@ class ServerUpdateMethod(Averaging, ABC):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Parameters by `server_update`, buffers averaged."""
+        """Updates the global parameters by `server_update`, and replaces the buffers by their mean."""
         model = mean["model"]
         parameters = {name: model[name] for name in server_state["model"]}
         buffers = {name: model[name] for name in server_state["buffers"]}
@@ -310,19 +355,25 @@ class ServerUpdateMethod(Averaging, ABC):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """The next state, from the mean of the replies without buffers, group -> tree, and from who replied."""
+        """Computes the next server state from the clients' mean parameters; its arguments are those of `server_step`.
+
+        The group "model" of the mean contains no buffers.
+        """
 
 
-def interpolate(w: Tensor, mean: Tensor, beta: float) -> Tensor:
-    """(1−β)w + β·mean in the type of w, exact where both are equal and where β is 1."""
+def interpolate(start: Tensor, end: Tensor, beta: float) -> Tensor:
+    """Returns the point (1−β)·start + β·end between two tensors, with the dtype of `start`.
+
+    The result is exact where both are equal, and where β is 1.
+    """
     if beta == 1:
-        return mean
-    precise_w = w.to(torch.float64)
-    return (precise_w + beta * (mean.to(torch.float64) - precise_w)).to(w.dtype)
+        return end
+    precise_start = start.to(torch.float64)
+    return (precise_start + beta * (end.to(torch.float64) - precise_start)).to(start.dtype)
 
 
 def _with_cohort_model(message: Message) -> Message:
-    """The message as it would be if the last cohort's mean were the result."""
+    """Returns the message with the last cohort's mean in place of the result."""
     return Message({"model": message.tensors["cohort"]}, message.scalars)
 
 
@@ -331,6 +382,10 @@ def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_reply(net: CachedModule, client: Client, loss: float, method: HasBufferPolicy) -> tuple[Message, ClientState]:
-    """Builds the reply, the trained model θ_i with n_i, and returns it with the private state of the buffer policy."""
+    """Builds a client's reply with its trained model θ_i and number of examples n_i, and the buffers that the client
+    keeps.
+
+    Returns the reply and the client state.
+    """
     model, buffer_state = extract_update(net, method)
     return Message({"model": model}, reply_scalars(client, loss)), buffer_state

@@ -1,4 +1,5 @@
-"""What methods share in which clients send means over their examples of each class, of representations or of outputs.
+"""Computes, checks and combines class means: each client's mean representation, or mean output, over its examples of
+each class.
 
 A reply has them as `sums`, (C, d), and `weights`, (C,): each class's mean times its weight, and that weight, so that sums
 over clients are enough to weigh means by class. The means are those of the network that training ended with, over all of
@@ -23,8 +24,12 @@ from polyfed.core.training.loop import ForwardPass, fit
 _REQUIREMENT = "networks need the same number of outputs, and last layers of one width"
 
 
-def weighted_class_sums(values: Tensor, labels: Tensor, num_classes: int, weighted: bool = False) -> dict[str, Tensor]:
-    """The reply's tensors, float32 on the CPU: `sums` and `weights`.
+def class_means_with_weights(
+    values: Tensor, labels: Tensor, num_classes: int, weighted: bool = False
+) -> dict[str, Tensor]:
+    """Computes the mean of a client's values for each class and the weight of each mean, as the tensors of a reply.
+
+    Returns `sums`, (C, d), each class's mean times its weight, and `weights`, (C,); both are float32 on the CPU.
 
     Args:
         values: one row for each example, (n, d).
@@ -33,7 +38,7 @@ def weighted_class_sums(values: Tensor, labels: Tensor, num_classes: int, weight
         weighted: a class's weight is its share of the examples (with n_i of the reply, their number); otherwise it is 1 for
             a class that the client has, and 0 for another.
 
-    >>> weighted_class_sums(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, 2]), 3)
+    >>> class_means_with_weights(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, 2]), 3)
     {'sums': tensor([[2.],
             [0.],
             [5.]]), 'weights': tensor([1., 0., 1.])}
@@ -47,8 +52,9 @@ def weighted_class_sums(values: Tensor, labels: Tensor, num_classes: int, weight
 
 
 def class_means_from_sums(sums_and_weights: StateDict) -> tuple[Tensor, Tensor]:
-    """The means, (C, d), and which classes there are, (C,) of bool, from `sums` and `weights`; zeros for a class without
-    weight.
+    """Computes the mean value of each class from weighted sums over clients and the sums of their weights.
+
+    Returns the means, (C, d), with zeros for a class without weight, and which classes have a weight, (C,) of bool.
 
     >>> class_means_from_sums({"sums": torch.tensor([[4.0], [0.0]]), "weights": torch.tensor([2.0, 0.0])})
     (tensor([[2.],
@@ -60,10 +66,12 @@ def class_means_from_sums(sums_and_weights: StateDict) -> tuple[Tensor, Tensor]:
 
 
 def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | None) -> Mapping[str, StateDictSpec]:
-    """For `Algorithm.reply_spec`: the group "classes" in the form of the first, of whatever size before it is known.
+    """Returns the expected shapes and dtypes of the class means in a reply, for `Algorithm.reply_spec`.
+
+    They are `expected`, or if that is None any number of classes and any width.
 
     Raises:
-        ValueError: a weight that no client can have.
+        ValueError: the reply has a weight outside 0 to 1, or sums and weights of different numbers of classes.
     """
     tree = reply.tensors.get("classes", {})
     weights, sums = tree.get("weights"), tree.get("sums")
@@ -75,10 +83,11 @@ def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | Non
 
 
 def class_means_as_examples(replies: Mapping[str, Message]) -> Examples:
-    """All clients' class means as examples, each with its class as the label, in the order of ids.
+    """Collects all clients' class means as training examples, each with its class as the label, in the order of client
+    ids.
 
     Raises:
-        UserError: they differ in form between clients.
+        UserError: the class means of two clients differ in shape.
 
     >>> one = Message({"classes": {"sums": torch.tensor([[0.0], [3.0]]), "weights": torch.tensor([0.0, 1.0])}})
     >>> class_means_as_examples({"a": one}).y
@@ -95,15 +104,16 @@ def class_means_as_examples(replies: Mapping[str, Message]) -> Examples:
 
 
 def count_outputs(model: nn.Module, client: Client) -> int:
-    """C: the outputs of a network that takes the client's inputs."""
+    """Returns the number of outputs C of a network, found by running it on the client's first examples."""
     return predict(model, client.train.head()).shape[1]
 
 
 def find_replaceable_head(model: nn.Module, client: Client, method: str) -> nn.Linear:
-    """The last linear layer, which must be what gives the outputs, so that one with other weights can take its place.
+    """Returns the last linear layer of a client's network, after checking that it computes the outputs, so that other
+    weights can replace its own.
 
     Raises:
-        UserError: it does not.
+        UserError: another layer computes the outputs, or the weights of this one cannot be replaced.
     """
     name = representation_module_name(model, client.train)
     head, outputs = model.get_submodule(name), count_outputs(model, client)
@@ -117,7 +127,7 @@ def find_replaceable_head(model: nn.Module, client: Client, method: str) -> nn.L
 
 
 def _replacement_error(head: nn.Linear, outputs: int) -> str:
-    """Why another layer cannot take the place of this one; empty if it can."""
+    """Returns why the weights of a last layer cannot be replaced, or "" if they can."""
     if head.out_features != outputs:
         return f"has {head.out_features} outputs, and the network {outputs}"
     if "bias" in head._parameters and head._parameters["bias"] is None:
@@ -128,7 +138,7 @@ def _replacement_error(head: nn.Linear, outputs: int) -> str:
 
 
 def incompatible_class_means_error(method: Averaging, error: IncompatibleTensorsError) -> UserError:
-    """What to say where clients' class means differ in form."""
+    """Builds the error for clients whose class means differ in shape."""
     return UserError(
         f"{type(method).__name__}: the class means of {error.first_client!r} and {error.other_client!r} differ "
         f"({error.difference}); {_REQUIREMENT}"
@@ -144,7 +154,7 @@ def train_on_class_means(
     seed: int,
     loss: Callable[[ForwardPass], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The state of a small network of the server after training on class means by SGD."""
+    """Trains a small network of the server on class means by SGD, and returns its state dict."""
     options = LocalTraining(local_epochs=epochs, batch_size=batch_size)
     fit(model, examples, options, lr=lr, seed=seed, loss=loss)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,6 @@
-"""Heads with which clients of different architectures begin alike, drawn by their form, so that nothing has to travel."""
+"""Draws initial heads that are equal for clients with different architectures, from a common seed, so that no head has
+to be sent.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,16 +20,17 @@ InitialHead = Literal["form", "architecture"]
 
 
 def draw_common_head(factory: Architecture, modules: Sequence[str], seeds: Sequence[int]) -> dict[str, Tensor]:
-    """The first values of a head's tensors, which are the same in every network whose last layers are of one kind and shape.
+    """Draws the initial weights of a head, which are equal in all networks whose last layers have the same types and
+    shapes.
 
     Each layer starts as its class starts it (`reset_parameters`), from a seed that does not depend on the layers before it.
     A layer stays as the network has it, and is left out here, if the network does not draw it (pretrained weights, zeros),
-    or if its class cannot start it again (a parametrised layer, a layer of one's own without `reset_parameters`).
+    or if its class cannot start it again (a parametrised layer, a layer of the user's own class without `reset_parameters`).
 
     Args:
         factory: builds the network.
         modules: names of the head's layers.
-        seeds: of each of these layers.
+        seeds: seed of each of these layers.
 
     >>> deep = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     >>> one, other = draw_common_head(lambda: nn.Linear(4, 2), [""], [5]), draw_common_head(deep, ["1"], [5])
@@ -47,8 +50,10 @@ def draw_common_head(factory: Architecture, modules: Sequence[str], seeds: Seque
     return values
 
 
-def find_last_layers(client: Client, num_layers: int) -> tuple[str, ...]:
-    """Names of the last parametric layers of a client's network, with the norms between them, the last one first."""
+def find_last_layer_names(client: Client, num_layers: int) -> tuple[str, ...]:
+    """Returns the names of the last layers with parameters in a client's network, and of the norm layers between them,
+    the last one first.
+    """
     assert client.model is not None  # `requires` asks for one
     module = cached_module(client.model, client.train.device).module
     return tuple(reversed(find_head_modules(module, client.train.first_input, num_layers=num_layers)))
@@ -57,13 +62,15 @@ def find_last_layers(client: Client, num_layers: int) -> tuple[str, ...]:
 def initial_weights_with_head(
     initial_head: InitialHead, client: Client, num_layers: int, seed_of_layer: Callable[[int], int], seed: int
 ) -> dict[str, Tensor]:
-    """A client's network before training: the draw of its architecture, with the common head in place of its last
-    `num_layers` layers if the way is "form".
+    """Draws the initial weights of a client's network, with the head that all clients have in common if `initial_head`
+    is "form".
+
+    Otherwise the head is the one that the client's architecture draws.
 
     Args:
-        initial_head: which head.
-        client: whose network.
-        num_layers: of layers that are the head.
+        initial_head: kind of the head: "form" (common to all clients) or "architecture".
+        client: the client, with its network.
+        num_layers: number of last layers that are the head.
         seed_of_layer: the seed of each of these layers, by its place from the output, 0 being the last.
         seed: the run's.
     """
@@ -71,13 +78,13 @@ def initial_weights_with_head(
     state = initial_state(client.model, seed)
     if initial_head == "architecture":
         return state
-    modules = find_last_layers(client, num_layers)
+    modules = find_last_layer_names(client, num_layers)
     values = draw_common_head(client.model, modules, [seed_of_layer(place) for place in range(len(modules))])
     return {name: values.get(name, tensor) for name, tensor in state.items()}
 
 
 def _has_reset_parameters(layer: nn.Module) -> bool:
-    """Whether the layer's class sets its tensors by a method without arguments."""
+    """Returns whether a layer's class initialises its tensors by a method without arguments."""
     reset = getattr(layer, "reset_parameters", None)
     if not callable(reset) or is_parametrized(layer):
         return False
@@ -86,7 +93,7 @@ def _has_reset_parameters(layer: nn.Module) -> bool:
 
 
 def _find_drawn_names(factory: Architecture) -> frozenset[str]:
-    """First names of the tensors that the network draws: those that differ between two seeds."""
+    """Returns the names of the tensors that a network initialises at random: those that differ between two seeds."""
     tensors_0, tensors_1 = (unique_tensors(build_module(factory, seed)) for seed in (0, 1))
     return frozenset(name for name, tensor in tensors_0.items() if not torch.equal(tensor, tensors_1[name]))
 

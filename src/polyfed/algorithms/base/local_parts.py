@@ -1,4 +1,6 @@
-"""Provides the base of methods in which named tensors of a network stay at the client and all others are averaged."""
+"""Provides the base class of methods in which some tensors of the network stay at the client, and the server averages
+the others.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -18,11 +20,12 @@ from polyfed.core.training.loop import fit, reply_scalars
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
-    """Averages a network without its local part; each client trains both together, and keeps its local part.
+    """Averages one part of a network over all clients, while each client keeps the other part, and trains both
+    together.
 
     A method names the tensors of the local part. If the server cannot, since they are found on an example, take
-    `BodyAndHeadMethod`. Evaluated model: the average with the client's own part; a client that never took part has that of
-    the initial draw.
+    `BodyAndHeadMethod`. Evaluated model: the average with the client's own part; a client that never took part has the
+    initial one.
 
     >>> class KeepsBiases(LocalPartMethod):
     ...     def _find_local_tensors(self, module, example):
@@ -47,7 +50,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the initial θ without the local part."""
+        """Builds the server state with the initial global model θ, without the part that stays at the clients."""
         assert server.model is not None  # `requires` names "one_architecture"
         net = cached_module(server.model)
         local_names = frozenset(self._find_local_tensors(net.module, None))
@@ -57,11 +60,11 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Looks for the local part, as the client's first state does."""
+        """Checks that the local part can be found in the client's network, by initialising the client state."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the local part of the common draw."""
+        """Initialises the client's local part with the weights that all clients draw from the run's seed."""
         assert client.model is not None
         initial_weights, net = initial_state(client.model, seed), cached_module(client.model, client.train.device)
         fill_module(net.module, initial_weights)
@@ -72,7 +75,9 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains θ with the client's own part for `local_epochs`; θ_i goes up, and the local part stays."""
+        """Trains the global part θ and the client's local part for `local_epochs`, and sends only the trained global
+        part θ_i.
+        """
         net = self._load_with_local_part(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         model, local_part, buffer_state = self._split_trained(net, client_state)
@@ -82,7 +87,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns θ with the client's own part."""
+        """Returns the client's network: the global part θ with the client's local part."""
         net = self._load_with_local_part(message, client_state, client)
         return prepare_for_eval(net, client, client_state, self.buffers)
 
@@ -94,7 +99,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     def _split_trained(
         self, net: CachedModule, client_state: ClientState
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, StateDict]]:
-        """Returns, after training, what travels, the local part, and the private state of the buffer policy."""
+        """Splits the trained network into the tensors to send, the local part, and the buffers that the client keeps."""
         state, buffer_state = extract_update(net, self)
         local_names = client_state[self.local_group]
         travelling = {name: tensor for name, tensor in state.items() if name not in local_names}

@@ -1,4 +1,4 @@
-"""What methods share whose clients keep a whole network of their own from round to round."""
+"""Provides base classes of methods in which each client keeps a whole network of its own from round to round."""
 
 from abc import ABC
 from collections.abc import Iterator
@@ -13,34 +13,39 @@ from polyfed.core.nn.module_cache import cached_module, fill_module, initial_sta
 
 
 class PersonalNetworkMethod(ABC):
-    """The client half of a method in which W_i, weights and buffers, is the client's private state "model"."""
+    """Keeps a personal network W_i for each client, weights and buffers, as "model" in the client state."""
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """W_i: the common draw of the client's architecture."""
+        """Initialises the personal network W_i with the weights that all clients of its architecture draw from the
+        run's seed.
+        """
         assert client.model is not None  # `requires` asks for one
         return {"model": initial_state(client.model, seed)}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """W_i."""
+        """Returns the client's personal network W_i."""
         return self.load_personal_network(client_state, client)
 
     def load_personal_network(self, client_state: dict[str, Any], client: Client) -> nn.Module:
-        """The scratch module with W_i."""
+        """Loads the personal network W_i into a module that is reused for all clients of the architecture."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["model"])
 
 
 class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
-    """The client half of an averaging method whose clients keep a network of their own beside the global one, as "model",
-    with "trained", whether they ever took part. Evaluated is their own (for a client that never took part the global
-    one), and the global one besides, as `server_...`."""
+    """Keeps a personal network for each client beside the global model, and evaluates both.
+
+    The client state has the personal network as "model", and as "trained" whether the client ever took part. The
+    evaluated model is the personal network (for a client that never took part the global model), and next to it the
+    global model, as `server_...`.
+    """
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """The common draw, not trained."""
+        """Initialises the personal network with the common initial weights, and marks it as not trained."""
         return {**super().client_init(client, seed), "trained": False}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """The client's own."""
+        """Returns the client's personal network, or the global model if the client never took part."""
         return (
             super().personal_model(message, client_state, client, seed)
             if client_state["trained"]
@@ -50,7 +55,7 @@ class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
     def other_models(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The global model, on the client's data."""
+        """Yields the global model, for evaluation on the client's data."""
         yield "server", self._load_global_model(message, client_state, client)
 
     def _load_global_model(self, message: Message, client_state: dict[str, Any], client: Client) -> nn.Module:

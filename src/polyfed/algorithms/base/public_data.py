@@ -1,4 +1,6 @@
-"""What methods share that use public examples, which are no client's: how clients get them, and how they check them."""
+"""Provides the base class of methods that use public examples, which belong to no client: how clients receive, check
+and store them.
+"""
 
 import hashlib
 from abc import ABC
@@ -22,11 +24,13 @@ _RANGE_FACTOR = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class PublicDataMethod(LocalTraining, ABC):
-    """A method whose clients compute something of public examples. The server keeps them as "public", and in "holders" the
-    clients that have them already; a client keeps them as "public", or their hash as "pool_hash".
+    """Sends public examples to the clients, which check that they are always the same and can keep them.
+
+    The server state has the examples as "public", and as "holders" the clients that already have them; a client keeps
+    them as "public", or their hash as "pool_hash".
 
     Args:
-        pool_once: send the public examples to a client once, and afterwards their numbers (False, polyfed's choice).
+        pool_once: sends the public examples to a client once, and afterwards only row numbers (False, polyfed's choice).
             Clients keep them, in memory and in checkpoints.
     """
 
@@ -35,22 +39,24 @@ class PublicDataMethod(LocalTraining, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def _stored_public_tensors(self, server: ServerContext) -> dict[str, Tensor]:
-        """The public examples as they are stored, before what networks get is made of them."""
+        """Returns the public examples as stored tensors, before the transform that prepares them for networks."""
         assert server.public is not None  # `requires` names "public_data"
         return {name: part.cpu() for name, part in flatten_inputs(server.public.raw_inputs).items()}
 
     def _pool_group(self, server_state: Mapping[str, Any], client_id: str) -> dict[str, StateDict]:
-        """The group "public" of a message, for a client that does not have it."""
+        """Returns the message group "public" with all public examples, or no group for a client that already has them."""
         return {} if self.pool_once and client_id in server_state["holders"] else {"public": server_state["public"]}
 
     def _holders_after_round(self, server_state: Mapping[str, Any], client_ids: Any) -> list[str]:
-        """Who has the pool after a round in which these took part."""
+        """Returns the sorted ids of the clients that have the public examples after a round with these clients."""
         return sorted({*server_state["holders"], *client_ids}) if self.pool_once else []
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def _public_examples(self, message: Message, client_state: Mapping[str, Any], client: Client) -> Examples:
-        """All public examples, from the message or as the client kept them, prepared as its own are."""
+        """Returns all public examples, from the message or from the client state, prepared as the client's own examples
+        are.
+        """
         pool = message.tensors.get("public") or client_state.get("public")
         if pool is None:
             raise UserError(
@@ -60,12 +66,12 @@ class PublicDataMethod(LocalTraining, ABC):
         return prepare_public_examples(pool, client)
 
     def _pool_state(self, message: Message, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        """What the client keeps of the public examples: all of them with `pool_once`; otherwise their hash, where it gets
-        all of them.
+        """Returns the part of the client state about public examples: with `pool_once` the examples, and their hash if
+        the client has ever received them.
 
         Raises:
-            UserError: they are not those of the first time. A server that chose others for each round could read a network's
-                weights off its representations.
+            UserError: the public examples are not those of the first round. A server that chose others for each round could
+                infer a network's weights from its representations.
         """
         received = message.tensors.get("public")
         public = dict(received or client_state.get("public", {})) if self.pool_once else {}
@@ -79,10 +85,12 @@ class PublicDataMethod(LocalTraining, ABC):
 
 
 def prepare_public_examples(parts: StateDict, client: Client) -> Examples:
-    """Public examples as they came, in the form of the client's own inputs, of which networks get the same. Labels are 0.
+    """Converts received public examples into the form of the client's own inputs, and checks that they are similar;
+    their labels are 0.
 
     Raises:
-        UserError: they have another form, or are far outside of what the client's own are: such would probe its network.
+        UserError: the examples have another form, or values far outside the range of the client's own, with which a server
+            could probe its network.
 
     >>> mine = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
     >>> len(prepare_public_examples({"x": torch.ones(3, 2)}, Client("north", None, mine, mine)))

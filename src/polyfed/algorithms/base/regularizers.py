@@ -1,4 +1,6 @@
-"""Terms of the local loss that methods share, in the form in which many clients' are computed at once (`PerClientTerm`)."""
+"""Defines regularisation terms of the local loss that several methods share, in a form that can be computed for many
+clients at once (`PerClientTerm`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 @final
 @dataclass(frozen=True)
 class ProximalTerm:
-    """s/2·‖θ − θ̄‖² over the trained parameters, s being the strength.
+    """Penalises the squared distance of a network's parameters θ from anchor parameters θ̄: s/2·‖θ − θ̄‖², with
+    strength s.
 
     >>> import torch
     >>> ProximalTerm(3.0)([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 0.0])])
@@ -20,13 +23,14 @@ class ProximalTerm:
     strength: float
 
     def __call__(self, weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
-        """Of the parameters θ and of what they are pulled to, θ̄, in the same order."""
+        """Returns the penalty s/2·‖θ − θ̄‖² for parameters θ and their anchors θ̄, which are given in the same order."""
         squares = [(theta - theta_bar).square().sum() for theta, theta_bar in zip(weights, anchors, strict=True)]
         return self.strength / 2 * sum(squares[1:], squares[0])
 
 
 def linear_term(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
-    """⟨d, θ⟩: a term whose gradient is d.
+    """Returns the inner product ⟨d, θ⟩ of parameters and a direction d, which is a loss term with the constant gradient
+    d.
 
     >>> import torch
     >>> linear_term([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, -1.0])])
@@ -37,5 +41,5 @@ def linear_term(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> Tenso
 
 
 def clone_trained_parameters(module: nn.Module) -> list[Tensor]:
-    """The parameters that are trained as they are now, in the order in which a penalty gets them."""
+    """Returns copies of a network's trainable parameters, in the order in which penalties get them."""
     return [theta.detach().clone() for theta in module.parameters() if theta.requires_grad]

@@ -1,4 +1,4 @@
-"""The sum of a round's replies, to which a run adds each reply as it comes."""
+"""Sums the replies of a round, one after another as they arrive."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,49 +11,52 @@ from polyfed.core.state_dict import RunningMean, StateDict
 
 
 class ReplySum(Mapping[str, Message], ABC):
-    """Stands for the replies of a round in `Averaging.aggregate`. Only their weighted sum is held; as a mapping it has those
-    replies that are kept by themselves: all if the method needs single ones, otherwise none."""
+    """Holds the weighted sum of a round's replies in place of the replies themselves.
+
+    `Averaging.aggregate` gets it as a mapping from client ids to the replies that are stored singly: all replies if the
+    method needs them, otherwise none.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, Message] = {}
 
     def __getitem__(self, client_id: str) -> Message:
-        """Returns a reply that is kept."""
+        """Returns the reply of a client, if single replies are stored."""
         return self._kept[client_id]
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the clients whose replies are kept."""
+        """Yields the ids of the clients whose single replies are stored."""
         return iter(self._kept)
 
     def __len__(self) -> int:
-        """Counts the replies that are kept."""
+        """Returns the number of single replies that are stored."""
         return len(self._kept)
 
     @property
     @abstractmethod
     def client_ids(self) -> Sequence[str]:
-        """The clients whose replies were added, in the order of ids."""
+        """Returns the ids of the clients whose replies were added, sorted."""
 
     @abstractmethod
     def add(self, client_id: str, reply: Message) -> None:
-        """Adds the reply of one client.
+        """Adds the reply of one client to the sum.
 
         Raises:
-            ValueError: its tensors are not those of the first reply.
+            ValueError: the reply's tensors differ in name or shape from those of the first reply.
         """
 
     @abstractmethod
     def mean(self) -> Mapping[str, StateDict]:
-        """Returns the weighted mean of the replies: group -> tensors."""
+        """Returns the weighted mean of the replies, as tensors by name for each group."""
 
 
 @final
 class PlainReplySum(ReplySum):
-    """Sums replies as they are, in the order of ids.
+    """Sums unencrypted replies, weighted by numbers of training examples, in the order of client ids.
 
     Args:
         groups: the groups of a reply that are summed.
-        weighted: by the number of training examples; False counts every client the same.
+        weighted: weighs replies by the number of training examples; False counts every client the same.
         expected: id -> number of examples of the clients that are expected; None if unknown. See `RunningMean`.
         keeps_replies: whether single replies are kept, too.
     """
@@ -67,14 +70,14 @@ class PlainReplySum(ReplySum):
 
     @property
     def client_ids(self) -> Sequence[str]:
-        """The clients whose replies were added, in the order of ids."""
+        """Returns the ids of the clients whose replies were added, sorted."""
         return self._mean.client_ids
 
     def add(self, client_id: str, reply: Message) -> None:
-        """Adds n_i·θ_i.
+        """Adds the reply of one client, times its number of examples: n_i·θ_i.
 
         Raises:
-            IncompatibleTensorsError: its tensors are not those of the first reply.
+            IncompatibleTensorsError: the reply's tensors differ in name or shape from those of the first reply.
         """
         tensors = {f"{g}/{n}": t for g in self._groups for n, t in reply.tensors.get(g, {}).items()}
         self._mean.add(client_id, tensors, reply.scalars["num_examples"] if self._weighted else 1.0)
@@ -82,7 +85,7 @@ class PlainReplySum(ReplySum):
             self._kept[client_id] = reply
 
     def mean(self) -> dict[str, dict[str, Tensor]]:
-        """Returns Σ_i n_i·θ_i / Σ_i n_i: group -> tensors."""
+        """Returns the weighted mean of the replies, Σ_i n_i·θ_i / Σ_i n_i, as tensors by name for each group."""
         mean: dict[str, dict[str, Tensor]] = {group: {} for group in self._groups}
         for key, tensor in self._mean.mean().items():
             group, _, name = key.partition("/")

@@ -1,4 +1,6 @@
-"""Provides the bases of methods in which a head travels, and a body of any architecture stays with its client."""
+"""Provides base classes of methods in which clients share the head of their networks, and each keeps a body of any
+architecture.
+"""
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState
-from polyfed.algorithms.base.initial_heads import InitialHead, find_last_layers, initial_weights_with_head
+from polyfed.algorithms.base.initial_heads import InitialHead, find_last_layer_names, initial_weights_with_head
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.nn.buffers import BufferPolicy
@@ -23,10 +25,10 @@ from polyfed.models.structure import tensor_names_by_position
 
 @dataclass(frozen=True, kw_only=True)
 class SharedHeadMethod(LocalTraining, ABC):
-    """Sends one head to all clients, each of which has a body of its own.
+    """Sends one common head to all clients, each of which joins it to a body of its own.
 
     The server keeps the head as "head". It is empty before the first replies, from which the server learns its form; so in
-    round 1 nothing goes down, and all clients draw the same first head from the run's seed.
+    round 1 the server sends no head, and all clients draw the same first head from the run's seed.
 
     Args:
         first_head: "form" draws the first head by its layers' kinds and shapes, the same for all clients (polyfed's
@@ -44,11 +46,11 @@ class SharedHeadMethod(LocalTraining, ABC):
         self._require(self.buffers == "local", "buffers", "'local', since bodies stay with their clients")
 
     def server_init(self, server: ServerContext) -> dict[str, Any]:
-        """Returns no head yet: its form is that of the first replies."""
+        """Builds a server state without a head, whose shape the server learns from the first replies."""
         return {"head": {}}
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Sends the head, the same for everyone, once there is one; and the learning rate."""
+        """Sends the common head, once the server has one, and the learning rate, the same to every client."""
         return Message(
             {"head": server_state["head"]} if server_state["head"] else {},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -57,15 +59,16 @@ class SharedHeadMethod(LocalTraining, ABC):
     def _draw_weights(
         self, client: Client, num_layers: int, seed_of_layer: Callable[[int], int], seed: int
     ) -> dict[str, Tensor]:
-        """Returns the common draw of the client's architecture, with the first head as its last layers."""
+        """Draws the initial weights of the client's network, with the first common head as its last layers."""
         return initial_weights_with_head(self.first_head, client, num_layers, seed_of_layer, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
-    """Averages the heads of networks of any architecture; each client trains its body and the head that came down.
+    """Averages the heads of networks whose bodies may have any architecture; each client trains its own body and the
+    received head.
 
-    A head's tensors travel under the place of their layer counted from the output (`0.weight` is the last layer's), since
+    A head's tensors are sent under the place of their layer counted from the output (`0.weight` is the last layer's), since
     names differ between architectures. The client keeps "body" and "head", the head as it trained it. A weight of the head
     that the body uses too (a tied embedding) is the head's, and so averaged. Evaluated model: the average head on the
     client's body; next to it the client's network as it had trained it, as `trained_...`.
@@ -85,7 +88,9 @@ class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the form of the first head."""
+        """Returns the expected names, shapes and dtypes of the head in a reply: those of the first head that a client
+        sent.
+        """
         head = server_state["head"] or reply.tensors.get("head")
         if not head:
             raise ValueError(
@@ -94,11 +99,11 @@ class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
         return {"head": state_dict_spec(head)}
 
     def reply_spec_is_known(self, server_state: dict[str, Any]) -> bool:
-        """Returns False in round 1."""
+        """Returns False in round 1, when the server does not know the shape of the head yet."""
         return bool(server_state["head"])
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Says that only heads of one form have a mean."""
+        """Builds the error for clients whose heads have different shapes, and so cannot be averaged."""
         return UserError(
             f"{type(self).__name__}: the heads of {error.first_client!r} and {error.other_client!r} differ "
             f"({error.difference}); the last {self.head_layers} layers of all networks must have one form: change the "
@@ -108,14 +113,16 @@ class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns φ_i, the common draw of the client's architecture; and the first head."""
+        """Initialises the client's body φ_i by its architecture and the run's seed, and its head with the first common
+        head.
+        """
         state = self._draw_weights(client, self.head_layers, partial(derive_seed, seed, "head"), seed)
         return self._split_body_and_head(state, self._head_tensor_names(client))
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains φ_i and the head h that came down for `local_epochs`; h_i goes up."""
+        """Trains the client's body φ_i and the received head h for `local_epochs`, and sends only the trained head h_i."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         state_after = self._split_body_and_head(trainable_state(model), self._head_tensor_names(client))
@@ -124,7 +131,7 @@ class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
         ), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns h ∘ φ_i, with the h that came down; before there is one, with the client's own."""
+        """Returns the client's body φ_i with the received head h, or with the client's own head if none was received."""
         assert client.model is not None
         head = message.tensors.get("head", client_state["head"])
         places = self._head_tensor_names(client)
@@ -139,15 +146,15 @@ class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields h_i ∘ φ_i, as the client trained them."""
+        """Yields the network as the client last trained it: its body φ_i with its own head h_i."""
         yield "trained", self.personal_model(Message(), client_state, client, seed)
 
     def _head_tensor_names(self, client: Client) -> dict[str, str]:
-        """Returns the name under which a parameter of the head travels -> its first name in the client's network."""
+        """Maps each name under which a tensor of the head is sent to the tensor's name in the client's network."""
         assert client.model is not None
         net = cached_module(client.model, client.train.device)
         places = tensor_names_by_position(
-            net.module, find_last_layers(client, self.head_layers), {*net.frozen, *net.buffers}
+            net.module, find_last_layer_names(client, self.head_layers), {*net.frozen, *net.buffers}
         )
         if not places:
             raise UserError(

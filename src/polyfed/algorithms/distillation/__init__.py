@@ -1,1 +1,1 @@
-"""Methods that exchange outputs or a shared network instead of personal weights."""
+"""Provides methods in which clients exchange outputs or a shared network instead of their personal weights."""

@@ -13,8 +13,8 @@ from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerStat
 from polyfed.algorithms.base.class_means import (
     class_means_from_sums,
     class_means_spec,
+    class_means_with_weights,
     incompatible_class_means_error,
-    weighted_class_sums,
 )
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
@@ -33,10 +33,12 @@ from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class FD(PersonalNetworkMethod, Averaging):
-    """Minimises CE + γ·CE(F̂_y, softmax(z)) at each client with a network of its own, whose outputs are z.
+    """Trains each client's own network to match, for each class, the mean output of the other clients' networks on
+    their examples of this class.
 
-    F̂_y is the mean over the *other* clients of their mean softmax for class y. With γ = 0 it is Local, bit for bit.
-    Evaluated model: W_i.
+    Client i minimises CE + γ·CE(F̂_y, softmax(z)), where z are its network's outputs, y the label, and F̂_y the mean
+    over the *other* clients of their mean softmax for class y. With γ = 0 it is Local, bit for bit. Evaluated model:
+    W_i, the client's own network.
 
     The server sends the mean over all clients of the last round, from which a client that was one of them removes its own
     part. The means are computed with the network after training; algorithm 1 collects them during training. For a class that
@@ -80,11 +82,13 @@ class FD(PersonalNetworkMethod, Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without means."""
+        """Builds a server state without class means."""
         return {"classes": {}, "who": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the mean over the last round's clients, their number, and whether this client was among them."""
+        """Sends the clients' mean output per class of the last round, the number of clients in that mean, and whether
+        this client is one of them.
+        """
         scalars = {"lr": self.lr_at(client_info.round, client_info.rounds)}
         if not server_state["classes"] or client_info.purpose == "personal":
             return Message({}, scalars)
@@ -95,23 +99,23 @@ class FD(PersonalNetworkMethod, Averaging):
         return Message({"others": server_state["classes"]}, scalars | membership)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies a reply: sums and weights of the classes, one row per class."""
+        """Returns the expected tensors of a reply: sums of outputs and weights, one row per class."""
         return class_means_spec(
             reply, {"classes": state_dict_spec(server_state["classes"])} if server_state["classes"] else None
         )
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the number of classes is not known yet."""
+        """Returns False in round 1, when the server does not know the number of classes yet."""
         return bool(server_state["classes"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Stores the mean class outputs F̄ = (1/m)·Σ_i F_i, and the ids of their clients."""
+        """Stores the clients' mean output per class, F̄ = (1/m)·Σ_i F_i, and the ids of these clients."""
         return {"classes": mean["classes"], "who": list(client_ids)}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for clients with different numbers of outputs."""
+        """Builds the error for clients whose networks have different numbers of outputs."""
         return incompatible_class_means_error(self, error)
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ class FD(PersonalNetworkMethod, Averaging):
         )
         outputs = predict(reset_for_eval(model), client.train)
         values = outputs.softmax(1) if self.outputs == "probabilities" else outputs
-        class_sums_i = weighted_class_sums(values, client.train.labels, outputs.shape[1])
+        class_sums_i = class_means_with_weights(values, client.train.labels, outputs.shape[1])
         scalars = reply_scalars(client, fit_result.loss)
         class_sums_copy = clone_tensors(class_sums_i)
         return Message({"classes": class_sums_i}, scalars), {
@@ -143,8 +147,8 @@ class FD(PersonalNetworkMethod, Averaging):
     def _distillation_loss(
         self, message: Message, client_state: ClientState, client: Client
     ) -> Callable[[ForwardPass], Tensor] | None:
-        """Builds the task's loss plus the distance to the other clients' mean outputs F̂; None if γ is 0 or there is
-        no F̂.
+        """Builds the task's loss plus the distance to the other clients' mean outputs F̂; None if γ is 0 or no other
+        client has sent outputs.
         """
         if self.gamma == 0 or "others" not in message.tensors:
             return None
@@ -163,10 +167,9 @@ class FD(PersonalNetworkMethod, Averaging):
 
 
 def class_means_of_others(message: Message, client_state: ClientState) -> tuple[Tensor, Tensor]:
-    """Computes the mean output per class over the other clients, F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), and which classes
-    have one.
+    """Computes the mean output per class over the other clients, and which classes have such a mean.
 
-    m_c is the number of clients that have class c, this one included.
+    F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), where m_c is the number of clients that have class c, this one included.
 
     >>> import torch
     >>> mean = {"sums": torch.tensor([[2.0], [0.5]]), "weights": torch.tensor([1.0, 0.5])}

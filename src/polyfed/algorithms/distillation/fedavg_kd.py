@@ -13,9 +13,9 @@ from polyfed.algorithms.base.averaging import Averaging, build_reply
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
 from polyfed.algorithms.distillation.shared_network import (
     build_model_spec,
-    infer_shared_network_form,
+    client_with_shared_network,
+    infer_shared_network_sizes,
     validate_network_name,
-    with_shared_network,
 )
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
@@ -38,11 +38,12 @@ ClientState = dict[str, Any]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
-    """Trains a teacher t by FedAvg (phase 1), which each client then distils into its own network θ_i (phase 2).
+    """Trains a common teacher network by FedAvg (phase 1), which each client then distils into its own network (phase
+    2).
 
-    θ_i, of any architecture, minimises (1−α)·CE(θ_i, y) + α·2T²·KL on the client's own data, where KL is the
-    divergence of the teacher's softmax at temperature T from the student's. Evaluated model: θ_i, which has its
-    initial weights until the client has distilled; next to it t, as `teacher_...`.
+    Client i's network θ_i, of any architecture, minimises (1−α)·CE(θ_i, y) + α·2T²·KL on the client's own data, where
+    KL is the divergence of the teacher's softmax at temperature T from the student's. Evaluated model: θ_i, which has
+    its initial weights until the client has distilled; next to it the teacher t, as `teacher_...`.
 
     The paper writes KL(y_pred, y_teacher), in the argument order of PyTorch's `kl_div`; that function computes, and Hinton
     et al. (2015) minimise, KL(teacher ‖ student), and so does polyfed, as the mean over examples. Beyond the paper: in
@@ -113,7 +114,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without a teacher, which comes from the first replies."""
+        """Builds a server state without a teacher, whose weights come from the first replies."""
         validate_network_name(self._teacher_options)
         teacher_rounds = self._num_teacher_rounds(server.rounds)
         if self.teacher_rounds is not None and teacher_rounds >= server.rounds:
@@ -124,7 +125,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": {}, "rounds_left": teacher_rounds, "taught": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the teacher to all clients in phase 1, and in phase 2 to clients that do not have it yet."""
+        """Sends the teacher to all clients in phase 1, and in phase 2 to the clients that do not have it yet."""
         teacher_rounds = self._num_teacher_rounds(client_info.rounds)
         if server_state["rounds_left"]:
             lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, teacher_rounds)
@@ -135,7 +136,9 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return Message({"model": server_state["model"]} if needs_teacher else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies a reply: in phase 1 a teacher in the shapes of the first, in phase 2 no tensors."""
+        """Returns the expected tensors of a reply: in phase 1 a teacher with the shapes of the first one, in phase 2
+        none.
+        """
         if server_state["rounds_left"] == 0:
             return {}
         if not server_state["model"] and not reply.tensors.get("model"):
@@ -145,13 +148,13 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the number of outputs is not known yet."""
+        """Returns False in round 1, when the server does not know the teacher's number of outputs yet."""
         return bool(server_state["model"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Averages the teachers, t ← Σ_i (n_i/n) t_i, in phase 1; in phase 2 records the clients that now have the
+        """Averages the clients' teachers in phase 1, t ← Σ_i (n_i/n) t_i; in phase 2 records which clients have the
         teacher.
         """
         if server_state["rounds_left"] == 0:
@@ -159,7 +162,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for first teachers with different shapes, which cannot be averaged."""
+        """Builds the error for clients whose first teachers have different shapes, and so cannot be averaged."""
         return UserError(
             f"FedAvgKD: the teachers of clients {error.first_client!r} and {error.other_client!r} differ "
             f"({error.other_client!r}: {error.difference}); clients need inputs of one shape, and networks with the "
@@ -169,32 +172,36 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the teacher fits the client's data, by initialising the private state."""
+        """Checks that the teacher accepts the client's data, by initialising the client state."""
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns the factory of the teacher for the client's data."""
-        return with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
+        """Returns a factory that builds the teacher for the client's input shape and number of outputs."""
+        return client_with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the student as in Local, and the teacher's input and output sizes for this client."""
+        """Initialises the student, the client's own network, and determines the teacher's input shape and number of
+        outputs.
+        """
         assert client.model is not None
         student = initial_state(client.model, seed)
         return {
             "seed": seed,
-            **infer_shared_network_form(self._teacher_options, student, client, "FedAvgKD", "teacher"),
+            **infer_shared_network_sizes(self._teacher_options, student, client, "FedAvgKD", "teacher"),
             "student": student,
         }
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the teacher for `local_epochs` in phase 1, as in FedAvg; in phase 2 trains the student for
-        `local_epochs`.
+        """Trains the teacher on the client's data and sends it (phase 1), or trains the client's own network from the
+        teacher (phase 2).
+
+        Each phase has `local_epochs` per round.
         """
         if message.scalars["distil"]:
             return self._train_student(message, client_state, client, seed)
-        teacher_client, factory = with_shared_network(self._teacher_options, client_state, client)
+        teacher_client, factory = client_with_shared_network(self._teacher_options, client_state, client)
         initial_teacher = tensors_to_send(
             initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
         )
@@ -215,8 +222,9 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         hard = self.criterion(client)
 
         def loss(batch: ForwardPass) -> Tensor:
-            """Computes the student's loss (1−α)·CE(y_pred, y) + α·KL·2T² (appendix E), on the same augmented inputs as
-            the teacher.
+            """Computes the student's loss on a minibatch, (1−α)·CE(y_pred, y) + α·KL·2T² (appendix E).
+
+            The teacher gets the same augmented inputs as the student.
             """
             with torch.no_grad():
                 x = to_preferred_memory_format(
@@ -235,14 +243,14 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), state_after
 
     def _load_teacher(self, message: Message, client_state: ClientState, client: Client) -> nn.Module:
-        """Loads the teacher, from the message or as the client kept it, in evaluation mode."""
+        """Loads the teacher in evaluation mode, from the message or from the client state."""
         model = message.tensors.get("model", client_state.get("teacher"))
         if model is None:
             raise UserError(
                 f"client {client.id!r} was sent the teacher in an earlier round, and lost it with its private state; "
                 "start the run again"
             )
-        teacher_client, _ = with_shared_network(self._teacher_options, client_state, client)
+        teacher_client, _ = client_with_shared_network(self._teacher_options, client_state, client)
         return prepare_for_eval(
             load_client_model(teacher_client, model, client_state, self.buffers),
             teacher_client,
@@ -251,12 +259,12 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         ).eval()
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's own network, the student θ_i."""
+        """Returns the student θ_i, which is the client's own network."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["student"])
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the teacher with the client's buffers."""
+        """Yields the teacher with the client's buffers, for evaluation."""
         yield "teacher", self._load_teacher(message, client_state, client)

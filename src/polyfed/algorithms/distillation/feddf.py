@@ -1,4 +1,4 @@
-"""FedDF: the server averages models by architecture and distils the mean outputs of all clients' models into each
+"""FedDF: the server averages the clients' models by architecture, and distils the mean outputs of all of them into each
 average (Lin, Kong, Stich and Jaggi, NeurIPS 2020, "Ensemble Distillation for Robust Model Fusion in Federated
 Learning", algorithm 3 in appendix B).
 """
@@ -29,12 +29,12 @@ from polyfed.core.training.config import LocalTraining
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDF(Averaging):
-    """Trains one model θ^p per architecture p: FedAvg among its clients, then distillation at the server on public
-    examples.
+    """Trains one model for each architecture: by FedAvg among its clients, and then by distilling all clients' models
+    into it on the server's public examples.
 
-    The server trains each average on KL(σ(mean_i f(θ_i, x)) ‖ σ(f(θ^p, x))) over public examples x, where the mean is
-    over the outputs of all clients of the round, of whatever architecture. With `server_steps` = 0 it is FedAvg among
-    the clients of each architecture, bit for bit. Evaluated model: θ^p.
+    The server trains each average θ^p on KL(σ(mean_i f(θ_i, x)) ‖ σ(f(θ^p, x))) over public examples x, where p is the
+    architecture, and the mean is over the outputs of all clients of the round, of whatever architecture. With
+    `server_steps` = 0 it is FedAvg among the clients of each architecture, bit for bit. Evaluated model: θ^p.
 
     Models of architectures that no client of the round has are distilled, too (polyfed's choice). The clients' models run in
     evaluation mode; the student is in training mode, so that its BatchNorm statistics also come from public examples.
@@ -87,8 +87,8 @@ class FedDF(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the model θ^p of each architecture with common initial weights; all must have equally many
-        outputs.
+        """Builds the server state with an initial model θ^p for each architecture, after checking that all have the
+        same number of outputs.
         """
         assert server.architectures is not None  # `requires` names both
         assert server.public is not None
@@ -116,7 +116,7 @@ class FedDF(Averaging):
         return {"model": initial_models, "seed": server.seed, "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the model θ^p of the client's architecture, and the learning rate of the round."""
+        """Sends the current model θ^p of the client's architecture, and the learning rate of the round."""
         return Message(
             {"model": server_state["model"][client_info.architecture]},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -125,7 +125,9 @@ class FedDF(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages the models of each architecture, θ^p ← Σ_i (n_i/n) θ_i, and then distils for `server_steps`."""
+        """Averages the clients' models of each architecture, θ^p ← Σ_i (n_i/n) θ_i, and then distils into each average
+        for `server_steps`.
+        """
         assert server.architectures is not None
         assert server.public is not None
         architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}

@@ -1,5 +1,5 @@
-"""FedKD: a client's own network and a small shared one distil into each other, and low-rank updates of the shared one
-are sent (Wu, Wu, Lyu, Huang and Xie, Nature Communications 2022).
+"""FedKD: each client's own network and a small shared network teach each other, and clients send compressed updates of
+the shared one (Wu, Wu, Lyu, Huang and Xie, Nature Communications 2022).
 """
 
 from collections.abc import Callable, Mapping
@@ -29,14 +29,15 @@ from polyfed.core.training.loop import ForwardPass
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedKD(MutualLearningMethod):
-    """Trains each client's own network θ_i ("mentor") and a shared one s ("mentee") by adaptive mutual distillation.
+    """Trains each client's own network and a small shared network, which teach each other; clients send only compressed
+    updates of the shared one.
 
-    Both minimise CE + (KL + H)/(CE_θ + CE_s): KL is the divergence of the other network's softmax from its own, and H
-    the mean squared difference of their representations, with a matrix W_i of the client's in between. Clients send
-    the update of s, each matrix by its largest singular values with a share T(t) of the sum of squares; the server
-    sends the mean update in the same way. The number of singular values depends on a client's data and reveals
-    something about them. Without the quotient (`distil` = 0) θ_i is Local, bit for bit. Evaluated model: θ_i; next to
-    it s, as `shared_...`.
+    Both the own network θ_i ("mentor") and the shared s ("mentee") minimise CE + (KL + H)/(CE_θ + CE_s): KL is the
+    divergence of the other network's softmax from its own, and H the mean squared difference of their representations,
+    with a matrix W_i of the client's in between. The update of s is compressed: each matrix by its largest singular
+    values with a share T(t) of the sum of squares; the server sends the mean update in the same way. The number of
+    singular values depends on a client's data and reveals something about them. Without the quotient (`distil` = 0) θ_i
+    is Local, bit for bit. Evaluated model: θ_i; next to it s, as `shared_...`.
 
     In round 1 the server sends nothing, and clients send the whole s. A client that was not in the last round gets the whole
     s.
@@ -53,7 +54,7 @@ class FedKD(MutualLearningMethod):
 
     The other fields are those of `LocalTraining`, for both networks.
 
-    >>> round(FedKD().energy_at(3, 5), 3)
+    >>> round(FedKD().kept_energy_at(3, 5), 3)
     0.965
     """
 
@@ -79,33 +80,37 @@ class FedKD(MutualLearningMethod):
         for field in ("t_start", "t_end"):
             self._require(0 < getattr(self, field) <= 1, field, "above 0 and at most 1")
 
-    def energy_at(self, round_number: int, rounds: int) -> float:
-        """Returns the share of squared singular values to keep, T(t) = T_start + (T_end − T_start)·t (eq. 9).
+    def kept_energy_at(self, round_number: int, rounds: int) -> float:
+        """Returns the share of the squared singular values that compressed updates keep in a round (eq. 9).
 
-        t goes from 0 in the first round to 1 in the last.
+        T(t) = T_start + (T_end − T_start)·t, where t goes from 0 in the first round to 1 in the last.
+
+        T(t) = T_start + (T_end − T_start)·t.
         """
         return self.t_start + (self.t_end - self.t_start) * (round_number - 1) / max(rounds - 1, 1)
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without a shared network s, without an update, and without clients that hold s."""
+        """Builds a server state without the shared network s, whose weights come from the first replies."""
         return {**super().server_init(server), "update": {}, "holders": [], "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the last update to clients that hold the shared network before it, and the network to the others; and
-        T(t).
+        """Sends the shared network, to clients of the last round as a compressed update and to others as a whole, and
+        the share T(t) of the squared singular values to keep.
         """
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
-            "energy": self.energy_at(client_info.round, client_info.rounds),
+            "energy": self.kept_energy_at(client_info.round, client_info.rounds),
         }
         if server_state["update"] and client_info.id in server_state["holders"]:
             return Message({"update": server_state["update"]}, scalars)
         return Message({"model": server_state["model"]} if server_state["model"] else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies a reply: the first shared network s, and in later rounds an update of it."""
+        """Returns the expected tensors of a reply: in round 1 the whole shared network s, later a compressed update of
+        it.
+        """
         if not server_state["model"]:
             return super().reply_spec(server_state, message, reply)
         return {"update": compressed_update_spec(reply.tensors.get("update", {}), server_state["model"])}
@@ -113,13 +118,20 @@ class FedKD(MutualLearningMethod):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Updates the shared network by the mean update, s ← s + Δ (algorithm 1, lines 13 to 22), compressed by T(t)."""
+        """Adds the clients' mean update Δ to the shared network, s ← s + Δ (algorithm 1, lines 13 to 22).
+
+        Δ is compressed by T(t). In round 1 clients send the whole network, and the server averages it.
+
+        Δ is compressed by T(t).
+        """
         round_number = server_state["round"] + 1
         if not server_state["model"]:
             mean = self._average_by_client({i: r.tensors["model"] for i, r in replies.items()}, replies)
             return {"model": mean, "update": {}, "holders": [], "round": round_number}
         updates = {i: expand_update(r.tensors["update"], server_state["model"]) for i, r in replies.items()}
-        update = compress_update(self._average_by_client(updates, replies), self.energy_at(round_number, server.rounds))
+        update = compress_update(
+            self._average_by_client(updates, replies), self.kept_energy_at(round_number, server.rounds)
+        )
         return {
             "model": apply_update(server_state["model"], update),
             "update": update,
@@ -130,15 +142,17 @@ class FedKD(MutualLearningMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's own network as in Local, and the matrix W_i between representations."""
+        """Initialises the client's own network, and the matrix W_i from the shared network's representations to its
+        own.
+        """
         client_state = super().client_init(client, seed)
         return (
             self._with_initial_bridge(client_state, client, seed) if self.hidden_loss and self.distil else client_state
         )
 
     def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
-        """Returns the shared network's weights from the message, or after the message's update; in round 1 the initial
-        ones.
+        """Returns the weights of the shared network: those in the message, or the stored ones after the message's
+        update; in round 1 the initial ones.
         """
         if "update" not in message.tensors:
             return super()._shared_weights(message, client_state, client)
@@ -151,7 +165,9 @@ class FedKD(MutualLearningMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains both networks for `local_epochs`, and sends the compressed change of the shared one."""
+        """Trains the client's own network and the shared one for `local_epochs`, and sends the compressed change of the
+        shared one.
+        """
         reply, state_after = super().local_update(message, client_state, client, seed)
         if not message.tensors:
             return reply, state_after
@@ -161,15 +177,21 @@ class FedKD(MutualLearningMethod):
         return Message(groups, reply.scalars), {**state_after, "common": before}
 
     def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> Pair:
-        """Builds the pair of both networks, with the matrix W_i between their representations."""
+        """Combines the client's own network and the shared one, with the matrix W_i between their representations, into
+        one module for training.
+        """
         return (
             build_bridged_pair(personal, shared, client_state["bridge"], client)
             if "bridge" in client_state
             else Pair(personal, shared)
         )
 
-    def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Builds the loss of both networks: CE of both plus (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7).
+    def build_joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
+        """Builds the loss that trains both networks: the cross-entropy of each, and the distance between their outputs
+        and representations.
+
+        It is CE_z + CE_s + (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7), where z and s are the outputs of
+        the client's own network and of the shared one.
 
         The divisor has no gradient.
         """

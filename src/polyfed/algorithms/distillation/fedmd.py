@@ -33,13 +33,13 @@ from polyfed.core.training.loop import fit, reply_scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
-    """Trains each client's network towards the clients' mean outputs f̃ on public examples, and then on its own
-    examples.
+    """Trains each client's own network first to match all clients' mean outputs on public examples, and then on the
+    client's own examples.
 
-    The first part minimises |f_i(x) − f̃(x)| ("digest"), where f̃ are mean logits on the public examples x of the
-    round; the second is local training ("revisit"). Then the client sends its outputs on the public examples of the
-    next round. With `digest_epochs` = 0 it is Local, bit for bit. Evaluated model: W_i. All networks have the classes
-    of all clients; public examples need no labels.
+    The first part ("digest") minimises |f_i(x) − f̃(x)|, where f̃ are mean logits on the public examples x of the
+    round; the second ("revisit") is local training. Then the client sends its outputs on the public examples of the
+    next round. With `digest_epochs` = 0 it is Local, bit for bit. Evaluated model: W_i, the client's own network. All
+    networks have the classes of all clients; public examples need no labels.
 
     The paper's clients first train on labelled public examples; here they start with their own, and round 1 has no f̃. A
     client's network may be pretrained elsewhere.
@@ -90,7 +90,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without mean outputs."""
+        """Builds the server state with the public examples, and without mean outputs."""
         return {
             "public": self._stored_public_tensors(server),
             "seed": server.seed,
@@ -100,8 +100,8 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the mean outputs f̃ with the rows of their public examples, and the rows on which the client shall
-        send outputs.
+        """Sends the clients' mean outputs f̃ with the row numbers of their public examples, and the row numbers of
+        those on which the client shall compute outputs next.
         """
         if client_info.purpose == "personal":
             return Message()
@@ -121,18 +121,20 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         return draw_public_rows(server_state["seed"], round_number, pool_size, min(self.public_size, pool_size))
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies a reply: outputs on the requested public examples, as many per example as in the first round."""
+        """Returns the expected tensor of a reply: logits on the requested public examples, with as many outputs as in
+        the first round.
+        """
         width = server_state["outputs"]["logits"].shape[1] if server_state["outputs"] else None
         return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), width), torch.float32)}}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the number of outputs is not known yet."""
+        """Returns False in round 1, when the server does not know the number of outputs yet."""
         return bool(server_state["outputs"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Averages the clients' outputs on the public examples, f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
+        """Stores the clients' mean outputs on the public examples, f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
         return {
             **server_state,
             **mean,
@@ -141,7 +143,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for clients with different numbers of outputs."""
+        """Builds the error for clients whose networks have different numbers of outputs."""
         return UserError(
             f"FedMD: the outputs of {error.first_client!r} and {error.other_client!r} differ ({error.difference}); "
             "give all networks the same number of outputs, one for each class of the federation"
@@ -152,8 +154,8 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network by "digest" and "revisit", and sends its outputs on the next round's public
-        examples.
+        """Trains the client's network on the mean outputs ("digest") and on its own examples ("revisit"), and sends its
+        outputs on the next public examples.
 
         The paper calls sending "communicate".
         """

@@ -1,4 +1,4 @@
-"""FML: a client's own network and a shared one teach each other (Shen et al. 2020, "Federated Mutual Learning")."""
+"""FML: each client's own network and a shared network teach each other (Shen et al. 2020, "Federated Mutual Learning")."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from polyfed.core.training.loop import ForwardPass
 @final
 @dataclass(frozen=True, kw_only=True)
 class FML(MutualLearningMethod):
-    """Trains each client's own network θ_i and a shared network s ("meme model") by mutual distillation; the server
-    averages s.
+    """Trains each client's own network and a shared network ("meme model"), which teach each other; the server averages
+    the shared one.
 
-    θ_i, of any architecture, minimises α·CE + (1−α)·KL(s ‖ θ_i), and s minimises β·CE + (1−β)·KL(θ_i ‖ s); in each
-    divergence the teacher has no gradient. With α = 1 it is Local, bit for bit, and with β = 1 FedAvg of s. Evaluated
-    model: θ_i; next to it s, as `shared_...`.
+    The own network θ_i, of any architecture, minimises α·CE + (1−α)·KL(s ‖ θ_i), and the shared s minimises β·CE +
+    (1−β)·KL(θ_i ‖ s); in each divergence the teacher has no gradient. With α = 1 it is Local, bit for bit, and with β =
+    1 FedAvg of s. Evaluated model: θ_i; next to it s, as `shared_...`.
 
     In round 1 the server sends nothing, since it does not know the shapes of the clients' data: every client starts s from
     the same initial weights, which depend on the run's seed. In multilabel tasks and regression, KL is as in `fedavg_kd`.
@@ -57,8 +57,10 @@ class FML(MutualLearningMethod):
         self._require(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
         self._require(0 <= self.beta <= 1, "beta", "between 0 and 1")
 
-    def joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Builds the loss of both networks: α·CE(z, y) + (1−α)·KL(s ‖ z) + β·CE(s, y) + (1−β)·KL(z ‖ s).
+    def build_joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
+        """Builds the loss that trains both networks on the labels and on each other's outputs.
+
+        It is α·CE(z, y) + (1−α)·KL(s ‖ z) + β·CE(s, y) + (1−β)·KL(z ‖ s).
 
         z and s are the outputs of the client's own network and of the shared one.
         """

@@ -1,4 +1,4 @@
-"""Compresses updates by singular value decomposition: each matrix becomes a product of two thin ones (FedKD)."""
+"""Compresses weight updates by singular value decomposition: each matrix becomes a product of two thin ones (FedKD)."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,9 @@ _LEFT, _RIGHT = ":left", ":right"
 
 
 def compress_update(update: StateDict, energy: float) -> dict[str, Tensor]:
-    """Compresses each P×Q matrix of an update to U·Σ, (P, K), and V, (K, Q), by its K largest singular values.
+    """Compresses each matrix of a weight update by singular value decomposition to a product of two thin matrices.
+
+    A P×Q matrix becomes U·Σ, (P, K), and V, (K, Q), by its K largest singular values.
 
     K is the least number whose singular values have more than the share `energy` of the sum of squares. A
     convolution's kernel is a matrix with one row per output channel. A matrix stays whole if its factors would not be
@@ -38,7 +40,7 @@ def compress_update(update: StateDict, energy: float) -> dict[str, Tensor]:
 
 
 def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
-    """Reconstructs the update from the result of `compress_update`, with the names and shapes of `like`.
+    """Reconstructs a weight update from its compressed form, with the tensor names and shapes of `like`.
 
     >>> w = torch.outer(torch.arange(4.0), torch.ones(5))
     >>> torch.allclose(expand_update(compress_update({"w": w}, 0.95), {"w": w})["w"], w, atol=1e-6)
@@ -53,8 +55,8 @@ def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
 
 
 def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
-    """Specifies a compressed update for `Algorithm.reply_spec`: each tensor whole, or as two factors where the reply
-    has factors.
+    """Returns the expected tensors of a compressed update, for `Algorithm.reply_spec`: each tensor whole, or as two
+    factors if the reply has factors.
 
     Raises:
         ValueError: two factors do not fit each other.
@@ -73,16 +75,16 @@ def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
     return specs
 
 
-def subtract_state(after: StateDict, before: StateDict) -> dict[str, Tensor]:
-    """Returns the change of each tensor; for booleans, which entries differ.
+def subtract_state(new_state: StateDict, old_state: StateDict) -> dict[str, Tensor]:
+    """Computes the change of each tensor between two state dicts; for booleans it returns which entries differ.
 
     >>> subtract_state({"seen": torch.tensor([True, False])}, {"seen": torch.tensor([False, False])})
     {'seen': tensor([ True, False])}
     """
-    return {n: t ^ before[n] if t.dtype == torch.bool else t - before[n] for n, t in after.items()}
+    return {n: t ^ old_state[n] if t.dtype == torch.bool else t - old_state[n] for n, t in new_state.items()}
 
 
 def apply_update(model: StateDict, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the model after an update, compressed or not."""
+    """Adds an update, compressed or not, to a model's weights, and returns the new weights."""
     change = expand_update(update, model)
     return {n: t ^ change[n] if t.dtype == torch.bool else t + change[n] for n, t in model.items()}

@@ -1,5 +1,5 @@
-"""Defines the base of methods in which each client trains two networks that learn from each other: its own, and a
-shared one that is averaged (FML, FedKD).
+"""Provides the base class of methods in which each client trains two networks that learn from each other: its own, and
+a shared one that the server averages (FML, FedKD).
 """
 
 from abc import ABC, abstractmethod
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.algorithms.distillation.shared_network import (
     build_model_spec,
-    infer_shared_network_form,
+    client_with_shared_network,
+    infer_shared_network_sizes,
     validate_network_name,
-    with_shared_network,
 )
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Architecture, Client, ClientInfo, Message, ServerContext
@@ -32,10 +32,11 @@ from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 @dataclass(frozen=True, kw_only=True)
 class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork, ABC):
-    """Trains two networks at each client on the same minibatches: its own θ_i, of any architecture, and the shared s,
-    which is sent.
+    """Trains two networks at each client, which learn from each other: the client's own, of any architecture, and a
+    shared one that the server averages.
 
-    Subclasses define the loss (`joint_loss`).
+    The own network θ_i and the shared s are trained on the same minibatches. Subclasses define the loss
+    (`build_joint_loss`).
 
     In round 1 the server sends nothing, since it does not know the shapes of the clients' data: every client starts s from
     the same initial weights, which depend on the run's seed. `buffers` is the policy for s; buffers of θ_i stay with the
@@ -66,9 +67,10 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return self.shared
 
     @abstractmethod
-    def joint_loss(self, pair: "Pair", client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Builds the joint loss of both networks: the loss of θ_i, in which s has no gradient, plus that of s, in
-        which θ_i has none.
+    def build_joint_loss(self, pair: "Pair", client: Client) -> Callable[[ForwardPass], Tensor]:
+        """Builds the loss that trains both networks: the loss of the client's own network plus that of the shared one.
+
+        In the loss of θ_i the shared s has no gradient, and in that of s θ_i has none.
 
         A minibatch's `outputs` are those of θ_i, and `pair.outputs` those of s.
         """
@@ -76,19 +78,19 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without a shared network, which comes from the first replies."""
+        """Builds a server state without the shared network, whose weights come from the first replies."""
         validate_network_name(self._shared_options)
         return {"model": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the shared network s, once there is one, and the learning rate, the same to all clients."""
+        """Sends the shared network, once the server has one, and the learning rate, the same to all clients."""
         return Message(
             {"model": server_state["model"]} if server_state["model"] else {},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply has the shared network in the shapes of the first."""
+        """Returns the expected tensors of a reply: the shared network, with the shapes of the first one."""
         if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', the trained network"
@@ -96,11 +98,11 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the number of outputs is not known yet."""
+        """Returns False in round 1, when the server does not know the number of outputs yet."""
         return bool(server_state["model"])
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for first replies with different shapes, which cannot be averaged."""
+        """Builds the error for clients whose first shared networks have different shapes, and so cannot be averaged."""
         return UserError(
             f"{type(self).__name__}: the shared networks of clients {error.first_client!r} and {error.other_client!r} "
             f"differ ({error.other_client!r}: {error.difference}); clients need inputs of one shape, and as many "
@@ -110,25 +112,23 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the shared network fits the client's data, by initialising the private state."""
+        """Checks that the shared network accepts the client's data, by initialising the client state."""
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns the factory of the shared network for the client's data."""
-        return with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
+        """Returns a factory that builds the shared network for the client's input shape and number of outputs."""
+        return client_with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's own network as in Local, and the input and output sizes of the shared one for this
-        client.
-        """
+        """Initialises the client's own network, and determines the shared network's input shape and number of outputs."""
         assert client.model is not None
         state = initial_state(client.model, seed)
-        form = infer_shared_network_form(self._shared_options, state, client, type(self).__name__, "shared")
+        form = infer_shared_network_sizes(self._shared_options, state, client, type(self).__name__, "shared")
         return {"seed": seed, **form, "own": state}
 
     def _shared_weights(self, message: Message, client_state: ClientState, client: Client) -> StateDict:
-        """Returns the shared network's weights from the message, or in round 1 the initial ones."""
-        _, factory = with_shared_network(self._shared_options, client_state, client)
+        """Returns the weights of the shared network: those in the message, or in round 1 the initial ones."""
+        _, factory = client_with_shared_network(self._shared_options, client_state, client)
         initial_weights = tensors_to_send(
             initial_state(factory, client_state["seed"]), cached_module(factory).buffers, self.buffers
         )
@@ -137,8 +137,10 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains both networks for `local_epochs` on the client's data, and sends the shared one."""
-        shared_client, _ = with_shared_network(self._shared_options, client_state, client)
+        """Trains the client's own network and the shared one for `local_epochs` on the client's data, and sends the
+        shared one.
+        """
+        shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
         )
@@ -151,7 +153,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
             self,
             lr=message.scalars["lr"],
             seed=seed,
-            loss=self.joint_loss(pair, client),
+            loss=self.build_joint_loss(pair, client),
             reported_loss="task",
             representation=pair.watched,
         )
@@ -160,14 +162,14 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
             **client_state,
             **buffer_state,
             "own": trainable_state(pair.own),
-            **pair.bridge_state(),
+            **pair.bridge_client_state(),
         }
 
     def _with_initial_bridge(self, client_state: ClientState, client: Client, seed: int) -> ClientState:
-        """Adds to the private state the initial matrix W_i, from the shared network's representation to the client's
-        own.
+        """Returns the client state with an initial matrix W_i that maps the shared network's representations to those
+        of the client's own.
         """
-        _, factory = with_shared_network(self._shared_options, client_state, client)
+        _, factory = client_with_shared_network(self._shared_options, client_state, client)
         shared, personal = (
             cached_module(factory, client.train.device).module,
             self.personal_model(Message(), client_state, client, seed),
@@ -179,7 +181,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return {**client_state, "bridge": trainable_state(bridge)}
 
     def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> "Pair":
-        """Combines both networks into the one that `fit` trains."""
+        """Combines the client's own network and the shared one into one module, which is then trained."""
         return Pair(personal, shared)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
@@ -190,8 +192,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the shared network with the client's buffers."""
-        shared_client, _ = with_shared_network(self._shared_options, client_state, client)
+        """Yields the shared network with the client's buffers, for evaluation."""
+        shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
         )
@@ -200,8 +202,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
 @final
 class Pair(nn.Module):
-    """Runs two networks on the same inputs: it returns the output of `personal` and stores that of `shared` in
-    `outputs`.
+    """Runs a client's own network and the shared one on the same inputs, returns the output of the first, and stores
+    that of the second in `outputs`.
 
     Args:
         personal, shared: the networks.
@@ -232,7 +234,7 @@ class Pair(nn.Module):
         self.bridged: Tensor
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
-        """Returns the output of the client's own network; in training also runs the shared one."""
+        """Returns the output of the client's own network; in training it also runs the shared network."""
         personal_outputs = logits_of(self.own(*args, **named))
         if self.training:
             watched_module = None if self.bridge is None else self.shared.get_submodule(self._second)
@@ -246,13 +248,17 @@ class Pair(nn.Module):
         assert self.bridge is not None
         self.bridged = self.bridge(inputs[0].flatten(1))
 
-    def bridge_state(self) -> ClientState:
-        """Returns the state of the pair besides the networks that a client keeps."""
+    def bridge_client_state(self) -> ClientState:
+        """Returns the weights of the matrix between the two representations, as part of the client state; empty if
+        there is no matrix.
+        """
         return {} if self.bridge is None else {"bridge": trainable_state(self.bridge)}
 
 
 def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client) -> Pair:
-    """Builds the pair of both networks with this matrix between their representations."""
+    """Combines a client's own network and the shared one into one module, with a given matrix between their
+    representations.
+    """
     rows, columns = bridge["weight"].shape
     template = build_module(partial(nn.Linear, columns, rows, bias=False), 0)  # does not change torch's random state
     bridge_layer = fill_module(template.to(client.train.device), bridge)

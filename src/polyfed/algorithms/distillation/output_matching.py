@@ -1,4 +1,4 @@
-"""Trains networks towards the outputs of other networks: the distillation loss and training on given outputs."""
+"""Trains networks to match the outputs of other networks: the distillation loss, and training on given outputs."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,8 @@ from polyfed.core.training.loop import ForwardPass, fit
 def softened_kl_divergence(
     teacher: Tensor, student: Tensor, temperature: float, task: Task = "classification"
 ) -> Tensor:
-    """Computes KL(teacher ‖ student) at a temperature, averaged over the batch (and over labels or outputs).
+    """Computes the divergence KL(teacher ‖ student) of two networks' outputs at a temperature, averaged over the
+    minibatch (and over labels or outputs).
 
     Args:
         teacher, student: logits (outputs in regression), shape (batch, outputs).
@@ -44,7 +45,7 @@ def fit_to_targets(
     seed: int,
     distance: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Trains a network in place towards given outputs, on inputs without labels.
+    """Trains a network in place to produce given outputs on inputs without labels.
 
     Args:
         student: the network to train.

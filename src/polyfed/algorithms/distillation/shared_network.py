@@ -1,5 +1,5 @@
-"""Builds a network that a method provides for all clients, besides their own: a teacher, or one that learns together
-with theirs.
+"""Builds a network that a method provides for all clients besides their own: a teacher, or a network that learns
+together with theirs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,20 +22,22 @@ from polyfed.models.side_by_side import SideBySide
 @final
 @dataclass(frozen=True)
 class SharedNetworkFactory:
-    """Builds the shared network, as a factory of its own: a client's network of the same architecture has another
-    cached module.
+    """Builds a method's shared network.
+
+    Its type differs from that of users' factories, so that a client's own network of the same architecture has a
+    separate cached module.
     """
 
     network: ModelSpec
     side_by_side: bool = False
 
     def __call__(self) -> nn.Module:
-        """Builds a new network."""
+        """Builds a new shared network."""
         return SideBySide(self.network()) if self.side_by_side else self.network()
 
 
 def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[int], outputs: int) -> ModelSpec:
-    """Returns the spec of the network with this name and arguments, for this input shape and number of outputs.
+    """Returns the specification of a network with a given name, arguments, input shape and number of outputs.
 
     Raises:
         UserError: the name is unknown.
@@ -48,16 +50,20 @@ def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[i
 
 
 def validate_network_name(network_options: Mapping[str, Any]) -> None:
-    """Raises a `UserError` before work starts if a module:factory cannot be imported."""
+    """Checks before a run starts that the network's factory can be imported, if its name is "module:factory".
+
+    Raises a `UserError` if not.
+    """
     if ":" in network_options["name"]:
         import_object(network_options["name"])
 
 
-def with_shared_network(
+def client_with_shared_network(
     network_options: Mapping[str, Any], client_state: Mapping[str, Any], client: Client
 ) -> tuple[Client, SharedNetworkFactory]:
-    """Returns the client with the shared network as its model, and the network's factory; `client_state` has its input
-    and output sizes.
+    """Returns the client with the shared network in place of its own, and the factory of the shared network.
+
+    `client_state` holds the shared network's `input_shape` and `outputs`.
     """
     factory = SharedNetworkFactory(
         build_model_spec(network_options, client_state["input_shape"], client_state["outputs"]),
@@ -66,10 +72,11 @@ def with_shared_network(
     return replace(client, model=factory), factory
 
 
-def infer_shared_network_form(
+def infer_shared_network_sizes(
     network_options: Mapping[str, Any], weights: StateDict, client: Client, method: str, field: str
 ) -> dict[str, Any]:
-    """Returns the `input_shape` and `outputs` of the client's own network, which the shared network must have, too.
+    """Finds the input shape and number of outputs that the shared network needs for a client, by running the client's
+    own network on an example.
 
     Args:
         network_options: name and arguments of the shared network.
@@ -87,7 +94,7 @@ def infer_shared_network_form(
     form = {"input_shape": list(input_spec_of(x).shape), "outputs": outputs}
     if not isinstance(x, Tensor) and ":" not in network_options["name"]:  # polyfed's networks take one tensor
         form |= {"input_shape": [sum(part[0].numel() for _, part in named_leaves(x))], "side_by_side": True}
-    _, factory = with_shared_network(network_options, form, client)
+    _, factory = client_with_shared_network(network_options, form, client)
     network, name = cached_module(factory, device).module, f"{method}: the {field} {factory.network.name!r}"
     try:
         shared_outputs = predict(network, example).shape[1]

@@ -1,1 +1,1 @@
-"""Methods whose result is one model for all clients."""
+"""Provides methods whose result is one model for all clients."""

@@ -10,7 +10,10 @@ from polyfed.core.method_card import MethodCard
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(GlobalModelMethod):
-    """Averages the clients' models, weighted by examples: θ ← Σ_i (n_i/n) θ_i, where θ_i is θ after local training.
+    """Trains one global model: each client trains it on its own data, and the server averages the results, weighted by
+    the numbers of examples.
+
+    θ ← Σ_i (n_i/n) θ_i, where θ_i is θ after local training.
 
     All clients have one architecture. Evaluated model: θ. The base `Averaging` is this method.
 

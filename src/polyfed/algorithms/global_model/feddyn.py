@@ -1,5 +1,5 @@
-"""FedDyn: a dynamic regulariser aligns the clients' optima with the global one (Acar, Zhao, Matas Navarro, Mattina,
-Whatmough and Saligrama, ICLR 2021, algorithm 1).
+"""FedDyn: a regulariser that changes from round to round aligns the optima of the clients' losses with the global one
+(Acar, Zhao, Matas Navarro, Mattina, Whatmough and Saligrama, ICLR 2021, algorithm 1).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,10 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDyn(ServerUpdateMethod):
-    """Minimises L_i(θ) − ⟨g_i, θ⟩ + α/2·‖θ − θ̄‖² at each client (eq. 1), where θ̄ is the received model.
+    """Trains one global model, with a regulariser at each client that makes the optimum of its loss agree with that of
+    all clients together.
+
+    Client i minimises L_i(θ) − ⟨g_i, θ⟩ + α/2·‖θ − θ̄‖² (eq. 1), where θ̄ is the received model.
 
     g_i is the gradient of L_i where the client's last training ended, so that at a fixed point of the rounds the
     gradients of all clients add up to zero. All clients have one architecture. Evaluated model: θ, the server's.
@@ -59,7 +62,7 @@ class FedDyn(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the global model θ, and the correction h = 0, which is stored as h/α."""
+        """Builds the server state with the initial global model θ and the correction h = 0, which is stored as h/α."""
         state = super().server_init(server)
         zeros = {name: torch.zeros_like(theta) for name, theta in state["model"].items()}
         return {**state, "h": zeros, "clients": len(server.clients)}
@@ -67,8 +70,10 @@ class FedDyn(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates the correction h ← h − α/m·Σ_{i∈P} (θ_i − θ) over all m clients, and the model θ ← mean of θ_i − h/α
-        (algorithm 1).
+        """Updates the server's correction h from the clients' changes, and sets the global model to the clients' mean
+        minus h/α (algorithm 1).
+
+        h ← h − α/m·Σ_{i∈P} (θ_i − θ) over all m clients, and θ ← mean of θ_i − h/α.
         """
         share, theta, h = len(client_ids) / server_state["clients"], {}, {}
         for name, old_theta in server_state["model"].items():
@@ -80,13 +85,15 @@ class FedDyn(ServerUpdateMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's gradient g_i = 0, stored as no tensors."""
+        """Initialises the client's stored gradient g_i to zero, which is represented by an empty dict."""
         return {"gradient": {}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model θ_i by eq. (1), and updates its gradient g_i ← g_i − α(θ_i − θ̄).
+        """Trains the received model with the dynamic regulariser (eq. 1), and updates the client's stored gradient.
+
+        g_i ← g_i − α(θ_i − θ̄).
 
         g_i is the gradient of L_i at a minimum of eq. (1).
         """
@@ -109,7 +116,7 @@ class FedDyn(ServerUpdateMethod):
 @final
 @dataclass(frozen=True)
 class _DynamicRegularizer:
-    """Computes the dynamic regulariser α/2·‖θ − θ̄‖² − ⟨g, θ⟩; the tensors are θ̄ and then g."""
+    """Computes the dynamic regulariser α/2·‖θ − θ̄‖² − ⟨g, θ⟩; its tensors are those of θ̄, followed by those of g."""
 
     alpha: float
 

@@ -1,5 +1,5 @@
-"""FedOpt: the server's optimiser takes the mean change of a round as a gradient (Reddi, Charles, Zaheer, Garrett,
-Rush, Konečný, Kumar and McMahan, ICLR 2021, algorithm 2).
+"""FedOpt: the server's optimiser takes the clients' mean change in a round as a gradient (Reddi, Charles, Zaheer,
+Garrett, Rush, Konečný, Kumar and McMahan, ICLR 2021, algorithm 2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,11 @@ ServerOptimizer = Literal["avgm", "adagrad", "adam", "yogi"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedOpt(ServerUpdateMethod):
-    """Trains by FedAvg with an optimiser at the server, for which the mean change Δ of the clients' models is minus a
-    gradient.
+    """Trains one global model by FedAvg, with an optimiser such as Adam at the server, which takes the clients' mean
+    change as a gradient.
 
-    The step is θ ← θ + η·m/(√v + τ). All clients have one architecture. Evaluated model: θ.
+    The step is θ ← θ + η·m/(√v + τ), where m and v are moments of the mean change Δ, which stands for minus a gradient.
+    All clients have one architecture. Evaluated model: θ.
 
     The optimiser updates parameters only. BatchNorm's statistics are averaged as in FedAvg: a step along their changes could
     make a variance negative.
@@ -73,16 +74,18 @@ class FedOpt(ServerUpdateMethod):
 
     @property
     def effective_server_lr(self) -> float:
-        """Returns the server's learning rate η."""
+        """Returns the server's learning rate η: `server_lr`, or if that is None the default of the chosen optimiser."""
         return self.server_lr if self.server_lr is not None else 1.0 if self.server == "avgm" else 0.01
 
     @property
     def effective_beta1(self) -> float:
-        """Returns the server's first-moment decay β₁."""
+        """Returns the decay β₁ of the server's first moment: `beta1`, or if that is None the default of the chosen
+        optimiser.
+        """
         return self.beta1 if self.beta1 is not None else 0.0 if self.server == "adagrad" else 0.9
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the global model θ and the moments, m = 0 and v = τ²."""
+        """Builds the server state with the initial global model θ and the optimiser's moments, m = 0 and v = τ²."""
         state = super().server_init(server)
         first_moment = {
             n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for n, t in state["model"].items()
@@ -95,7 +98,10 @@ class FedOpt(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Makes the server's optimiser step θ ← θ + η·m/(√v + τ), with the mean change Δ = Σ_i (n_i/n) θ_i − θ."""
+        """Makes one step of the server's optimiser, with the clients' mean change as minus the gradient.
+
+        θ ← θ + η·m/(√v + τ), with Δ = Σ_i (n_i/n) θ_i − θ.
+        """
         new_state: dict[str, dict[str, Tensor]] = {"model": {}, "m": {}, "v": {}}
         for name, theta in server_state["model"].items():
             precise_theta, m = theta.to(torch.float64), server_state["m"][name]
@@ -112,7 +118,10 @@ class FedOpt(ServerUpdateMethod):
         return {**server_state, **new_state}
 
     def _update_second_moment(self, v: Tensor, square: Tensor) -> Tensor:
-        """Updates the second moment v by Δ², without bias correction, which the initial v = τ² replaces."""
+        """Returns the new second moment from the old v and the squared change Δ².
+
+        There is no bias correction, which the initial v = τ² replaces.
+        """
         if self.server == "adagrad":
             return v + square
         if self.server == "yogi":

@@ -15,7 +15,9 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedProx(GlobalModelMethod):
-    """Minimises L_i(θ) + μ/2·‖θ − θ̄‖² at each client, where θ̄ is the received model; the server averages as FedAvg.
+    """Trains one global model by FedAvg, with a penalty on each client's distance from the received model.
+
+    Client i minimises L_i(θ) + μ/2·‖θ − θ̄‖², where θ̄ is the received model; the server averages as FedAvg.
 
     The norm is over parameters, not over buffers. With μ = 0 it is FedAvg, bit for bit. Evaluated model: the average
     θ.
@@ -49,7 +51,9 @@ class FedProx(GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model on L_i(θ) + μ/2·‖θ − θ̄‖², starting from the received model θ̄ (eq. 2)."""
+        """Trains the received model θ̄ on the client's data, with a penalty on the distance from it, μ/2·‖θ − θ̄‖² (eq.
+        2).
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         proximal_term = PerClientTerm(ProximalTerm(self.mu), clone_trained_parameters(net.module))
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=proximal_term)

@@ -1,4 +1,4 @@
-"""MOON: a contrastive loss keeps local representations near the global model's (Li, He and Song, CVPR 2021)."""
+"""MOON: a contrastive loss keeps clients' representations near the global model's (Li, He and Song, CVPR 2021)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,10 @@ from polyfed.models.structure import compute_batch_representation
 @final
 @dataclass(frozen=True, kw_only=True)
 class Moon(GlobalModelMethod, ValidatesNetworks):
-    """Minimises L_i + μ·ℓ_con at each client (eq. 4); the server averages as FedAvg.
+    """Trains one global model by FedAvg, with a contrastive loss that keeps each client's representations near the
+    global model's.
+
+    Client i minimises L_i + μ·ℓ_con (eq. 4); the server averages as FedAvg.
 
     ℓ_con (eq. 3) pulls the representation of an example towards the global model's, and away from that of the client's
     own model of its last round. All clients have one architecture. With μ = 0 it is FedAvg, bit for bit. Evaluated
@@ -75,8 +78,8 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model for `local_epochs` on L_i + μ·ℓ_con, and keeps it as the previous model of the
-        next round.
+        """Trains the received model with the contrastive loss for `local_epochs`, and keeps the result as the previous
+        model of the next round.
         """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         loss, name = None, None

@@ -1,5 +1,5 @@
-"""SCAFFOLD: control variates correct the drift of local steps (Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, ICML
-2020, algorithm 1, option II).
+"""SCAFFOLD: control variates correct the drift of clients' local training steps (Karimireddy, Kale, Mohri, Reddi, Stich
+and Suresh, ICML 2020, algorithm 1, option II).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,10 @@ _PLAIN_SGD_REASON = "since c_i is read off the way of plain SGD"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(ServerUpdateMethod):
-    """Corrects local steps by control variates: y ← y − η(g_i(y) − c_i + c), so that clients with different data do
-    not drift apart.
+    """Trains one global model, with control variates that correct each local step, so that clients with different data
+    do not drift apart.
+
+    A local step is y ← y − η(g_i(y) − c_i + c), where g_i(y) is the gradient of client i.
 
     c_i estimates the gradient of client i, and c that of all clients. All clients have one architecture. Evaluated
     model: x, the server's.
@@ -74,7 +76,7 @@ class Scaffold(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the global model x, and the server's control variate c = 0."""
+        """Builds the server state with the initial global model x and the server's control variate c = 0."""
         state = super().server_init(server)
         return {
             **state,
@@ -83,7 +85,7 @@ class Scaffold(ServerUpdateMethod):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the global model x and the control variate c; for evaluation, x alone."""
+        """Sends the global model x and the server's control variate c; for evaluation x alone."""
         message = super().dispatch(server_state, client_info)
         variate = {} if client_info.purpose == "personal" else {"variate": server_state["variate"]}
         return Message({**message.tensors, **variate}, message.scalars)
@@ -91,10 +93,10 @@ class Scaffold(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates the model x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and the control variate c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i)
-        (lines 16, 17).
+        """Updates the global model x and the server's control variate c by the clients' mean changes (algorithm 1,
+        lines 16 and 17).
 
-        The lines are those of algorithm 1.
+        x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i).
         """
         share = len(client_ids) / server_state["clients"]
         x = {name: interpolate(x, mean["model"][name], self.server_lr) for name, x in server_state["model"].items()}
@@ -105,14 +107,16 @@ class Scaffold(ServerUpdateMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's control variate c_i = 0, stored as no tensors."""
+        """Initialises the client's control variate c_i to zero, which is represented by an empty dict."""
         return {"variate": {}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model by K corrected steps y ← y − η(g_i(y) − c_i + c), and updates its control variate
-        (lines 10, 12).
+        """Trains the received model by steps that the control variates correct, and updates the client's control
+        variate (lines 10 and 12).
+
+        The K steps are y ← y − η(g_i(y) − c_i + c).
 
         Option II: c_i⁺ = c_i − c + (x − y)/(Kη).
         """

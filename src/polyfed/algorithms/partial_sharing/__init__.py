@@ -1,1 +1,1 @@
-"""Methods that share some layers of a network and keep the others at the client."""
+"""Provides methods in which clients share some layers of a network, and each client keeps the others."""

@@ -1,4 +1,6 @@
-"""Provides the base of methods that average the body of a network and leave each client its own head (FedRep, FedPAC)."""
+"""Provides the base class of methods that average the body of a network, while each client keeps its own head (FedRep,
+FedPAC).
+"""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -30,16 +32,18 @@ from polyfed.models.structure import split_body_and_head
 
 @dataclass(frozen=True, kw_only=True)
 class BodyAndHeadMethod(LocalPartMethod, ABC):
-    """Averages the body φ of one architecture; each client keeps a head h_i, and trains both together.
+    """Averages the body of a network over all clients, while each client keeps its own head, and trains both together.
 
-    Evaluated model: φ with the client's own head; a client that never took part has the head of the initial draw. A head
+    φ is the body, of one architecture, and h_i the head of client i.
+
+    Evaluated model: φ with the client's own head; a client that never took part has the initial head. A head
     that the server sends ("head") takes the place of the client's own.
 
     The head is found by running the network on an example, which the server does not have: in round 1 it sends the whole
-    initial draw, the replies hold bodies, and from then on bodies go down too.
+    initial network, the replies hold bodies, and from then on the server sends bodies, too.
 
     Args:
-        buffers: of the body; those of the head never travel ("local", polyfed's choice).
+        buffers: buffers of the body; those of the head are never sent ("local", polyfed's choice).
     """
 
     local_group: ClassVar[str] = "head"
@@ -47,41 +51,53 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
 
     @abstractmethod
     def _find_head_modules(self, module: nn.Module, example: Tensor) -> tuple[str, ...]:
-        """Returns the names of the modules that are the head."""
+        """Returns the names of the modules that form the head of a network."""
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the whole initial draw, since only clients can find the head."""
+        """Builds the server state with the whole initial network, since only clients can find which part is the head."""
         assert server.model is not None  # `requires` names "one_architecture"
         draw = initial_state(server.model, server.seed)
         return {"draw": tensors_to_send(draw, cached_module(server.model).buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends φ, in round 1 the whole draw, and the learning rate; the same to every client."""
+        """Sends the body φ, or in round 1 the whole initial network, and the learning rate, the same to every client."""
         group = "draw" if "draw" in server_state else "model"
         return Message({group: server_state[group]}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the form of φ as it went down; in round 1, when the server does not know it, of a part of the network."""
+        """Returns the expected tensors of a reply: those of the body, or in round 1, when the server does not know the
+        body yet, any tensors of the network.
+
+        In round 1 the server does not know which part of the network is the body.
+        """
         if "draw" not in server_state:
             return {"model": state_dict_spec(server_state["model"])}
-        return {"model": spec_of_part(state_dict_spec(server_state["draw"]), reply, "model")}
+        return {"model": spec_of_sent_tensors(state_dict_spec(server_state["draw"]), reply, "model")}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, unless the head is named."""
+        """Returns False in round 1, unless the user named the head, since the server does not know yet which tensors
+        are the body.
+        """
         return "draw" not in server_state
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Sets φ ← Σ_i (n_i/n) φ_i; the first replies settle which tensors φ has."""
+        """Replaces the body by the mean of the clients' bodies, φ ← Σ_i (n_i/n) φ_i.
+
+        The first replies settle which tensors φ has.
+        """
         if "draw" in server_state and not mean["model"]:
             emit_runtime_warning(empty_body_warning(self))
         return {"model": mean["model"]}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Says which heads differ; they do only if the network takes another path on another client's data."""
+        """Builds the error for two clients that find different heads in the same architecture.
+
+        They do only if the network takes another path on another client's data.
+        """
         advice = "; name the head's modules, head=(...)" if hasattr(self, "head") else "; use another network"
         return UserError(
             f"{type(self).__name__}: clients {error.first_client!r} and {error.other_client!r} find different heads "
@@ -91,22 +107,24 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def _find_local_tensors(self, module: nn.Module, example: Tensor | None) -> tuple[str, ...]:
-        assert example is not None  # the server sends the whole draw
+        assert example is not None  # the server sends the whole initial network
         return split_body_and_head(module, self._find_head_modules(module, example))[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the head h_i of the common draw, and that the client has not trained yet."""
+        """Initialises the client's head h_i with the common initial weights, and marks the client as not trained."""
         return {**super().client_init(client, seed), "trained": False}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains φ and h_i together for `local_epochs`; φ_i goes up, and h_i stays."""
+        """Trains the received body φ and the client's head h_i together for `local_epochs`, and sends only the trained
+        body φ_i.
+        """
         reply, state_after = super().local_update(message, client_state, client, seed)
         return reply, {**state_after, "trained": True}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns φ with the client's head h_i."""
+        """Returns the client's network: the received body φ with the client's head h_i."""
         net = self._load_with_local_part(message, client_state, client)
         if (
             self.buffers == "average"
@@ -129,13 +147,13 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
 def train_head_then_body(
     module: nn.Module, head: Container[str], fit_head: Callable[[], FitResult], fit_body: Callable[[], FitResult]
 ) -> float:
-    """Trains the head with the body frozen, then the body with the head frozen, and returns the last loss.
+    """Trains the head with the body frozen, then the body with the head frozen, and returns the last training loss.
 
     A part without parameters is left out.
 
     Args:
         module: the network, which both calls train in place.
-        head: names of its tensors.
+        head: names of the head's tensors.
         fit_head, fit_body: train the parameters that are not frozen.
     """
     trainable, loss = {name: p for name, p in module.named_parameters() if p.requires_grad}, 0.0
@@ -157,16 +175,16 @@ def _head_tensors(message: Message, client_state: ClientState) -> StateDict:
     return message.tensors.get("head", client_state["head"])
 
 
-def spec_of_part(network_spec: StateDictSpec, reply: Message, group: str) -> StateDictSpec:
-    """Returns the form of those tensors of a network that a group of a reply has."""
+def spec_of_sent_tensors(network_spec: StateDictSpec, reply: Message, group: str) -> StateDictSpec:
+    """Returns the shapes and dtypes of those tensors of a network that one group of a reply contains."""
     return {name: network_spec[name] for name in reply.tensors.get(group, ()) if name in network_spec}
 
 
 def empty_body_warning(method: Averaging) -> str:
-    """Returns the warning for a network that is all head."""
+    """Returns the text of the warning for a network that consists of its head alone."""
     return f"{type(method).__name__}: the head is the whole network, so nothing travels: each client trains alone"
 
 
 def emit_runtime_warning(text: str) -> None:
-    """Warns once, when the run begins or after its first round."""
+    """Emits a `RuntimeWarning` with the given text, when the run begins or after its first round."""
     warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""FedBN: FedAvg in which norm layers stay with the client (Li et al., ICLR 2021, algorithm 1)."""
+"""FedBN: FedAvg in which normalisation layers stay with the client (Li et al., ICLR 2021, algorithm 1)."""
 
 import warnings
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from polyfed.models.structure import norm_tensor_names, split_body_and_head
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedBN(LocalPartMethod):
-    """Averages everything but norm layers, whose parameters and statistics never leave the client.
+    """Averages the clients' models without their normalisation layers, whose parameters and statistics each client
+    keeps for itself.
 
     Norm layers are found by type (batch, instance, layer, group and RMS norms), wherever they are. One architecture.
     Evaluated model: the average with the client's own norm layers; a client that never took part has the initial norm
@@ -28,8 +29,8 @@ class FedBN(LocalPartMethod):
     A network without norm layers gets a warning: then this is FedAvg with `buffers="local"`.
 
     Args:
-        weighted: by the number of training examples (polyfed's choice, as in FedAvg; the paper's algorithm 1 has the
-            plain mean).
+        weighted: weighs clients by their number of training examples (polyfed's choice, as in FedAvg; the paper's
+            algorithm 1 has the plain mean).
         norms: names of the modules that are norm layers, instead of a search by type (polyfed's choice); those of a
             user's own class, say.
         buffers: "local" only (paper), since statistics of norm layers stay with the client.
@@ -65,7 +66,7 @@ class FedBN(LocalPartMethod):
             object.__setattr__(self, "norms", tuple(self.norms))  # a list, where it comes from a file
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the initial θ without norm layers."""
+        """Builds the server state with the initial global model θ, without its normalisation layers."""
         assert server.model is not None  # `requires` names "one_architecture"
         if not self._find_local_tensors(cached_module(server.model).module, None):
             warnings.warn("FedBN: the network has no norm layer, so only buffers stay local: this is FedAvg with "

@@ -1,5 +1,6 @@
-"""FedPAC: a shared body whose representations of each class are pulled together, and heads that are mixed for each client as
-a quadratic programme says (Xu, Tong and Huang, ICLR 2023)."""
+"""FedPAC: clients share a body, whose representations of each class are pulled together, and the server mixes a head
+for each client by solving a quadratic programme (Xu, Tong and Huang, ICLR 2023).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +10,12 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import ClientState, ServerState
-from polyfed.algorithms.base.class_means import count_outputs, find_replaceable_head, weighted_class_sums
-from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod, spec_of_part, train_head_then_body
+from polyfed.algorithms.base.class_means import class_means_with_weights, count_outputs, find_replaceable_head
+from polyfed.algorithms.partial_sharing.body_and_head import (
+    BodyAndHeadMethod,
+    spec_of_sent_tensors,
+    train_head_then_body,
+)
 from polyfed.algorithms.partial_sharing.head_mixing import (
     head_mixing_statistics,
     head_mixing_statistics_spec,
@@ -37,11 +42,12 @@ from polyfed.models.structure import find_representation_module
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedPAC(BodyAndHeadMethod):
-    """Averages the body φ; the server mixes a head, the last linear layer, for each client.
+    """Trains a shared body for all clients, and for each client a head that the server mixes from the heads of all
+    clients in the round.
 
-    A client trains its head with the
-    body frozen, then the body by CE + λ/d·‖f(x) − p̄_y‖² with the head frozen, p̄_c being the mean representation of class c
-    over all clients. The server gives each client a head of its own, Σ_j α_ij g_j, by the weights that minimise the sum of
+    The head is the last linear layer. A client trains its head with the body frozen, then the body φ by
+    CE + λ/d·‖f(x) − p̄_y‖² with the head frozen, p̄_c being the mean representation of class c over all clients. The server
+    gives each client a head of its own, Σ_j α_ij g_j, by the weights that minimise the sum of
 
     - variance, Σ_j α_ij² V_j, with V_j = (1/n_j)·[Σ_c p_jc·E(‖f‖² | c) − Σ_c p_jc²·‖μ_jc‖²], and
     - bias, Σ_c ‖Σ_j α_ij (h_ic − h_jc)‖², with h_jc = p_jc·μ_jc,
@@ -50,21 +56,22 @@ class FedPAC(BodyAndHeadMethod):
     all clients have received. With λ = 0 and without `collaborate` it is FedRep, bit for bit. One architecture.
     Evaluated model: φ with the mixed head.
 
-    Weights are among the clients of a round. A client that missed it keeps the head that was mixed for it last.
+    Heads are mixed among the clients of a round. A client that missed it keeps the head that was mixed for it last.
 
     Args:
         lam: λ ≥ 0 (1, authors' code, whose squared distance is the mean over the d numbers of f).
-        collaborate: mix heads (True, paper); False leaves each client its own, which then stays there.
+        collaborate: mixes heads (True, paper); False leaves each client its own head, which is then not sent.
         head_epochs: epochs on the head, body frozen (1, authors' code).
         head_lr: learning rate of the head in round 1, which falls as `lr` does; None takes `lr` (polyfed's choice; the
             authors' code has 0.1 next to 0.01).
         local_epochs: epochs on the body, head frozen, after that (5, authors' code).
         batch_size: examples in a minibatch (50, authors' code); 0 takes all of the client's examples.
         lr: learning rate of round 1 (0.01, authors' code).
-        momentum: of SGD (0.5, authors' code).
-        weight_decay: of both (0.0005, authors' code).
-        weighted: φ and p̄ by the number of training examples (True, paper); False counts every client the same.
-        buffers: of the body; those of the head never travel ("local", polyfed's choice).
+        momentum: momentum of SGD (0.5, authors' code).
+        weight_decay: weight decay of head and body (0.0005, authors' code).
+        weighted: weighs clients in φ and p̄ by their number of training examples (True, paper); False counts every client the
+            same.
+        buffers: buffers of the body; those of the head are never sent ("local", polyfed's choice).
 
     The other fields are those of `LocalTraining`.
 
@@ -103,17 +110,17 @@ class FedPAC(BodyAndHeadMethod):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Returns True only if heads stay with their clients."""
+        """Returns True only if the server mixes no heads; for mixing it needs each client's head."""
         return not self.collaborate
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the initial draw; no prototypes and no mixed heads yet."""
+        """Builds the server state with the initial network, and without class prototypes and mixed heads."""
         return {**super().server_init(server), "prototypes": {}, "heads": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends φ, the client's mixed head, and for training p̄."""
+        """Sends the body φ, the head that was mixed for the client, and for training the class prototypes p̄."""
         common, groups = (
             super().dispatch(server_state, client_info),
             {"head": server_state["heads"].get(client_info.id)},
@@ -123,19 +130,24 @@ class FedPAC(BodyAndHeadMethod):
         return Message({**common.tensors, **{group: tree for group, tree in groups.items() if tree}}, common.scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the forms of φ and class means; if heads are mixed, of the head, h and V too."""
+        """Returns the expected tensors of a reply: the body φ and class means; if heads are mixed, also the head and
+        the statistics h and V.
+        """
         classes = class_means_spec_for_prototypes(server_state["prototypes"], reply)
         specs = {**super().reply_spec(server_state, message, reply), **classes}
         if not self.collaborate:
             return specs
         head_spec = state_dict_spec(next(iter(server_state["heads"].values()), server_state.get("draw", {})))
-        head = spec_of_part(head_spec, reply, "head") if "draw" in server_state else head_spec
+        head = spec_of_sent_tensors(head_spec, reply, "head") if "draw" in server_state else head_spec
         return {**specs, "head": head, "statistics": head_mixing_statistics_spec(reply, classes["classes"])}
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Sets φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic."""
+        """Replaces the body and the class prototypes by their means over the clients of the round.
+
+        φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic.
+        """
         prototypes = update_prototypes(server_state["prototypes"], mean["classes"])
         return {
             **super().server_step(server_state, mean, client_ids),
@@ -144,7 +156,11 @@ class FedPAC(BodyAndHeadMethod):
         }
 
     def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
-        """Sets the head of client i to Σ_j α_ij g_j."""
+        """Mixes a new head for each client that replied, from the heads of all of them, and stores it in the server
+        state.
+
+        The head of client i is Σ_j α_ij g_j.
+        """
         statistics, local_heads = (
             {i: replies[i].tensors[part] for i in sorted(replies)} for part in ("statistics", "head")
         )
@@ -157,7 +173,9 @@ class FedPAC(BodyAndHeadMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns g_i of the common draw, which must be the layer that gives the outputs."""
+        """Initialises the client's head g_i with the common initial weights, after checking that this layer computes
+        the outputs.
+        """
         assert client.model is not None
         find_replaceable_head(cached_module(client.model, client.train.device).module, client, "FedPAC")
         return super().client_init(client, seed)
@@ -168,7 +186,11 @@ class FedPAC(BodyAndHeadMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains g_i on φ, then φ_i on g_i; sends V and h by φ, and class means by φ_i."""
+        """Trains the client's head with the body frozen, then the body with the head frozen, and sends the body and its
+        class means; if heads are mixed, also the head and its statistics.
+
+        The statistics V and h are computed by the received body φ, the class means by the trained φ_i.
+        """
         features = compute_representations(
             reset_for_eval(self.personal_model(message, client_state, client, seed)), client.train
         )
@@ -189,7 +211,7 @@ class FedPAC(BodyAndHeadMethod):
         loss = train_head_then_body(net.module, client_state["head"], fit_head, fit_body)
         body, head_state, buffer_state = self._split_trained(net, client_state)
         means = compute_representations(reset_for_eval(net.module), client.train, module=name)
-        groups = {"model": body, "classes": weighted_class_sums(means, y, classes, self.weighted)}
+        groups = {"model": body, "classes": class_means_with_weights(means, y, classes, self.weighted)}
         if self.collaborate:
             groups["head"], groups["statistics"] = (
                 clone_tensors(head_state),

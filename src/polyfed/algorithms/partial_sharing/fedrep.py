@@ -1,4 +1,6 @@
-"""FedRep: a shared body and a head of one's own, trained in turn (Collins et al., ICML 2021, algorithm 1)."""
+"""FedRep: clients share a body, each has its own head, and both are trained in turn (Collins et al., ICML 2021,
+algorithm 1).
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,14 +28,15 @@ from polyfed.models.structure import find_head_modules, split_body_and_head
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedRep(BodyAndHeadMethod):
-    """Averages the body φ of one architecture; heads h_i never leave their clients.
+    """Trains a shared body for all clients, which the server averages, and for each client a head that never leaves the
+    client.
 
-    In a round each client trains its head with the body frozen, then the body with the head frozen. Evaluated model: φ
-    with the client's own head; a client that never took part has the head of the initial draw.
+    In a round each client trains its head h_i with the body φ frozen, then φ with h_i frozen. All clients have one
+    architecture. Evaluated model: φ with the client's own head; a client that never took part has the initial head.
 
     The head is found by running the network on an example, which the server does not have: in round 1 it sends the whole
-    initial draw, the replies hold bodies only, and from then on bodies go down too. With `head` given, bodies only travel
-    from the start.
+    initial network, the replies hold bodies only, and from then on the server sends bodies, too. With `head` given, only
+    bodies are sent from the start.
 
     Args:
         local_epochs: epochs on the head, body frozen (10, paper).
@@ -42,11 +45,11 @@ class FedRep(BodyAndHeadMethod):
         head_layers: how many of the last parametric layers are the head (1, the classifier: paper). 0 leaves nothing local:
             FedAvg with `body_epochs`, bit for bit.
         head: names of the head's modules, instead of a search (polyfed's choice).
-        weighted: mean by the number of training examples (True, authors' code); algorithm 1 has the plain mean.
+        weighted: weighs clients by their number of training examples (True, authors' code); algorithm 1 has the plain mean.
         batch_size: examples in a minibatch (10, authors' code); 0 takes all of the client's examples.
         lr: learning rate of round 1, on head and body (0.01, authors' code).
-        momentum: of SGD (0.5, authors' code).
-        buffers: of the body; those of the head never travel ("local", polyfed's choice).
+        momentum: momentum of SGD (0.5, authors' code).
+        buffers: buffers of the body; those of the head are never sent ("local", polyfed's choice).
 
     The other fields are those of `LocalTraining`.
 
@@ -85,7 +88,9 @@ class FedRep(BodyAndHeadMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns φ of the initial draw, or the whole draw if only clients can find the head."""
+        """Builds the server state with the initial body φ, or with the whole initial network if only clients can find
+        the head.
+        """
         state = super().server_init(server)
         if self.head is None and self.head_layers > 0:
             return state
@@ -109,7 +114,9 @@ class FedRep(BodyAndHeadMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains h_i for `local_epochs` on φ, then φ_i for `body_epochs` on h_i (algorithm 1)."""
+        """Trains the client's head h_i for `local_epochs` with the body frozen, then the body for `body_epochs` with
+        the head frozen (algorithm 1).
+        """
         net = self._load_with_local_part(message, client_state, client)
         fit_net = partial(fit, net.module, client, lr=message.scalars["lr"])
         # The body's seed is the round's own, which makes FedRep without a head FedAvg.

@@ -1,4 +1,6 @@
-"""Computes the shares with which FedPAC mixes heads, and the statistics of representations from which they follow."""
+"""Computes the weights with which FedPAC mixes clients' heads, and the statistics of representations that determine
+them.
+"""
 
 from collections.abc import Mapping
 
@@ -10,11 +12,13 @@ from polyfed.core.algorithm import Message
 from polyfed.core.state_dict import StateDict, StateDictSpec
 
 _RIDGE = 1e-9
-"""Of the mean of the diagonal, added to it, so that the minimum is one point."""
+"""Share of the mean diagonal value that is added to the diagonal, so that the minimum is one point."""
 
 
 def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
-    """Returns α = argmin αᵀPα over α ≥ 0 with Σα = 1, exactly, float64.
+    """Returns the non-negative weights with sum 1 that minimise a quadratic form, exactly and in float64.
+
+    α = argmin αᵀPα over α ≥ 0 with Σα = 1.
 
     At the minimum Pα = μ + λ·1 with μ ≥ 0 and μᵀα = 0. So α is x/Σx for the x ≥ 0 that minimises ½·xᵀPx − 1ᵀx, and with
     P = LLᵀ that is the x ≥ 0 nearest to solving Lᵀx = L⁻¹1.
@@ -35,7 +39,10 @@ def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
 
 
 def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
-    """Returns h_c = p_c·μ_c, (C, d), and V = (1/n)·[Σ_c p_c·E(‖f‖² | c) − Σ_c p_c²·‖μ_c‖²], of a client.
+    """Computes the statistics of a client's representations from which the weights for mixing heads follow.
+
+    They are h_c = p_c·μ_c, (C, d), the mean representation of each class times its share of the examples, and the
+    variance V = (1/n)·[Σ_c p_c·E(‖f‖² | c) − Σ_c p_c²·‖μ_c‖²].
 
     >>> found = head_mixing_statistics(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]), 2)
     >>> found["h"].flatten().tolist(), found["v"].item()
@@ -48,7 +55,7 @@ def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -
 
 
 def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> StateDictSpec:
-    """Returns the form of `head_mixing_statistics` in a reply whose class means have this form.
+    """Returns the expected shapes and dtypes of the statistics in a reply, given those of its class means.
 
     Raises:
         ValueError: V is negative.
@@ -60,7 +67,10 @@ def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> State
 
 
 def head_mixing_weights(statistics: Mapping[str, StateDict]) -> dict[str, dict[str, float]]:
-    """Returns α_ij by i and j, which minimise variance plus bias of each client's mixed head.
+    """Computes for each client the weights α_ij of all clients' heads in its mixed head, which minimise the head's
+    variance plus bias.
+
+    Returns client id i -> client id j -> α_ij.
 
     Args:
         statistics: `head_mixing_statistics` by client.

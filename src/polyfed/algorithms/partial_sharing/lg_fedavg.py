@@ -1,5 +1,6 @@
-"""LG-FedAvg: heads are averaged, bodies stay with their clients (Liang et al. 2020, "Think Locally, Act Globally",
-algorithm 1)."""
+"""LG-FedAvg: the server averages heads, and bodies stay with their clients (Liang et al. 2020, "Think Locally, Act
+Globally", algorithm 1).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -13,15 +14,16 @@ from polyfed.core.nn.buffers import BufferPolicy
 @final
 @dataclass(frozen=True, kw_only=True)
 class LGFedAvg(AveragedHeadMethod):
-    """Averages the heads of networks whose bodies, of any architecture, stay with their clients.
+    """Trains a shared head for all clients, which the server averages, and for each client a body of any architecture
+    that never leaves the client.
 
-    A client trains both together, from its φ_i and the h that came down, as the base `AveragedHeadMethod` has it. With
-    the whole network as the head it is FedAvg with buffers of one's own, bit for bit. Evaluated model: h(φ_i(x)), with
+    A client trains both together, from its body φ_i and the received head h (see the base `AveragedHeadMethod`). With the
+    whole network as the head it is FedAvg in which clients keep their buffers, bit for bit. Evaluated model: h(φ_i(x)), with
     the average h; next to it the client's network as it had trained it, as `trained_...`.
 
-    A head's tensors travel under the place of their layer counted from the output (`0.weight` is the last layer's), since
-    names differ between architectures. In round 1 nothing goes down: all clients draw the same first head from the run's
-    seed. A weight of the head that the body uses too (a tied embedding) is the head's, and so averaged.
+    A head's tensors are sent under the place of their layer counted from the output (`0.weight` is the last layer's), since
+    names differ between architectures. In round 1 the server sends no head: all clients draw the same first one from the
+    run's seed. A weight of the head that the body uses too (a tied embedding) is the head's, and so averaged.
 
     Args:
         head_layers: how many of the last parametric layers are the shared head (1, polyfed's choice; the paper and its code
@@ -29,7 +31,7 @@ class LGFedAvg(AveragedHeadMethod):
         first_head: "form" draws the first head by its layers' kinds and shapes, the same for all clients (paper: the server
             hands out one, algorithm 1), "architecture" takes the head of the architecture's own draw, as in `local`. What
             a network does not draw, such as pretrained weights, stays.
-        weighted: the heads' mean by the number of training examples (True, paper); False counts every client the same.
+        weighted: weighs heads by the number of training examples (True, paper); False counts every client the same.
         buffers: "local" only (polyfed's choice), since bodies stay with their clients.
 
     The other fields are those of `LocalTraining`.

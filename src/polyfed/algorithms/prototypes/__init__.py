@@ -1,1 +1,3 @@
-"""Methods that exchange class prototypes or a common head."""
+"""Provides methods in which clients with their own networks share the mean representation of each class (its
+prototype), or a common head.
+"""

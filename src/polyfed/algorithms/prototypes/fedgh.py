@@ -1,4 +1,6 @@
-"""FedGH: the server trains one head on the clients' class means, which replaces theirs (Yi et al., ACM Multimedia 2023)."""
+"""FedGH: the server trains one head on the clients' class means, which replaces the clients' heads (Yi et al., ACM
+Multimedia 2023).
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,9 +13,9 @@ from torch import nn
 from polyfed.algorithms.base.class_means import (
     class_means_as_examples,
     class_means_spec,
+    class_means_with_weights,
     find_replaceable_head,
     train_on_class_means,
-    weighted_class_sums,
 )
 from polyfed.algorithms.base.initial_heads import InitialHead
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
@@ -35,15 +37,16 @@ ClientState = dict[str, Any]  # "model": W_i with the head that the client train
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorithm[ServerState, ClientState]):
-    """Trains one head at the server on class means, which replaces the heads of networks of any architecture.
+    """Trains each client's own network, of any architecture, and at the server one head on the clients' class means,
+    which replaces all clients' heads.
 
     Each client trains its network, whose head is replaced by the server's φ before each round, and sends the mean
     representation of its examples of each class. The server trains φ on these means, with their classes as labels. If φ
-    never replaced a head, it would be Local, bit for bit. Evaluated model: W_i as the client trained it; next to it W_i
-    with the server's φ, as `global_...`.
+    never replaced a head, it would be Local, bit for bit. Evaluated model: W_i, the client's own network as it trained
+    it; next to it W_i with the server's φ, as `global_...`.
 
-    In round 1 nothing goes down, since the server learns the head's form from the first replies: the clients draw the φ from
-    which the server starts from the run's seed. A class mean counts once, whatever the number of examples.
+    In round 1 the server sends no head, since it learns the head's shape from the first replies: the clients draw from the
+    run's seed the φ from which the server starts. A class mean counts once, whatever the number of examples.
 
     Args:
         first_head: "form" starts every client with the server's first φ (public implementations: the server hands out one),
@@ -90,11 +93,13 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns no head yet: its form is that of the first replies."""
+        """Builds a server state without a head, whose shape the server learns from the first replies."""
         return {**super().server_init(server), "seed": server.seed, "round": 0}
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the form of sums and weights of the classes, as many and as wide as φ takes."""
+        """Returns the expected tensors of a reply: class means, with the number of classes and the width that the head
+        φ takes.
+        """
         if not server_state["head"]:
             return class_means_spec(reply, None)
         head_spec = state_dict_spec(server_state["head"])
@@ -103,7 +108,7 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Trains φ on all clients' class means by cross-entropy."""
+        """Trains the server's head φ on all clients' class means by cross-entropy."""
         means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
             return {**server_state, "round": round_number}
@@ -119,11 +124,11 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Looks for the head, as the client's first state does."""
+        """Checks that the client's network has a head that can be replaced, by initialising the client state."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns W_i: the common draw of the client's architecture, with the first φ as its head."""
+        """Initialises the client's network W_i by its architecture and the run's seed, with the server's first head φ."""
         client_state = {
             "model": self._draw_weights(client, 1, lambda _: derive_seed(seed, "head"), seed)  # the seed of φ
         }
@@ -133,7 +138,9 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains W_i from its body and φ for `local_epochs`; sends the class means of its representations after that."""
+        """Trains the client's network with the server's head φ for `local_epochs`, and sends its mean representation of
+        each class.
+        """
         model = self._load_with_global_head(message, client_state, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         name = representation_module_name(model, client.train)
@@ -142,7 +149,7 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
             model.get_submodule(name),
         )
         assert isinstance(head, nn.Linear)
-        sums_and_weights = weighted_class_sums(features, client.train.labels, head.out_features)
+        sums_and_weights = class_means_with_weights(features, client.train.labels, head.out_features)
         return Message({"classes": sums_and_weights}, reply_scalars(client, fit_result.loss)), {
             "model": trainable_state(model)
         }
@@ -150,7 +157,7 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
     def _load_with_global_head(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> nn.Module:
-        """W_i with φ in place of its head, once there is a φ."""
+        """Loads the client's network W_i with the server's head φ in place of its own, if a head was received."""
         model = super().personal_model(message, client_state, client, seed)
         if "head" in message.tensors:
             head = find_replaceable_head(model, client, "FedGH")
@@ -160,14 +167,14 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
         return model
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns W_i with the head that `evaluate` names."""
+        """Returns the client's network W_i with its own head or the server's, as `evaluate` chooses."""
         load_model = self._load_with_global_head if self.evaluate == "global" else super().personal_model
         return load_model(message, client_state, client, seed)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields W_i with the other of the two heads."""
+        """Yields the client's network W_i with the head that `evaluate` does not choose."""
         if self.evaluate == "global":
             yield "trained", super().personal_model(message, client_state, client, seed)
         else:

@@ -1,4 +1,4 @@
-"""FedProto: networks of any architecture learn to represent each class as the others do (Tan et al., AAAI 2022)."""
+"""FedProto: networks of any architecture learn the same mean representation of each class (Tan et al., AAAI 2022)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,14 @@ from polyfed.core.state_dict import IncompatibleTensorsError, StateDict
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedProto(PrototypeMethod, Averaging):
-    """Averages each class's mean representation, which pulls the networks of all clients, of any architecture.
+    """Trains each client's own network, of any architecture, with its representations pulled towards all clients' mean
+    representation of the same class.
 
     Each client minimises CE + λ/d·‖f(x) − p̄_y‖² and sends p_ic, the mean of f over its examples of class c; the server
-    averages them to p̄_c. λ = 0 is Local, bit for bit, as far as
-    training goes. Evaluated model: the class of the nearest prototype; next to it W_i with its own head, as `head_...`.
+    averages them to the prototype p̄_c. λ = 0 is Local, bit for bit, as far as training goes. Evaluated model: the
+    class of the nearest prototype; next to it W_i with its own head, as `head_...`.
 
-    The server half needs the sum over clients alone. A class that no client of a round has keeps its prototype.
+    The server needs only the sum over clients. A class that no client of a round has keeps its prototype.
 
     Args:
         lam: λ ≥ 0, the weight of the distance to the prototypes (1.0, authors' code; the paper chooses it for each
@@ -54,23 +55,26 @@ class FedProto(PrototypeMethod, Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weighted:  # by what goes up with the class means
+        if self.weighted:  # by the weights that are sent with the class means
             object.__setattr__(self, "discloses", self.discloses | {"class_counts"})
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns no prototypes yet."""
+        """Builds a server state without prototypes."""
         return {"prototypes": {}}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1."""
+        """Returns False in round 1, when the server does not know the shape of the prototypes yet."""
         return bool(server_state["prototypes"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Sets p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c (eq. 6)."""
+        """Replaces each class's prototype p̄_c by the mean over the clients that have the class (eq. 6).
+
+        p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic.
+        """
         return {"prototypes": update_prototypes(server_state["prototypes"], mean["classes"])}
 
     def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Says that prototypes of one form are needed."""
+        """Builds the error for clients whose class means have different shapes."""
         return incompatible_class_means_error(self, error)

@@ -1,4 +1,4 @@
-"""FedTGP: prototypes that the server trains, so that classes stay apart (Zhang, Liu, Hua and Cao, AAAI 2024)."""
+"""FedTGP: the server trains class prototypes so that classes stay apart (Zhang, Liu, Hua and Cao, AAAI 2024)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,14 +26,15 @@ ClientState = dict[str, Any]  # "model": W_i and buffers
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
-    """Trains prototypes at the server that keep classes apart; clients learn from them as in FedProto.
+    """Trains each client's own network, of any architecture, with its representations pulled towards class prototypes
+    that the server trains to be far apart.
 
-    Clients minimise CE + λ/d·‖f(x) − p̂_y‖², and send p_ic, the mean of f over their examples of class c. The server does
-    not average: it trains p̂_c = F(p̊_c), two layers on a trained vector, so that each p_ic is nearer to p̂_c than to the
-    others, by a margin δ. λ = 0 is Local, bit for bit, as far as training goes. Evaluated model: the class of the nearest
-    prototype; next to it W_i with its own head, as `head_...`.
+    Clients minimise CE + λ/d·‖f(x) − p̂_y‖², and send p_ic, the mean of f over their examples of class c. The server
+    does not average: it trains p̂_c = F(p̊_c), two layers on a trained vector, so that each p_ic is nearer to p̂_c than
+    to the others, by a margin δ. λ = 0 is Local, bit for bit, as far as training goes. Evaluated model: the class of
+    the nearest prototype; next to it W_i with its own head, as `head_...`.
 
-    Of a class that no client has sent so far there is no prototype, whatever F gives.
+    A class that no client has sent so far has no prototype, whatever F returns.
 
     Args:
         lam: λ ≥ 0, the weight of the distance to the prototypes (1.0, authors' code; the paper has 0.1 with the distance
@@ -77,13 +78,13 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
         self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all class means")
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns no prototypes yet: their form is that of the first replies."""
+        """Builds a server state without prototypes, whose shape the server learns from the first replies."""
         return {"generator": {}, "prototypes": {}, "seed": server.seed, "round": 0}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Trains p̂ on all p_ic with the loss of eq. 10."""
+        """Trains the class prototypes p̂_c on the class means p_ic of all clients (eq. 10)."""
         means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
             return {**server_state, "round": round_number}
@@ -93,10 +94,14 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
         assert isinstance(model, TrainablePrototypes)
         if server_state["generator"]:
             fill_module(model, server_state["generator"])
-        delta = min(largest_class_distance(means, classes), self.margin)
+        delta = min(largest_distance_between_classes(means, classes), self.margin)
 
         def loss(batch: ForwardPass) -> Tensor:
-            """Returns −log of e^−(d(p, p̂_c) + δ) over its sum with e^−d(p, p̂_c') of the other classes (eq. 10)."""
+            """Returns the loss that pulls each class mean to its prototype and away from the others by a margin (eq.
+            10).
+
+            It is −log of e^−(d(p, p̂_c) + δ) over its sum with e^−d(p, p̂_c') of the other classes.
+            """
             return F.cross_entropy(batch.outputs - delta * F.one_hot(batch.targets, classes), batch.targets)
 
         seed = derive_seed(server_state["seed"], round_number, "server")
@@ -106,16 +111,18 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
         present = torch.zeros(classes, dtype=torch.bool).index_fill_(0, means.y, True)
         if server_state["prototypes"]:
             present = present | server_state["prototypes"]["present"]
-        prototypes = {"means": model.prototypes().detach(), "present": present}
+        prototypes = {"means": model.compute_prototypes().detach(), "present": present}
         return {**server_state, "generator": generator_state, "prototypes": prototypes, "round": round_number}
 
 
 @final
 class TrainablePrototypes(nn.Module):
-    """Computes negative distances to p̂_c = F(p̊_c) for each class c, F being two layers and p̊_c a trained vector.
+    """Holds one trainable prototype for each class, and computes the negative distance of each input to each prototype.
+
+    The prototype of class c is p̂_c = F(p̊_c), F being two layers and p̊_c a trained vector.
 
     >>> net = TrainablePrototypes(3, 2, 5)
-    >>> net.prototypes().shape, net(torch.zeros(4, 2)).shape
+    >>> net.compute_prototypes().shape, net(torch.zeros(4, 2)).shape
     (torch.Size([3, 2]), torch.Size([4, 3]))
     """
 
@@ -124,22 +131,25 @@ class TrainablePrototypes(nn.Module):
         self.embedding = nn.Parameter(torch.randn(classes, width))
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
 
-    def prototypes(self) -> Tensor:
-        """Returns p̂, shape (classes, width)."""
+    def compute_prototypes(self) -> Tensor:
+        """Computes the prototypes p̂ of all classes, shape (classes, width)."""
         vectors: Tensor = self.mlp(self.embedding)
         return vectors
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns −‖x − p̂_c‖, shape (batch, classes)."""
-        return -torch.cdist(x, self.prototypes(), compute_mode="donot_use_mm_for_euclid_dist")
+    def forward(self, representations: Tensor) -> Tensor:
+        """Returns the negative distance −‖f − p̂_c‖ of each representation f to each class's prototype, shape (batch,
+        classes).
+        """
+        return -torch.cdist(representations, self.compute_prototypes(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def largest_class_distance(means: Examples, num_classes: int) -> float:
-    """Returns the largest distance ‖Q_c − Q_c'‖ between two classes, 0 for one class.
+def largest_distance_between_classes(means: Examples, num_classes: int) -> float:
+    """Returns the largest distance between the mean representations of two classes, ‖Q_c − Q_c'‖; 0 if there is only
+    one class.
 
     Q_c is the plain mean of the clients' means of class c (eq. 9).
 
-    >>> largest_class_distance(Examples(torch.tensor([[0.0], [2.0], [4.0]]), torch.tensor([0, 0, 1])), 3)
+    >>> largest_distance_between_classes(Examples(torch.tensor([[0.0], [2.0], [4.0]]), torch.tensor([0, 0, 1])), 3)
     3.0
     """
     x = first_leaf(means.x)

@@ -1,4 +1,4 @@
-"""Provides the client half of methods with one prototype for each class, shared by all clients (FedProto, FedTGP)."""
+"""Provides the base class of methods in which all clients share one prototype for each class (FedProto, FedTGP)."""
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.class_means import (
     class_means_from_sums,
     class_means_spec,
+    class_means_with_weights,
     count_outputs,
     find_replaceable_head,
-    weighted_class_sums,
 )
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
@@ -32,7 +32,8 @@ _NEVER_PREDICTED = -1e9
 
 @dataclass(frozen=True, kw_only=True)
 class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, ABC):
-    """Trains networks of any architecture whose representations are pulled to a common prototype of each class.
+    """Trains each client's own network, of any architecture, with its representations pulled towards a common prototype
+    of each class.
 
     Each client minimises CE + λ/d·‖f(x) − p̄_y‖², the mean over a minibatch, f being the input of its last linear layer,
     of width d. An example of a class without a prototype adds nothing to the second term. After training, the client sends
@@ -58,20 +59,25 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Sends the prototypes, the same to every client, once there are some; and the learning rate."""
+        """Sends the class prototypes, once the server has them, and the learning rate, the same to every client."""
         tensors = {"prototypes": server_state["prototypes"]} if server_state["prototypes"] else {}
         return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the form of sums and weights of the classes, as many and as wide as the prototypes."""
+        """Returns the expected tensors of a reply: class means, with the number of classes and the width of the
+        prototypes.
+        """
         return class_means_spec_for_prototypes(server_state["prototypes"], reply)
 
     def validate_network(self, client: Client) -> None:
-        """Looks for the head, as the client's first state does."""
+        """Checks that the client's network has a head that prototypes can replace, by initialising the client state."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """Returns W_i, the common draw; refuses a network whose head prototypes cannot replace, if they are evaluated."""
+        """Initialises the client's network W_i by its architecture and the run's seed.
+
+        If prototypes are evaluated, it also checks that they can replace the network's head.
+        """
         client_state = super().client_init(client, seed)
         if self.evaluate == "prototypes":
             find_replaceable_head(
@@ -82,7 +88,11 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """Trains W_i for `local_epochs`, and sends its class means."""
+        """Trains the client's network W_i, with representations pulled towards prototypes, and sends its mean
+        representation of each class.
+
+        The training has `local_epochs`.
+        """
         model = super().personal_model(message, client_state, client, seed)
         name, loss = representation_module_name(model, client.train), self._local_loss(message, client)
         loss_module = None if loss is None else name
@@ -98,19 +108,23 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         )
         features = compute_representations(reset_for_eval(model), client.train, module=name)
         weighted = bool(getattr(self, "weighted", False))
-        sums_and_weights = weighted_class_sums(features, client.train.labels, count_outputs(model, client), weighted)
+        sums_and_weights = class_means_with_weights(
+            features, client.train.labels, count_outputs(model, client), weighted
+        )
         return Message({"classes": sums_and_weights}, reply_scalars(client, fit_result.loss)), {
             "model": trainable_state(model)
         }
 
     def _local_loss(self, message: Message, client: Client) -> Callable[[ForwardPass], Tensor] | None:
-        """The task's loss and the distance to the prototypes; None where that has no weight, or there are none."""
+        """Builds the task's loss plus the distance to the prototypes; None if λ is 0 or no prototypes were received."""
         return build_prototype_loss(
             self.criterion(client), message.tensors.get("prototypes"), self.lam, client.train.device
         )
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """Returns W_i with the prototypes as its head, or with its own head."""
+        """Returns the client's network W_i, with the prototypes as its head or with its own head, as `evaluate`
+        chooses.
+        """
         model = super().personal_model(message, client_state, client, seed)
         if self.evaluate == "head" or "prototypes" not in message.tensors:
             return model
@@ -121,16 +135,17 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
     def other_models(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields W_i with its own head."""
+        """Yields the client's network W_i with its own head, if the evaluated network has the prototypes as its head."""
         if self.evaluate == "prototypes":
             yield "head", super().personal_model(message, client_state, client, seed)
 
 
 def install_prototypes_as_head(model: nn.Module, head: nn.Linear, prototypes: StateDict) -> nn.Module:
-    """Replaces the head, in place, so that the network predicts the class of the nearest prototype, and returns the network.
+    """Replaces a network's head in place, so that the network predicts the class of the nearest prototype, and returns
+    the network.
 
-    ‖f‖² − ‖f − p_c‖² = 2·p_c·f − ‖p_c‖² is linear in f, and
-    its softmax is that of −‖f − p_c‖². So it has the architecture of the client's network, and its file format.
+    ‖f‖² − ‖f − p_c‖² = 2·p_c·f − ‖p_c‖² is linear in f, and its softmax is that of −‖f − p_c‖². So the network keeps its
+    architecture and file format.
 
     Args:
         model: the network.
@@ -150,7 +165,9 @@ def install_prototypes_as_head(model: nn.Module, head: nn.Linear, prototypes: St
 
 
 def class_means_spec_for_prototypes(prototypes: StateDict, reply: Message) -> Mapping[str, StateDictSpec]:
-    """Returns the form of class means: that of the prototypes, or of any size while there are none."""
+    """Returns the expected shapes and dtypes of the class means in a reply: those of the prototypes, or any if there
+    are no prototypes yet.
+    """
     if not prototypes:
         return class_means_spec(reply, None)
     means_spec = state_dict_spec(prototypes)["means"]
@@ -158,11 +175,13 @@ def class_means_spec_for_prototypes(prototypes: StateDict, reply: Message) -> Ma
 
 
 def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tensor]:
-    """Returns p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c; a class that none has keeps its prototype.
+    """Computes new prototypes from the clients' class means; a class that no client has keeps its old prototype.
+
+    p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c.
 
     Args:
         prototypes: `means` (C, d), and which are `present` (C,); empty before the first.
-        mean: of the clients' class means, as `weighted_class_sums` has them.
+        mean: the mean over clients of the tensors that `class_means_with_weights` returns.
     """
     means, present = class_means_from_sums(mean)
     if prototypes:
@@ -174,7 +193,12 @@ def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tenso
 def build_prototype_loss(
     label_loss: Loss, prototypes: StateDict | None, lam: float, device: torch.device
 ) -> Callable[[ForwardPass], Tensor] | None:
-    """Returns the loss CE + λ/d·‖f(x) − p_y‖² of a minibatch; None if λ is 0 or there are no prototypes.
+    """Builds a loss that penalises the distance of representations from their class's prototype; None if λ is 0 or
+    there are no prototypes.
+
+    The loss of a minibatch is CE + λ/d·‖f(x) − p_y‖².
+
+    It is CE + λ/d·‖f(x) − p_y‖².
 
     A class without a prototype has no second term.
 

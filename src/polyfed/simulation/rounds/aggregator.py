@@ -49,7 +49,7 @@ class ReplyAggregator:
         elif uses_default_mean(algorithm) and algorithm.reply_spec_is_known(state):
             has_all_counts = not algorithm.weighted or all(i in num_examples for i in client_ids)
             expected = {i: float(num_examples.get(i, 1)) for i in self._remaining_ids} if has_all_counts else None
-            self._sum = algorithm.empty_sum(expected)
+            self._sum = algorithm.empty_reply_sum(expected)
 
     def add_reply(self, client: str, reply: Message) -> None:
         """Adds the reply of a client; the reply of a client outside the cohort (`everyone_trains`) is discarded."""
