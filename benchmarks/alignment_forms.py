@@ -17,7 +17,7 @@ import torch
 from torch.linalg import matrix_norm
 
 from polyfed.algorithms import Local
-from polyfed.alignment import compute_representations, linear_cka, mean_kernel_features, principal_components
+from polyfed.alignment import compute_representations, linear_cka, mean_kernel_features, reduce_to_principal_components
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.training.loop import fit
 from polyfed.data.sources.vision import CIFAR10
@@ -36,8 +36,8 @@ def of(parts):
     return {
         "cka": fmean(float(linear_cka(a, b)) for a, b in pairs),
         "as_printed": fmean(as_printed(a, b) for a, b in pairs),
-        "of_rank": [float(linear_cka(a, principal_components(a, RANK))) for a in parts],
-        "mean_of_rank": float(linear_cka(mean, principal_components(mean, RANK))),
+        "of_rank": [float(linear_cka(a, reduce_to_principal_components(a, RANK))) for a in parts],
+        "mean_of_rank": float(linear_cka(mean, reduce_to_principal_components(mean, RANK))),
         "widths": [a.shape[1] for a in parts],
     }
 

@@ -24,7 +24,7 @@ from polyfed.algorithms import PFedLA
 from polyfed.algorithms.hypernetworks import pfedla
 from polyfed.simulation.monitoring.progress import SilentProgress
 
-CHAIN_RULE = pfedla.layer_inner_products
+CHAIN_RULE = pfedla.inner_products_with_updates
 MEASURED = ("accuracy", "trained_accuracy", "inside")
 
 
@@ -41,14 +41,14 @@ def as_printed(models, served, replies, layers):
 
 
 def measured(seed, products):
-    pfedla.layer_inner_products = products
+    pfedla.inner_products_with_updates = products
     try:
         run = pf.federate(
             clients_of(seed, 8), PFedLA(**OPTIONS), rounds=ROUNDS, seed=seed, evaluate_every=ROUNDS, workers=0,
             progress=SilentProgress(),
         )  # fmt: skip
     finally:
-        pfedla.layer_inner_products = CHAIN_RULE
+        pfedla.inner_products_with_updates = CHAIN_RULE
     row = run.table()[-1]
     inside = statistics.mean(weight_inside(run).values())
     return {name: round(row[name], 5) for name in MEASURED[:2]} | {"inside": round(inside, 5)}

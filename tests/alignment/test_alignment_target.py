@@ -13,8 +13,8 @@ from polyfed.alignment import (
     linear_cka,
     mean_kernel_features,
     mean_rbf_kernel,
-    principal_components,
     rbf_kernel,
+    reduce_to_principal_components,
 )
 from polyfed.core.seeds import torch_generator
 
@@ -131,7 +131,7 @@ def test_reduced_has_the_best_kernel_of_that_rank(spectrum: str, width: int, ran
     """The error of HKH is that of the truncated singular value decomposition, the least that there is."""
     values = SPECTRA[spectrum]
     a = of_spectrum(90, width, values)
-    small = principal_components(a, rank)
+    small = reduce_to_principal_components(a, rank)
     assert small.shape == (90, rank)
     assert small.dtype == torch.float32
     kernel = centred(a) @ centred(a).T
@@ -139,7 +139,7 @@ def test_reduced_has_the_best_kernel_of_that_rank(spectrum: str, width: int, ran
     error = torch.linalg.matrix_norm(kernel - small.double() @ small.double().T).item()
     slack = 0.05 if spectrum == "nearly flat" and width > 1024 else 1e-3
     assert best * (1 - 1e-4) <= error <= best * (1 + slack) + 1e-6
-    assert torch.equal(small, principal_components(a, rank))
+    assert torch.equal(small, reduce_to_principal_components(a, rank))
 
 
 @pytest.mark.parametrize("width", [60, 1100])
@@ -147,17 +147,17 @@ def test_reduced_is_exact_from_the_true_rank_on(width: int) -> None:
     a = of_spectrum(90, width, torch.tensor([3.0, 2.0, 1.0, 0.5], dtype=torch.float64))
     kernel = centred(a) @ centred(a).T
     for rank in (4, 10, width, width + 5):
-        small = principal_components(a, rank).double()
+        small = reduce_to_principal_components(a, rank).double()
         assert small.shape[1] <= rank
         torch.testing.assert_close(small @ small.T, kernel, rtol=1e-4, atol=1e-5)
-    less = principal_components(a, 3).double()
+    less = reduce_to_principal_components(a, 3).double()
     assert not torch.allclose(less @ less.T, kernel, atol=1e-2)
 
 
 @pytest.mark.parametrize("width", [60, 1100])
 def test_reduced_takes_fewer_examples_than_columns_asked_for(width: int) -> None:
     a = random(1, 8, width)
-    small = principal_components(a, 30).double()
+    small = reduce_to_principal_components(a, 30).double()
     torch.testing.assert_close(small @ small.T, centred(a) @ centred(a).T, rtol=1e-4, atol=1e-3)
 
 

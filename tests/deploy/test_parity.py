@@ -100,7 +100,7 @@ def public():
 def cases(tmp_path: Path):
     """Method -> clients, method, the server's file, and public examples of the simulation."""
     mixed = image_clients(("flha_arch1", "flha_arch2"))
-    LayerCatalogue.from_graphs(map(graph_of_client, mixed)).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs(map(graph_of_client, mixed)).write_yaml(tmp_path / "catalogue.yaml")
     noise = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     return {
         "fedavg": (small_clients(4), FedAvg(lr=0.05), ONE, None),

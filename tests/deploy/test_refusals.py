@@ -88,7 +88,7 @@ def test_a_site_loads_no_code_that_the_server_names(nodes):
 def test_a_site_says_of_itself_what_its_method_needs_whatever_it_is_asked(tmp_path, nodes, method):
     """A server asks every site for everything, and whether its architecture is this one."""
     client = small_clients()[0]
-    LayerCatalogue.from_graphs([graph_of_client(client)]).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs([graph_of_client(client)]).write_yaml(tmp_path / "catalogue.yaml")
     fields = {"catalogue": str(tmp_path / "catalogue.yaml")} if method == "flha_ghn" else {}
     algorithm = REGISTRY[method](**fields)
     own = cached_module(client.model).architecture

@@ -157,7 +157,7 @@ def test_networks_that_differ_in_activation_or_dilation_have_different_graphs():
         "conv2d-3-4-k3x3-s1x1-g1-b1-d1x1-tanh",
         "conv2d-3-4-k3x3-s1x1-g1-b1-d2x2-relu",
     ]
-    restricted = graphs[1].restrict_to(graphs[0].layer_types)
+    restricted = graphs[1].restrict_to_types(graphs[0].layer_types)
     assert restricted.coverage == pytest.approx((2 * 256 + 2) / (4 * 27 + 4 + 8 + 2 * 256 + 2))  # the last layer
     assert "lacks its type conv2d-3-4-k3x3-s1x1-g1-b1-d1x1-tanh" in restricted.local_reasons["0.weight"]
     functional = Net(lambda net, x: F.conv2d(x, net.a.weight, None, 1, 2, 2), a=nn.Conv2d(3, 4, 3, bias=False))

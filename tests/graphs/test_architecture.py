@@ -92,8 +92,8 @@ def test_shared_weights_are_one_set_with_two_nodes():
 
 def test_layers_outside_the_catalogue_stay_private():
     whole = graph()
-    assert whole.restrict_to(TYPES) is whole
-    less = whole.restrict_to([LINE])
+    assert whole.restrict_to_types(TYPES) is whole
+    less = whole.restrict_to_types([LINE])
     assert [node.type for node in less.nodes] == ["other", "other", "other", "add", "other", LINE]
     assert less.local_reasons.keys() == {"conv.weight", "norm.weight", "norm.bias", "lstm.w"}
     assert CONV.key in less.local_reasons["conv.weight"]
@@ -102,16 +102,16 @@ def test_layers_outside_the_catalogue_stay_private():
 
 
 def test_catalogue_is_sorted_and_a_union():
-    one, other = graph(), graph().restrict_to([LINE])
+    one, other = graph(), graph().restrict_to_types([LINE])
     assert LayerCatalogue.from_graphs([one, other]) == LayerCatalogue((NORM, LINE, CONV, CONV))
     with pytest.raises(UserError, match="not in the layer catalogue of 1 types"):
-        LayerCatalogue((LINE,)).column_of(CONV)
+        LayerCatalogue((LINE,)).feature_column_of(CONV)
 
 
 def test_catalogue_files_round_trip(tmp_path):
     path = tmp_path / "catalogue.yaml"
-    LayerCatalogue(tuple(TYPES)).write(path)
-    assert LayerCatalogue.read(path) == LayerCatalogue(tuple(TYPES))
+    LayerCatalogue(tuple(TYPES)).write_yaml(path)
+    assert LayerCatalogue.read_yaml(path) == LayerCatalogue(tuple(TYPES))
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ def test_catalogue_files_with_mistakes_are_refused(tmp_path, text, part):
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError, match=part):
-        LayerCatalogue.read(path)
+        LayerCatalogue.read_yaml(path)
 
 
 def test_catalogue_files_are_yaml_that_people_can_write(tmp_path):
     path = tmp_path / "catalogue.yaml"
-    LayerCatalogue((CONV,)).write(path)
+    LayerCatalogue((CONV,)).write_yaml(path)
     (row,) = yaml.safe_load(path.read_text())["layer_types"]
     assert (row["kernel"], row["dilation"], row["activation"]) == ([3, 3], [1, 1], "relu")

@@ -59,9 +59,9 @@ def test_types_with_a_norm_are_read_from_their_keys_and_from_catalogues(tmp_path
     assert types[1].parameter_shapes == {"weight": (8, 4, 3, 3), "scale": (8,), "shift": (8,)}
     assert list(types[2].parameter_shapes) == ["weight", "scale"]
     assert [LayerType.from_key(kind.key) for kind in types] == types
-    LayerCatalogue(tuple(types)).write(tmp_path / "catalogue.yaml")
-    assert LayerCatalogue.read(tmp_path / "catalogue.yaml").types == tuple(sorted(types))
-    LayerCatalogue((plain,)).write(tmp_path / "plain.yaml")
+    LayerCatalogue(tuple(types)).write_yaml(tmp_path / "catalogue.yaml")
+    assert LayerCatalogue.read_yaml(tmp_path / "catalogue.yaml").types == tuple(sorted(types))
+    LayerCatalogue((plain,)).write_yaml(tmp_path / "plain.yaml")
     assert "norm" not in (tmp_path / "plain.yaml").read_text()
 
 
@@ -207,7 +207,7 @@ def test_odd_networks_lose_no_parameter(name, check):
         assert contraction.joins or not {"add", "concat"} & {n.type for n in other.nodes}
         if contraction.norms == "local":
             assert not any(not isinstance(n.type, str) and n.type.is_norm for n in other.nodes)
-    private = graph.restrict_to(())
+    private = graph.restrict_to_types(())
     assert (private.local_reasons.keys(), private.coverage) == (dict(net.named_parameters()).keys(), 0)
 
 

@@ -116,7 +116,7 @@ def test_a_catalogue_grows(polyfed, here):
     assert "4 layer types in layers.yaml, 0 of them new" in polyfed(*command, "--model.hidden", "[16]")[1]
     sizes = {(64, 16): "relu", (16, 10): "none", (16, 12): "relu", (12, 10): "none"}
     types = (LayerType("linear", *size, activation=activation) for size, activation in sizes.items())
-    assert LayerCatalogue.read("layers.yaml") == LayerCatalogue(tuple(types))
+    assert LayerCatalogue.read_yaml("layers.yaml") == LayerCatalogue(tuple(types))
 
 
 def test_graphs_of_the_paper(polyfed, here):
@@ -135,7 +135,7 @@ def test_graphs_of_the_paper(polyfed, here):
     for options, nodes in (([], 29), (["--graph", "layers_and_norms"], 29), (["--graph", "layers"], 17)):
         (here / "layers.yaml").unlink(missing_ok=True)
         assert f"{nodes} nodes" in polyfed("graph", *network, *options)[1]
-    assert {kind.norm for kind in LayerCatalogue.read("layers.yaml").types} == {"batch_norm", "none"}
+    assert {kind.norm for kind in LayerCatalogue.read_yaml("layers.yaml").types} == {"batch_norm", "none"}
     status, out, _ = polyfed("graph", *network, "--graph", "layers", "--no-joins")
     assert status == 0
     assert "13 nodes" in out

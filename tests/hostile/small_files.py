@@ -106,7 +106,7 @@ def of_a_project(folder, kind, as_json, as_yaml):
     """The catalogue of layers, `trial.json`, `pyproject.toml`, and a field of a method in it."""
     types = LayerType("conv2d", 3, 8, (3, 3), (1, 1)), LayerType("linear", 8, 2)
     catalogue = folder / "catalogue.yaml"
-    LayerCatalogue(types).write(catalogue)
+    LayerCatalogue(types).write_yaml(catalogue)
     project = create_project(folder / "project", ["north", "south"])
     noted = trial_folder_of(project) / "trial.json"
     noted.parent.mkdir(exist_ok=True)
@@ -126,7 +126,7 @@ def of_a_project(folder, kind, as_json, as_yaml):
 
     return {
         "catalogue.yaml": kind(catalogue, as_yaml, yaml.safe_load(catalogue.read_text()),
-                               lambda: LayerCatalogue.read(catalogue)),
+                               lambda: LayerCatalogue.read_yaml(catalogue)),
         "trial.json": kind(noted, as_json, json.loads(noted.read_text()), trial),
         "pyproject.toml": kind(toml, as_toml, dict(project.read_configuration()), configured),
         "a field of the app": kind(field, as_json, json.loads(field.read_text()),

@@ -123,7 +123,7 @@ def test_a_description_of_a_network_that_no_machine_can_hold_is_refused():
 
 
 def test_a_catalogue_of_large_layers_is_refused(tmp_path):
-    LayerCatalogue((LayerType("linear", LARGE, LARGE),)).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue((LayerType("linear", LARGE, LARGE),)).write_yaml(tmp_path / "catalogue.yaml")
     with pytest.raises(pf.UserError, match="a graph hypernetwork of 1 layer types"):
         pf.federate(small_clients(), FLHAGHN(catalogue=str(tmp_path / "catalogue.yaml")), rounds=1, workers=0)
 

@@ -47,7 +47,7 @@ def test_a_damaged_link_names_no_run_of_mlflow(tmp_path, text):
 def test_damaged_catalogues_are_named(tmp_path, text):
     (tmp_path / "catalogue.yaml").write_text(text, encoding="latin-1")
     with pytest.raises(pf.UserError, match=r"the layer catalogue .*catalogue.yaml|catalogue.yaml, layer type 1"):
-        LayerCatalogue.read(tmp_path / "catalogue.yaml")
+        LayerCatalogue.read_yaml(tmp_path / "catalogue.yaml")
 
 
 @pytest.mark.parametrize(

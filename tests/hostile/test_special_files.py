@@ -158,7 +158,7 @@ def test_data_sources(tmp_path, said, make, source):
 @special
 def test_files_that_are_read_by_functions(tmp_path, make):
     make(tmp_path / "file")
-    for read in (read_schema, LayerCatalogue.read, load_vocabulary, read_idx_file):
+    for read in (read_schema, LayerCatalogue.read_yaml, load_vocabulary, read_idx_file):
         with pytest.raises(UserError, match="file"):
             read(tmp_path / "file")
     with pytest.raises(UserError, match="file"):

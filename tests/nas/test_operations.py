@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from polyfed.core.errors import UserError
-from polyfed.nas import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, operations
+from polyfed.nas import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, build_operations
 from polyfed.nas.operations import GroupedNorm
 
 # FedPNAS, Table 3, and METHODS for the operation that the table leaves out (sep_conv_7); written by hand.
@@ -23,14 +23,14 @@ def count(module):
 
 @pytest.mark.parametrize(("channels", "edge"), [(32, 29_632), (16, 9_184)])
 def test_parameters_of_table_3(channels, edge):
-    found = operations(channels)
+    found = build_operations(channels)
     assert {name: count(op) for name, op in found.items()} == TABLE_3[channels]
     assert count(found) == edge
 
 
 def test_small_operations_have_no_large_kernel():
     assert len(OPERATION_NAMES) == 9
-    kernels = {m.kernel_size for m in operations(4, SMALL_OPERATION_NAMES).modules() if isinstance(m, nn.Conv2d)}
+    kernels = {m.kernel_size for m in build_operations(4, SMALL_OPERATION_NAMES).modules() if isinstance(m, nn.Conv2d)}
     assert kernels == {(1, 1), (3, 3)}
 
 
@@ -86,4 +86,4 @@ def test_norm_of_a_group_of_one_takes_running_statistics():
 )
 def test_errors(arguments, message):
     with pytest.raises(UserError, match=message):
-        operations(**arguments)
+        build_operations(**arguments)

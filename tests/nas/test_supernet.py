@@ -22,14 +22,14 @@ from polyfed.nas import (  # fmt: skip
     OperationChoice,
     Sampled,
     SupernetPlan,
+    build_network_with_operations,
+    build_operations,
     count_edge_parameters,
     describe_network,
-    fix_operations,
     gumbel_noise_like,
     load_network,
     most_probable_network,
     operation_probabilities,
-    operations,
     plan_cell_stacks,
     rebuild_network,
 )
@@ -83,7 +83,7 @@ def test_table_3_counts_four_and_four_cells_with_all_operations_on_every_edge(ch
     assert on_edges == master + halved * (channels**2 + 2 * channels)
     assert count_edge_parameters(network.plan) == master
     assert count_edge_parameters(SupernetPlan(3, 10, channels, *plan_cell_stacks())) == 15 * edge + 3 * sum(
-        p.numel() for p in operations(channels, SMALL_OPERATION_NAMES).parameters()
+        p.numel() for p in build_operations(channels, SMALL_OPERATION_NAMES).parameters()
     )  # section 3.1's form, the default
 
 
@@ -119,7 +119,7 @@ def test_cell_is_the_sum_over_its_edges():
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_grouping_is_the_naive_loop(channels_last):
     """One example at a time through the operation that it chose: values and gradients, to 1e-6 in evaluation mode."""
-    ops = list(operations(4).double().eval().values())
+    ops = list(build_operations(4).double().eval().values())
     value = torch.randn(12, 4, 5, 5, dtype=torch.float64)
     if channels_last:
         value = value.contiguous(memory_format=torch.channels_last)
@@ -260,7 +260,7 @@ def test_a_supernet_is_read_once(monkeypatch):
     network, read = SupernetPlan(1, 10, 4, base, personal)(), []
     own = Network.state_dict
     monkeypatch.setattr(Network, "state_dict", lambda self, *a, **k: (read.append(self), own(self, *a, **k))[1])
-    fix_operations(network, [torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)])
+    build_network_with_operations(network, [torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)])
     assert sum(one is network for one in read) == 1
 
 
@@ -273,7 +273,7 @@ def test_what_was_found_computes_what_the_supernet_does():
     assert not list(plain.base["samplers"])
     assert not list(plain.personal["samplers"])
     choices = [torch.tensor([k % 9 for k in range(5)]), torch.tensor([8 - k for k in range(5)]), torch.tensor([3])]
-    other = fix_operations(network, choices)
+    other = build_network_with_operations(network, choices)
     sizes = zip(choices, (9, 9, 5), strict=True)
     network.noise = {
         k: 100.0 * nn.functional.one_hot(c, n) for k, (c, n) in enumerate(sizes)

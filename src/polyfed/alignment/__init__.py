@@ -1,5 +1,5 @@
-"""Aligns representations across networks (FedHeNN): kernels, CKA, the Procrustes distance, the mean kernel K̄, and
-public examples.
+"""Aligns the representations of different networks (FedHeNN): kernels, CKA, the Procrustes distance, the mean kernel
+K̄, and public examples.
 """
 
 from polyfed.alignment.alignment_target import (
@@ -7,7 +7,7 @@ from polyfed.alignment.alignment_target import (
     Distance,
     mean_kernel_features,
     mean_rbf_kernel,
-    principal_components,
+    reduce_to_principal_components,
 )
 from polyfed.alignment.cka import cka, hsic, linear_cka, linear_kernel, rbf_cka, rbf_kernel
 from polyfed.alignment.procrustes import procrustes_distance
@@ -26,8 +26,8 @@ __all__ = [
     "mean_kernel_features",
     "mean_rbf_kernel",
     "noise_like",
-    "principal_components",
     "procrustes_distance",
     "rbf_cka",
     "rbf_kernel",
+    "reduce_to_principal_components",
 ]

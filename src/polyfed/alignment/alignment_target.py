@@ -1,4 +1,6 @@
-"""Computes K̄, the mean kernel of several representations (FedHeNN, eq. 6), in a form that fits into memory."""
+"""Computes K̄, the mean kernel matrix of several clients' representations (FedHeNN, eq. 6), in a form that fits into
+memory.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from polyfed.alignment.cka import (
     CentredFeatures,
     CentredKernel,
     linear_cka,
-    norm_above_rounding,
+    norm_or_zero_if_rounding,
     rbf_cka,
     rbf_kernel_blocks,
 )
@@ -21,14 +23,15 @@ from polyfed.core.seeds import torch_generator
 
 Distance = Literal["cka", "procrustes"]
 _EXACT_WIDTH = 1024
-"""Largest width at which `principal_components` uses the eigenvectors of ÃᵀÃ; above it, a randomised search."""
+"""Largest width at which `reduce_to_principal_components` uses the eigenvectors of ÃᵀÃ; above it, a randomised
+search."""
 
 
 @final
 @dataclass(frozen=True)
 class AlignmentTarget:
-    """Holds K̄, the mean kernel of all clients on a round's public examples (RAD), with which a client aligns its own
-    kernel.
+    """Holds the mean kernel matrix K̄ of all clients on a round's public examples (RAD), with which a client aligns its
+    own kernel matrix.
 
     Attributes:
         matrix: for a linear kernel, features F with K̄ = FFᵀ, shape (L, width); for an RBF kernel, K̄ itself, shape (L, L).
@@ -45,8 +48,8 @@ class AlignmentTarget:
     distance_measure: Distance = "cka"
 
     def distance(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Computes d(K_i, K̄), the distance of a client's kernel and the mean kernel: 1 − CKA, or the orthogonal
-        Procrustes distance.
+        """Computes the distance d(K_i, K̄) of a client's kernel matrix and the mean kernel matrix: 1 − CKA, or the
+        orthogonal Procrustes distance.
 
         Arguments are as in `cka`. The Procrustes distance is that of A_i and F.
 
@@ -59,7 +62,8 @@ class AlignmentTarget:
         return procrustes_distance(a, self._features if rows is None else self.matrix[rows])
 
     def cka(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Computes CKA(K_i, K̄) of a client's kernel and the mean kernel on all or some rows of the RAD: a scalar.
+        """Computes the similarity CKA(K_i, K̄) of a client's kernel matrix and the mean kernel matrix on all or some
+        public examples: a scalar.
 
         Args:
             a: the client's representation of these rows, shape (number, d_i).
@@ -82,8 +86,8 @@ class AlignmentTarget:
 def mean_kernel_features(
     representations: Sequence[Tensor], weights: Sequence[float], normalise: bool = False
 ) -> Tensor:
-    """Concatenates weighted representations to features F whose linear kernel is the mean kernel K̄ (eq. 6): shape (L,
-    Σ_j d_j).
+    """Returns features F whose linear kernel FFᵀ is the weighted mean of the kernels of several representations, K̄
+    (eq. 6): shape (L, Σ_j d_j).
 
     F = [√w_1·A_1, ..., √w_N·A_N], so that FFᵀ = K̄ = Σ_j w_j·A_j·A_jᵀ.
 
@@ -99,13 +103,14 @@ def mean_kernel_features(
     """
     scaled = []
     for a, weight in zip(representations, weights, strict=True):
-        size = norm_above_rounding(a - a.mean(0), a) if normalise else torch.ones(())
+        size = norm_or_zero_if_rounding(a - a.mean(0), a) if normalise else torch.ones(())
         scaled.append(a * (weight**0.5 / float(size) if float(size) > 0 else 0.0))
     return torch.cat(scaled, dim=1)
 
 
 def triangular_kernel_factor(features: Tensor) -> Tensor:
-    """Factors the kernel FFᵀ of features F, shape (L, D), into GGᵀ with a triangular G, shape (L, min(L, D)).
+    """Returns a smaller matrix with the same linear kernel as the features: a triangular G of shape (L, min(L, D)) with
+    GGᵀ = FFᵀ.
 
     G is F after a rotation of all its columns together. Up to signs it depends on FFᵀ alone and so reveals no more:
     unlike F, it does not show which column belongs to which client. It comes from a QR decomposition of Fᵀ in float64,
@@ -122,7 +127,8 @@ def triangular_kernel_factor(features: Tensor) -> Tensor:
 
 
 def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
-    """Computes the mean RBF kernel K̄ = Σ_j w_j K_j of several representations (eq. 6), shape (L, L).
+    """Computes the weighted mean of the RBF kernel matrices of several representations, K̄ = Σ_j w_j K_j (eq. 6), shape
+    (L, L).
 
     It adds a few rows at a time, so that no other (L, L) matrix is in memory.
 
@@ -141,9 +147,10 @@ def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float],
     return total
 
 
-def principal_components(a: Tensor, rank: int) -> Tensor:
-    """Reduces a representation to its `rank` principal components, whose centred linear kernel is nearest to that of
-    `a`.
+def reduce_to_principal_components(a: Tensor, rank: int) -> Tensor:
+    """Reduces a representation to its `rank` principal components.
+
+    Among representations of this rank, its centred linear kernel is nearest to that of `a`.
 
     Returns shape (L, rank), or fewer columns if `a` has fewer. For a wide representation it uses a randomised search
     in O(L·d·rank), always with the same random numbers (Halko, Martinsson and Tropp 2011, algorithm 4.4).
@@ -153,7 +160,7 @@ def principal_components(a: Tensor, rank: int) -> Tensor:
         rank: number of columns to keep, at least 1.
 
     >>> a = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
-    >>> b = principal_components(a, 1)
+    >>> b = reduce_to_principal_components(a, 1)
     >>> b.shape, torch.allclose(b @ b.T, (a - 2) @ (a - 2).T, atol=1e-5)
     (torch.Size([3, 1]), True)
     """

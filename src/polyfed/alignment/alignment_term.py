@@ -1,4 +1,4 @@
-"""Computes the alignment term η·d of a client's loss (FedHeNN, eq. 5, 6), for one network or for a stack of networks."""
+"""Computes the alignment term of a client's loss, η·d (FedHeNN, eq. 5, 6), for one network or for a stack of networks."""
 
 import warnings
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ from polyfed.core.vectorized.stacked_module import Stacked
 
 @final
 class NetworkTarget:
-    """Represents the kernel of one network (such as the global model) on the RAD as a target, computed when first
-    needed.
+    """Describes an alignment target by one network (such as the global model): the network's kernel matrix on the
+    public examples, computed when first needed.
 
     Clients that share the target and are trained together compute it once.
 
@@ -44,7 +44,7 @@ class NetworkTarget:
         self._network, self._sigma = deep_copy(network), sigma
 
     def compute_target(self, pool: Examples, rows: Tensor, module: str) -> AlignmentTarget:
-        """Computes the network's kernel on these rows of the pool."""
+        """Computes the alignment target, the network's kernel matrix on these rows of the pool of public examples."""
         a = compute_representations(self._network, pool.select(rows), module=module, batch_statistics=True)
         return (
             AlignmentTarget(a)
@@ -53,7 +53,9 @@ class NetworkTarget:
         )
 
     def has_same_kernel(self, other_target: "NetworkTarget | AlignmentTarget") -> bool:
-        """Returns whether the other target has the same kernel, given that both clients have the same architecture."""
+        """Returns whether another target has the same kernel matrix, given that both networks have the same
+        architecture.
+        """
         if not isinstance(other_target, NetworkTarget) or self._sigma != other_target._sigma:
             return False
         weights, other_weights = _kernel_weights(self._network), _kernel_weights(other_target._network)
@@ -63,8 +65,8 @@ class NetworkTarget:
 
 
 def _kernel_weights(network: nn.Module) -> list[Tensor]:
-    """Returns the tensors that a representation depends on; BatchNorm's buffers are not among them, since it uses
-    batch statistics.
+    """Returns the parameters and buffers on which a network's representation depends; BatchNorm's buffers do not count,
+    since it uses batch statistics.
     """
     unused = {id(buffer) for part in network.modules() if isinstance(part, _BatchNorm) for buffer in part.buffers()}
     return [t for t in (*network.parameters(), *network.buffers()) if id(t) not in unused]
@@ -77,12 +79,12 @@ def _tensors_equal(first: Tensor, second: Tensor) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class AlignmentTerm:
-    """Computes the alignment term η·d(K_i, K̄) for the current parameters, on `num_rows` public examples that are
-    drawn at each call.
+    """Computes the penalty of a client's loss for the distance of its kernel matrix from the target, on public examples
+    that are drawn at each call.
 
-    A call takes the network and the state of the random generator that draws the client's rows, and advances the state; or a
-    stack of k networks and k states, for k terms. Two terms are equal if they compute the same function: clients with equal
-    terms can be trained as one stack.
+    It is η·d(K_i, K̄) for the current parameters, on `num_rows` examples. A call takes the network and the state of the
+    random generator that draws the client's rows, and advances the state; or a stack of k networks and k states, for k
+    terms. Two terms are equal if they compute the same function: clients with equal terms can be trained as one stack.
 
     Attributes:
         pool: the public examples.
@@ -105,7 +107,7 @@ class AlignmentTerm:
     method_name: str
 
     def __call__(self, network: nn.Module, states: Sequence[Tensor]) -> Tensor:
-        """Returns the term: shape () for one network, (k,) for a stack."""
+        """Returns the penalty: shape () for one network, (k,) for a stack of k networks."""
         many, (state,) = isinstance(network, Stacked), states
         drawn = torch.stack([self._draw_rows(mine) for mine in state]) if many else self._draw_rows(state)
         drawn = drawn.to(self.rows.device, non_blocking=True)
@@ -151,11 +153,11 @@ class AlignmentTerm:
 
     @cached_property
     def _float64_target(self) -> AlignmentTarget:
-        """Returns the target for networks in float64."""
+        """Returns the alignment target for networks in float64."""
         return replace(self._resolved_target, matrix=self._resolved_target.matrix.double())
 
     def build_for_client(self, seed: int) -> PerClientTerm:
-        """Builds the term of the client whose rows are drawn with this seed."""
+        """Builds the penalty for one client, whose public examples are drawn with this seed."""
         state = torch_generator(derive_seed(seed, "rad")).get_state()
         return PerClientTerm(self, [state], takes_network=True, num_rows=representation_batch_size(self.num_rows))
 

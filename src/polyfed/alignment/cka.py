@@ -30,8 +30,7 @@ _MEDIAN_ROWS = 1024
 
 
 def linear_kernel(a: Tensor) -> Tensor:
-    """Computes the linear kernel K(p, q) = ⟨a_p, a_q⟩, shape (L, L). It is for checks and figures; `linear_cka` does
-    not need it.
+    """Computes the inner products of all pairs of examples' representations, K(p, q) = ⟨a_p, a_q⟩: shape (L, L).
 
     >>> linear_kernel(torch.tensor([[1.0], [2.0]]))
     tensor([[1., 2.],
@@ -41,8 +40,9 @@ def linear_kernel(a: Tensor) -> Tensor:
 
 
 def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
-    """Computes the RBF kernel K(p, q) = exp(−‖a_p − a_q‖²/(2s²)), shape (L, L), where s is `sigma` times the median
-    distance.
+    """Computes the RBF kernel matrix of all pairs of examples' representations, shape (L, L).
+
+    K(p, q) = exp(−‖a_p − a_q‖²/(2s²)), where s is `sigma` times the median distance.
 
     Args:
         a: representation, shape (L, d).
@@ -57,7 +57,9 @@ def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
 
 
 def hsic(k: Tensor, m: Tensor) -> Tensor:
-    """Computes HSIC(K, M) = tr(KHMH)/(L−1)², H = I − 11ᵀ/L, of two kernel matrices of shape (L, L); a scalar.
+    """Computes the Hilbert-Schmidt independence criterion (HSIC) of two kernel matrices of shape (L, L): a scalar.
+
+    HSIC(K, M) = tr(KHMH)/(L−1)², H = I − 11ᵀ/L.
 
     >>> k = linear_kernel(torch.tensor([[1.0], [3.0]]))
     >>> hsic(k, k).item()  # the square of the variance
@@ -67,8 +69,9 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
 
 
 def cka(k: Tensor, m: Tensor) -> Tensor:
-    """Computes CKA(K, M) = HSIC(K, M)/√(HSIC(K, K)·HSIC(M, M)) of two kernel matrices of shape (L, L); a scalar from 0
-    to 1.
+    """Computes the similarity of two kernel matrices by centred kernel alignment (CKA): a scalar from 0 to 1.
+
+    CKA(K, M) = HSIC(K, M)/√(HSIC(K, K)·HSIC(M, M)).
 
     Args:
         k, m: symmetric kernel matrices of the same L ≥ 2 examples.
@@ -88,7 +91,7 @@ def cka(k: Tensor, m: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class CentredFeatures:
-    """Holds HB/‖HB‖_F, a representation B centred and normalised once, for comparison with many others.
+    """Holds a representation B, centred and normalised once, for comparison with many others: HB/‖HB‖_F.
 
     Attributes:
         normalised_features: shape (L, d); 0 if B is constant.
@@ -102,19 +105,19 @@ class CentredFeatures:
 
     @classmethod
     def from_representation(cls, b: Tensor) -> "CentredFeatures":
-        """Centres and normalises a representation of shape (L, d)."""
+        """Builds the centred and normalised form of a representation of shape (L, d)."""
         return cls(_normalise(_centre_columns(b), b))
 
     @cached_property
     def squared_kernel_norm(self) -> Tensor:
-        """Returns ‖B̂B̂ᵀ‖²_F of the normalised features B̂; a scalar."""
+        """Returns the squared Frobenius norm of the linear kernel of the normalised features, ‖B̂B̂ᵀ‖²_F; a scalar."""
         return _squared_kernel_norm(self.normalised_features)
 
 
 @final
 @dataclass(frozen=True)
 class CentredKernel:
-    """Represents HMH/‖HMH‖_F of a kernel matrix M, computed a few rows at a time; besides M it stores only L numbers.
+    """Represents HMH/‖HMH‖_F, a kernel matrix M centred and normalised; besides M it stores only L numbers.
 
     Attributes:
         kernel: M, shape (L, L), symmetric.
@@ -134,7 +137,7 @@ class CentredKernel:
 
     @classmethod
     def from_kernel(cls, kernel: Tensor, block: int = _BLOCK) -> "CentredKernel":
-        """Computes the row means and norms of a kernel matrix of shape (L, L), `block` rows at a time."""
+        """Prepares a kernel matrix of shape (L, L): computes its row means and norms, `block` rows at a time."""
         unit_scale, starts = torch.ones((), dtype=kernel.dtype, device=kernel.device), range(0, len(kernel), block)
         unscaled = cls(kernel, kernel.mean(1), unit_scale, unit_scale)
         with torch.no_grad():
@@ -149,18 +152,17 @@ class CentredKernel:
         return cls(kernel, unscaled.row_means, scale, squares)
 
     def centred_rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop` of inverse_norm·HMH, shape (stop − start, L); fewer where M ends."""
+        """Returns rows `start` to `stop` of the centred and normalised kernel matrix; fewer where the matrix ends."""
         means = self.row_means[start:stop] - self.row_means.mean()
         return (self.kernel[start:stop] - self.row_means).sub_(means[:, None]).mul_(self.inverse_norm)
 
 
 def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
-    """Computes CKA with linear kernels of two representations, ‖B̃ᵀÃ‖²_F/(‖ÃᵀÃ‖_F·‖B̃ᵀB̃‖_F) (eq. 4): a scalar from 0
-    to 1.
+    """Computes the similarity of two representations by CKA with linear kernels (eq. 4): a scalar from 0 to 1.
 
-    Ã = HA and B̃ = HB have columns of mean 0. The computation is in feature space, in O(L·d_a·d_b), without any matrix of
-    shape (L, L). Only with fewer examples than features (L < d_a·d_b/(d_a + d_b); for a norm, L < d) does it use the kernel
-    itself, which then is the smaller matrix.
+    It is ‖B̃ᵀÃ‖²_F/(‖ÃᵀÃ‖_F·‖B̃ᵀB̃‖_F). Ã = HA and B̃ = HB have columns of mean 0. The computation is in feature space,
+    in O(L·d_a·d_b), without any matrix of shape (L, L). Only with fewer examples than features (L < d_a·d_b/(d_a +
+    d_b); for a norm, L < d) does it use the kernel itself, which then is the smaller matrix.
 
     Args:
         a, b: representations of the same L ≥ 2 examples, shapes (L, d_a) and (L, d_b); b may be centred already.
@@ -188,10 +190,10 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
 
 
 def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block: int = _BLOCK) -> Tensor:
-    """Computes CKA of a representation's RBF kernel and a given kernel matrix in blocks of rows: a scalar from 0 to 1.
+    """Computes the similarity (CKA) of a representation's RBF kernel and a kernel matrix: a scalar from 0 to 1.
 
-    The value is that of `cka(rbf_kernel(a), target)`, but both passes take only `block` × L numbers of memory besides
-    the target.
+    The value is that of `cka(rbf_kernel(a), target)`, but both passes go through blocks of rows and take only `block` × L
+    numbers of memory besides the target.
 
     Args:
         a: representation, shape (L, d), L ≥ 2.
@@ -209,7 +211,7 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
     check_same_examples(a, target.kernel if isinstance(target, CentredKernel) else target)
     target_kernel = target if isinstance(target, CentredKernel) else CentredKernel.from_kernel(target, block)
     centred = _centre_columns(a)
-    if not bool(norm_above_rounding(centred, a)):
+    if not bool(norm_or_zero_if_rounding(centred, a)):
         return (a * 0).sum()
     # For few examples the squared distances are kept for the backward pass; for many they are recomputed.
     compute_bandwidth = (
@@ -230,9 +232,10 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
 
 
 class _RbfSums(torch.autograd.Function):
-    """Computes ⟨K, s·HMH⟩ and ‖HKH‖²_F in float64, for the RBF kernel K of centred representations and a kernel M.
+    """Computes the two sums from which `rbf_cka` follows, with a backward pass that goes through blocks of rows.
 
-    The backward pass is written by hand: autograd would keep every block of K, and checkpoints would leave small tensors
+    They are ⟨K, s·HMH⟩ and ‖HKH‖²_F in float64, for the RBF kernel K of centred representations and a kernel M. The
+    backward pass is written by hand: autograd would keep every block of K, and checkpoints would leave small tensors
     between the blocks, which fragment the heap until it is as large as all blocks together.
     """
 
@@ -292,8 +295,7 @@ def _constant_kernel(kernel: Tensor, means: Tensor, scale: Tensor) -> CentredKer
 
 
 def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Iterator[tuple[slice, Tensor]]:
-    """Yields `rbf_kernel(a, sigma)` in blocks of rows: (places, rows), rows of shape (`block`, L); the last block may
-    be smaller.
+    """Yields `rbf_kernel(a, sigma)` in blocks of rows: (slice of the rows, block of shape (`block` or fewer, L)).
 
     >>> [(places.start, rows.shape) for places, rows in rbf_kernel_blocks(torch.eye(3), block=2)]
     [(0, torch.Size([2, 3])), (2, torch.Size([1, 3]))]
@@ -306,7 +308,7 @@ def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Ite
 
 
 def cosine_from_norms(inner: Tensor, squared_norm_a: Tensor, squared_norm_b: Tensor) -> Tensor:
-    """Returns inner/√(squared_norm_a·squared_norm_b); 0, with gradient 0, where a norm is 0."""
+    """Returns the cosine inner/√(squared_norm_a·squared_norm_b); 0, with gradient 0, where a norm is 0."""
     norm = squared_norm_a * squared_norm_b
     defined = norm > 0
     value = inner / torch.where(defined, norm, torch.ones_like(norm)).sqrt()
@@ -318,28 +320,28 @@ def _matrix_cosine(k: Tensor, m: Tensor) -> Tensor:
 
 
 def _squared_kernel_norm(a: Tensor) -> Tensor:
-    """Returns ‖AAᵀ‖²_F = ‖AᵀA‖²_F, computed from the smaller of the two matrices."""
+    """Returns ‖AAᵀ‖²_F = ‖AᵀA‖²_F of a matrix A, computed from the smaller of the two products."""
     return (a @ a.T if len(a) < a.shape[1] else a.T @ a).square().sum()
 
 
 def _centre_columns(a: Tensor) -> Tensor:
-    """Returns HA, the matrix with columns of mean 0."""
+    """Returns a matrix with the mean of each column subtracted, HA."""
     return a - a.mean(0, keepdim=True)
 
 
 def _double_centre(k: Tensor) -> Tensor:
-    """Returns HKH of a symmetric matrix K."""
+    """Returns a symmetric matrix K with the means of its rows and columns subtracted, HKH."""
     means = k.mean(1)
     return k - means[:, None] - means[None, :] + means.mean()
 
 
-def norm_above_rounding(centred: Tensor, raw: Tensor) -> Tensor:
-    """Returns ‖Ã‖_F, or 0 if rounding errors of a constant representation would give as much."""
+def norm_or_zero_if_rounding(centred: Tensor, raw: Tensor) -> Tensor:
+    """Returns the norm of a centred representation; 0 if rounding errors of a constant one explain it."""
     return _zero_if_rounding(torch.linalg.vector_norm(centred.detach()), raw)
 
 
 def _zero_if_rounding(norm: Tensor, raw: Tensor) -> Tensor:
-    """Returns the norm of a centred matrix, or 0 if rounding errors of a constant `raw` would give as much."""
+    """Returns the norm of a centred matrix; 0 if rounding errors of a constant `raw` explain it."""
     size = torch.linalg.vector_norm(raw.detach())
     return torch.where(norm > 16 * torch.finfo(raw.dtype).eps * size, norm, torch.zeros_like(norm))
 
@@ -350,12 +352,12 @@ def _inverse_or_zero(norm: Tensor) -> Tensor:
 
 
 def _normalise(centred: Tensor, raw: Tensor) -> Tensor:
-    """Returns the centred matrix scaled to norm 1, or 0 if it is constant."""
-    return centred * _inverse_or_zero(norm_above_rounding(centred, raw))
+    """Returns the centred matrix divided by its norm; 0 if `raw` is constant."""
+    return centred * _inverse_or_zero(norm_or_zero_if_rounding(centred, raw))
 
 
 def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Returns ‖a_p − b_q‖² for all pairs of rows. The common mean of `a` and `b` must be 0, which saves digits."""
+    """Returns ‖a_p − b_q‖² of all pairs of rows; the common mean of `a` and `b` must be 0, which saves digits."""
     sizes = a.square().sum(1)[:, None] + b.square().sum(1)[None, :]
     distances = sizes - 2 * a @ b.T
     equal = distances <= 16 * torch.finfo(a.dtype).eps * sizes  # no more than rounding
@@ -367,8 +369,9 @@ def _rbf_kernel_rows(rows: Tensor, all_rows: Tensor, s_squared: Tensor) -> Tenso
 
 
 def _squared_bandwidth(centred: Tensor, sigma: float) -> Tensor:
-    """Returns s², where s is `sigma` times the median distance. Gradients flow through it, so that CKA does not depend
-    on scale.
+    """Returns s², where the RBF kernel's width s is `sigma` times the median distance between two examples.
+
+    Gradients flow through it, so that CKA does not depend on scale.
     """
     if not sigma > 0:
         raise UserError(f"sigma, the fraction of the median distance, must be above 0, got {sigma}")
@@ -386,7 +389,7 @@ def _squared_bandwidth(centred: Tensor, sigma: float) -> Tensor:
 
 
 def check_same_examples(a: Tensor, b: Tensor) -> None:
-    """Raises a `UserError` unless `a` and `b` are matrices with a row for each of the same L ≥ 2 examples."""
+    """Raises a `UserError` unless `a` and `b` are matrices with the same number of rows, at least 2: one per example."""
     if a.dim() != 2 or b.dim() != 2 or len(a) != len(b):
         raise UserError(
             f"CKA compares representations of the same examples, one row each, got shapes {tuple(a.shape)} and "

@@ -1,4 +1,4 @@
-"""Compares the representations that several networks have of the same examples: CKA between any two of them."""
+"""Compares the representations that several networks have of the same examples: CKA between each two of them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ _ROWS = 256
 
 
 def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
-    """Computes linear CKA between any two representations of the same examples: shape (N, N), float64.
+    """Computes linear CKA between each two of N representations of the same examples: shape (N, N), float64.
 
     The diagonal is 1 (0 for a constant representation).
 
@@ -27,7 +27,7 @@ def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
 
 
 def _unit_kernels(representations: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the centred kernel of each representation as a vector of norm 1, or of zeros if the representation is
+    """Yields the centred linear kernel of each representation as a vector of norm 1; zeros if the representation is
     constant.
     """
     number = len(representations[0])
@@ -45,7 +45,8 @@ def _unit_kernels(representations: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def mean_pairwise_cka(representations: Sequence[Tensor]) -> float | None:
-    """Computes the mean CKA over the pairs of different networks; None if there are fewer than two networks.
+    """Computes the mean linear CKA over all pairs of different networks' representations; None if there are fewer than
+    two.
 
     >>> mean_pairwise_cka([torch.eye(3), 2 * torch.eye(3)])
     1.0

@@ -17,8 +17,8 @@ from polyfed.alignment.cka import CentredFeatures, check_same_examples, cosine_f
 
 
 def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
-    """Computes the orthogonal Procrustes distance of two representations: a scalar from 0 (equal) to 2 (nothing in
-    common).
+    """Computes the orthogonal Procrustes distance of two representations of the same examples: a scalar from 0 (equal
+    up to rotation and scale) to 2 (nothing in common).
 
     Representations are equal up to a rotation, reflection, shift and scale of the features. The distance is
     differentiable in both arguments.
@@ -46,7 +46,7 @@ def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
 
 
 class _NuclearNorm(torch.autograd.Function):
-    """Computes ‖BᵀA‖_*, the sum of singular values, of matrices (L, d_a) and (L, d_b).
+    """Computes the nuclear norm (the sum of singular values) of BᵀA, for matrices (L, d_a) and (L, d_b).
 
     The backward pass is written by hand for two reasons. Where a singular value is 0 the norm has many subgradients; an SVD
     would take an arbitrary one and pull a dead feature anywhere, while this takes the one of least norm, UVᵀ over the other
@@ -79,7 +79,8 @@ class _NuclearNorm(torch.autograd.Function):
 
 
 def _compress_columns(a: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Factors A = CQᵀ with orthonormal columns of Q, shape (d, L); returns C, shape (L, L), and Q.
+    """Factors a wide matrix A, shape (L, d), into C of shape (L, L) and the transpose of Q with orthonormal columns,
+    shape (d, L); returns C and Q.
 
     Returns (A, None) if A has no more features than examples.
     """

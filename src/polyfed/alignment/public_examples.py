@@ -1,5 +1,5 @@
-"""Draws the RAD, the representation alignment dataset of a round: rows of a public pool or noise, the same for all
-clients (FedHeNN, section 3.3).
+"""Draws the public examples on which clients align their representations in a round (RAD): rows of a public pool or
+noise, the same for all clients (FedHeNN, section 3.3).
 """
 
 import torch
@@ -12,7 +12,7 @@ from polyfed.core.seeds import derive_seed, torch_generator
 
 
 def draw_public_rows(seed: int, round_number: int, pool_size: int, size: int) -> Tensor:
-    """Draws the rows of the pool that are the RAD of a round, without replacement: int32, shape (size,).
+    """Draws which rows of the public pool are used in a round, without replacement: int32, shape (size,).
 
     Args:
         seed: seed of the run.
@@ -28,8 +28,8 @@ def draw_public_rows(seed: int, round_number: int, pool_size: int, size: int) ->
 
 
 def noise_like(examples: Examples, number: int, seed: int) -> Examples:
-    """Generates noise in the shapes and types of a client's inputs; it is the same for all clients whose inputs have
-    these.
+    """Generates noise examples in the shapes and types of a client's inputs; clients with equal shapes and types get
+    the same noise.
 
     Args:
         examples: the client's examples; their transform is applied to the noise, too.

@@ -1,5 +1,5 @@
-"""Computes representations of many examples: in batches without gradients, or with gradients in the memory of one
-batch.
+"""Computes networks' representations of many examples: in batches without gradients, or with gradients in the memory of
+one batch.
 """
 
 from functools import partial
@@ -22,10 +22,10 @@ _BATCH = 256
 def compute_representations(
     model: nn.Module, examples: Examples, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
-    """Computes A = Φ(X; W), the input of the last linear layer of `model` for each example: float32 on the CPU, shape
-    (n, width).
+    """Computes a network's representation of each example, the input of its last linear layer: float32 on the CPU,
+    shape (n, width).
 
-    The model runs in evaluation mode, without dropout.
+    A = Φ(X; W). The model runs in evaluation mode, without dropout.
 
     Args:
         model: any network.
@@ -54,7 +54,8 @@ def compute_representations(
 
 
 def differentiable_representations(model: nn.Module, examples: Examples, rows: Tensor, module: str) -> Tensor:
-    """Computes representations of some rows, with gradients to the parameters, on the model's device.
+    """Computes a network's representations of some rows of the examples, with gradients to the parameters, on the
+    network's device.
 
     Returns shape (number, width); for a stack of k networks, each with its own rows (k, number), shape (k, number,
     width).
@@ -85,7 +86,7 @@ def differentiable_representations(model: nn.Module, examples: Examples, rows: T
 
 
 def representation_batch_size(number: int) -> int:
-    """Returns how many of `number` rows `differentiable_representations` runs through a network at once."""
+    """Returns how many of `number` examples `differentiable_representations` runs through a network at once."""
     return min(number, _BATCH if number <= _BATCH else _BATCH // 2)
 
 
@@ -107,12 +108,16 @@ def _stacked_representations(networks: Stacked, examples: Examples, rows: Tensor
 
 
 def representation_module_name(model: nn.Module, examples: Examples) -> str:
-    """Finds the name of the module whose input is the representation, by running one example."""
+    """Returns the name of the module whose input is the network's representation, which it finds by running one
+    example.
+    """
     first_example = examples.batch(torch.zeros(1, dtype=torch.int64, device=examples.device))[0]
     return find_representation_module(model, to_preferred_memory_format(model, first_example))
 
 
 def check_has_representation(client: Client, module: str | None) -> None:
-    """Raises a `UserError` if a client's network has no representation: no input of `module`, or no last nn.Linear."""
+    """Raises a `UserError` if a client's network has no representation: `module` gets no input, or (without `module`)
+    there is no last nn.Linear.
+    """
     assert client.model is not None
     compute_representations(cached_module(client.model, client.train.device).module, client.train.head(), module=module)

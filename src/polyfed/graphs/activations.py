@@ -1,4 +1,4 @@
-"""Recognises the activations in a traced program: element-wise nonlinear functions, and gated linear units.
+"""Recognises activation functions in a traced program: element-wise nonlinear functions, and gated linear units.
 
 A layer's activation is part of its type (FLHA-GHN, section 4.2). Pooling, softmax, dropout and products of two values are
 not activations, nor are functions composed of them. Both tracers give the same names, except for `nn.Softsign` and
@@ -30,7 +30,8 @@ _FUNCTIONS |= dict.fromkeys(("clamp", "clamp_min", "clip"), "clamp")
 def activation_name(
     node: fx.Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Returns the name of the activation that an operation computes; None for all other operations.
+    """Returns the name of the activation function that an operation of a traced program computes; None if it computes
+    none.
 
     Args:
         node: an operation of the traced program.
@@ -49,8 +50,8 @@ def activation_name(
 
 
 def _clamp_activation(least: Any, most: Any) -> str | None:
-    """Returns the name of x clamped between two bounds; None if only an upper bound is given, which is not an
-    activation.
+    """Returns the name of the activation that clamping a value between two bounds is; None if only an upper bound is
+    given, which is not an activation.
     """
     if not isinstance(least, int | float):
         return None

@@ -1,5 +1,5 @@
-"""Defines the layer catalogue: the types of layers that a federation's hypernetwork can generate. It is public; graphs
-are not.
+"""Defines the layer catalogue: the layer types whose weights a federation's hypernetwork can generate. It is public;
+graphs are not.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,12 +20,14 @@ _FORMAT = 2  # version of the file format; in version 1, types had no dilation a
 @final
 @dataclass(frozen=True)
 class LayerCatalogue:
-    """Holds the layer types l_1..l_k, sorted and without duplicates.
+    """Holds the layer types whose weights a hypernetwork can generate, sorted and without duplicates.
 
     >>> conv, line = LayerType("conv2d", 1, 8, (3, 3), (1, 1)), LayerType("linear", 8, 2)
     >>> catalogue = LayerCatalogue((line, conv, conv))
-    >>> [t.kind for t in catalogue.types], len(catalogue.node_types), catalogue.column_of("add"), catalogue.column_of(line)
-    (['conv2d', 'linear'], 5, 0, 4)
+    >>> [t.kind for t in catalogue.types], len(catalogue.node_types)
+    (['conv2d', 'linear'], 5)
+    >>> catalogue.feature_column_of("add"), catalogue.feature_column_of(line)
+    (0, 4)
     """
 
     types: tuple[LayerType, ...]
@@ -35,18 +37,18 @@ class LayerCatalogue:
 
     @classmethod
     def from_graphs(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
-        """Returns the catalogue of all layer types that occur in the graphs."""
+        """Builds the catalogue of all layer types that occur in the given graphs."""
         return cls(tuple(t for graph in graphs for t in graph.layer_types))
 
     @property
     def node_types(self) -> tuple[NodeMark | LayerType, ...]:
-        """Returns the meaning of each column of the one-hot node features X: the marks "add", "concat", "other", then
-        the types.
+        """Returns the node type of each column of the one-hot node features X: the marks "add", "concat" and "other",
+        then the layer types.
         """
         return (*NODE_MARKS, *self.types)
 
-    def column_of(self, kind: NodeMark | LayerType) -> int:
-        """Returns the column of a node's type in the node features X.
+    def feature_column_of(self, kind: NodeMark | LayerType) -> int:
+        """Returns the column of a node type in the one-hot node features X.
 
         Raises:
             UserError: the type is not in the catalogue.
@@ -56,8 +58,8 @@ class LayerCatalogue:
         except ValueError:
             raise UserError(f"{kind} is not in the layer catalogue of {len(self.types)} types") from None
 
-    def write(self, path: str | Path, graph: str = "layers_and_norms") -> None:
-        """Writes `catalogue.yaml`, on which the sites of a deployment agree; `graph` is as in FLHAGHN."""
+    def write_yaml(self, path: str | Path, graph: str = "layers_and_norms") -> None:
+        """Writes the catalogue to a YAML file, on which the sites of a deployment agree; `graph` is as in FLHAGHN."""
         rows = [
             {
                 name: list(value) if isinstance(value, tuple) else value
@@ -73,8 +75,8 @@ class LayerCatalogue:
         expand_user_path(path, "the layer catalogue").write_text(text, encoding="utf-8")
 
     @classmethod
-    def read(cls, path: str | Path) -> "LayerCatalogue":
-        """Reads the catalogue from a file that `write` or a person wrote.
+    def read_yaml(cls, path: str | Path) -> "LayerCatalogue":
+        """Reads the catalogue from a YAML file that `write_yaml` or a person wrote.
 
         Raises:
             UserError: the file cannot be read, has another format, or an entry is not a layer type.
@@ -95,7 +97,7 @@ class LayerCatalogue:
 
 
 def read_graph_variant(path: str | Path) -> str:
-    """Reads from a catalogue file which graphs its layer types come from: "layers" or "layers_and_norms".
+    """Reads from a catalogue file for which form of graphs it was written: "layers" or "layers_and_norms".
 
     Raises:
         UserError: the file cannot be read, or has another value of `graph`.

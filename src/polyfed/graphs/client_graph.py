@@ -19,7 +19,8 @@ _ROWS = 2  # BatchNorm and torch.export may treat a batch of one example as a sp
 def graph_of_client(
     client: Client, catalogue: LayerCatalogue | None = None, contraction: Contraction = NO_CONTRACTION
 ) -> ArchitectureGraph:
-    """Returns the contracted graph of a client's network; with a catalogue, layers of types outside it stay local.
+    """Returns the graph of a client's network, contracted as `contraction` says; layers whose type is not in the
+    catalogue keep their weights at the client.
 
     Raises:
         UserError: the network cannot be traced; the message has the client's id.
@@ -37,7 +38,7 @@ def _extract_contracted(
 ) -> ArchitectureGraph:
     if catalogue is not None or contraction != NO_CONTRACTION:
         graph = contraction.apply(_extract_cached(factory, form, None, NO_CONTRACTION))
-        return graph if catalogue is None else graph.restrict_to(catalogue.types)
+        return graph if catalogue is None else graph.restrict_to_types(catalogue.types)
     # Random values reveal a traced program that computes something else than the network; tokens are 0 or 1.
     generator = torch_generator(0)
 

@@ -1,4 +1,5 @@
-"""Contracts graphs to fewer nodes: folds norm layers into the layers before them, and removes sums and concatenations.
+"""Contracts graphs of networks to fewer nodes: folds norm layers into the layers before them, and removes sums and
+concatenations.
 
 FLHA-GHN's section 4.2 has a node for each convolution and linear layer and does not mention norm layers; appendix B says
 that the edges alone are enough where networks have residual sums.
@@ -37,7 +38,7 @@ class Contraction:
     joins: bool = True
 
     def apply(self, graph: ArchitectureGraph) -> ArchitectureGraph:
-        """Contracts an extracted graph."""
+        """Returns the contracted form of a graph from `extract`."""
         if self.norms == "layers":
             graph = fold_norms(graph)
         elif self.norms == "local":
@@ -50,7 +51,7 @@ NO_CONTRACTION = Contraction()
 
 
 def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Folds each norm layer into the node of the convolution or linear layer before it.
+    """Returns a graph in which each norm layer is part of the node of the convolution or linear layer before it.
 
     A norm is folded if its only predecessor is the layer, no other norm reads the layer's output, it has one scale for each
     of the layer's outputs, and layer and norm share weights with the same other uses, if any. Every other norm stays a node:
@@ -85,7 +86,9 @@ def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
 
 
 def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Removes norm layers from the graph, connecting their neighbours; their scales and shifts stay with the client."""
+    """Returns a graph without norm layers, whose neighbours are connected; the client keeps the norm layers' scales and
+    shifts.
+    """
     norms = [position for position, node in enumerate(graph.nodes) if _is_norm(node)]
     reasons = {name: _LOCAL for position in norms for name in graph.nodes[position].parameters.values()}
     reasons = {**graph.local_reasons, **reasons}
@@ -94,8 +97,8 @@ def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
 
 
 def bypass_joins(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Removes sums and concatenations from the graph and adds an edge from each layer before one to each layer after
-    it.
+    """Returns a graph without sums and concatenations, with an edge from each layer before such a node to each layer
+    after it.
 
     >>> a, b, c = (Node(name, "other", {name: name}) for name in "abc")
     >>> graph = ArchitectureGraph((a, b, Node("a + b", "add", {}), c), ((0, 1), (0, 2), (1, 2), (2, 3)), {}, {})
@@ -116,7 +119,7 @@ def _is_layer(node: Node) -> bool:
 
 
 def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]]]:
-    """Returns the predecessors and the successors of each node."""
+    """Returns the predecessors of each node, and the successors of each node."""
     before: list[set[int]] = [set() for _ in graph.nodes]
     after: list[set[int]] = [set() for _ in graph.nodes]
     for start, end in graph.edges:
@@ -126,7 +129,9 @@ def _neighbours(graph: ArchitectureGraph) -> tuple[list[set[int]], list[set[int]
 
 
 def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> ArchitectureGraph:
-    """Removes nodes and connects their predecessors with their successors."""
+    """Returns a graph without the nodes at these positions, in which their predecessors are connected with their
+    successors.
+    """
     dropped = set(positions)
     before, after = _neighbours(graph)
     for position in dropped:
@@ -139,7 +144,9 @@ def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> Archite
 
 
 def _renumber(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:
-    """Removes nodes that no edge uses any more and numbers the others again; edges are sorted, without duplicates."""
+    """Returns a graph without the dropped nodes, which no edge uses any more, with the other nodes numbered again;
+    edges are sorted, without duplicates.
+    """
     positions = [position for position in range(len(graph.nodes)) if position not in dropped]
     number: Mapping[int, int] = {position: k for k, position in enumerate(positions)}
     edges = {(number[start], number[end]) for start, end in graph.edges if start != end}

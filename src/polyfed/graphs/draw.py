@@ -13,7 +13,8 @@ _Point = tuple[float, float]
 
 
 def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> None:
-    """Draws a graph from top to bottom; a node that stays local has a dashed border.
+    """Draws a graph from top to bottom into an image file; a node whose weights stay with the client has a dashed
+    border.
 
     Args:
         graph: the graph to draw.
@@ -53,7 +54,7 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
 
 
 def layout_nodes(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Point]]]:
-    """Computes the positions of the nodes, (column, row) with row 0 on top, and the corners of each edge's line.
+    """Computes the position of each node, (column, row) with row 0 on top, and the corners of each edge's line.
 
     A node is in the row after its last predecessor; one without predecessors is in the row before its first successor. An
     edge that skips rows passes each of them to the right of the nodes, so that no line crosses a node.
@@ -95,7 +96,7 @@ def layout_nodes(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Poi
 
 
 def node_label(node: Node) -> str:
-    """Returns a node's name and its type, in two lines.
+    """Returns the text in a node's box: its name and its type, in two lines.
 
     >>> node_label(Node("stem", LayerType("conv2d", 3, 64, (7, 7), (2, 2), bias=False), {})).split("\\n")
     ['stem', 'conv2d 3→64, 7×7 /2']

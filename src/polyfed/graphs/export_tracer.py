@@ -15,7 +15,7 @@ from polyfed.graphs.layer_flow import Root, TracedProgram, iterate_tensors
 
 
 def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
-    """Traces a model into a program; branches on shapes and types are resolved for the example `x`.
+    """Traces a model into a program of ATen operators; branches on shapes and types are taken as for the example `x`.
 
     Args:
         root: module around a copy of the model.
@@ -53,8 +53,8 @@ class _Tensors(nn.Module):
 
 @contextmanager
 def _silence_export() -> Iterator[None]:
-    """Suppresses what torch.export prints and logs about a model that it cannot trace; its error has the same
-    information.
+    """Suppresses, inside the block, what torch.export prints and logs about a model that it cannot trace; its error has
+    the same information.
     """
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = log.level

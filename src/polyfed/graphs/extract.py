@@ -1,5 +1,5 @@
-"""Extracts the graph of layers from any network (FLHA-GHN, Litany et al. 2022, section 4.2), by torch.fx or else
-torch.export.
+"""Extracts the graph of layers from any network (FLHA-GHN, Litany et al. 2022, section 4.2), by torch.fx or, where that
+fails, torch.export.
 """
 
 import inspect
@@ -35,8 +35,8 @@ _GENERATED = (torch.float32, torch.float64)  # dtypes of parameters that a hyper
 
 
 def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
-    """Extracts the graph of a network's layers: a node for each use of a layer and for each join, and edges along the
-    data flow.
+    """Extracts the graph of a network's layers: a node for each use of a layer and for each sum or concatenation, and
+    edges along the data flow.
 
     A copy of the model is traced in evaluation mode, by torch.fx, or where Python branches on shapes, by torch.export;
     neither the model nor the random state changes. A graph is accepted only if the traced program computes the model's
@@ -142,8 +142,8 @@ def _copy(model: nn.Module) -> Root:
 @final
 @dataclass(frozen=True)
 class _Reference:
-    """Holds the model's own output on the example and the parameters that it depends on, to compare a traced program
-    with.
+    """Holds the model's own output on the example, and the names of the parameters that it depends on, to compare a
+    traced program with.
 
     Attributes:
         output: the model's output.
@@ -180,7 +180,7 @@ def _describe_inputs(x: Inputs) -> str:
 
 
 def _autograd_functions(output: Any) -> set[Any]:
-    """Returns all functions of the autograd graph of `output`, without differentiating."""
+    """Returns all functions of the autograd graph that led to `output`, without differentiating."""
     ahead = [tensor.grad_fn for tensor in iterate_tensors(output)]
     functions: set[Any] = set()
     while ahead:
@@ -192,7 +192,9 @@ def _autograd_functions(output: Any) -> set[Any]:
 
 
 def _verify(flow: LayerFlow, reference: _Reference) -> None:
-    """Raises a `UserError` if a traced program computes another output than the model, or its flow lacks a parameter."""
+    """Raises a `UserError` if a traced program computes another output than the model, or does not use a parameter that
+    the output depends on.
+    """
     expected, traced = list(iterate_tensors(reference.output)), list(iterate_tensors(flow.output))
     if len(expected) != len(traced) or not all(map(_close, expected, traced)):
         raise UserError("the traced program computes another output than the model on the example")
@@ -210,7 +212,9 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _build_graph(flow: LayerFlow, model: nn.Module, reference: _Reference, tracer: str) -> ArchitectureGraph:
-    """Builds the graph of a flow, with a reason for each parameter that stays local."""
+    """Builds the network's graph from the recorded flow between layers, with a reason for each parameter that stays
+    with the client.
+    """
     parameters = dict(model.named_parameters())
     refused = {name: reason for name, p in parameters.items() if (reason := _refusal_reason(p))}
     owned = _parameter_names(flow.nodes)
@@ -255,10 +259,11 @@ def _as_local_node(node: Node) -> Node:
 
 
 def _conflicting_parameters(nodes: Sequence[Node]) -> set[str]:
-    """Returns the parameters that nodes share without agreeing in type and in all their parameters, if one is a layer
-    type.
+    """Returns the names of the parameters that several nodes share but use in different ways, if at least one of these
+    nodes is a layer.
 
-    No single set of generated weights suits such nodes.
+    The ways differ in the type or in another parameter of the node. No single set of generated weights suits such
+    nodes.
     """
     uses: dict[str, set[tuple[object, frozenset[tuple[str, str]]]]] = {}
     for node in nodes:
@@ -270,7 +275,7 @@ def _conflicting_parameters(nodes: Sequence[Node]) -> set[str]:
 
 
 def _failing_module(error: BaseException, root: Root) -> str:
-    """Returns the name and class of the innermost module in whose forward the error was raised."""
+    """Returns the name and class of the innermost module in whose forward the error was raised, for a message."""
     names = {id(module): name for name, module in root.named_modules()}
     module_name, trace = "model", error.__traceback__
     while trace is not None:
@@ -283,7 +288,9 @@ def _failing_module(error: BaseException, root: Root) -> str:
 
 
 def _error_summary(error: BaseException) -> str:
-    """Returns the error's class (unless it is a `UserError`) and the first line of its message, without the full stop."""
+    """Returns an error in one line: its class (unless it is a `UserError`) and the first line of its message, without
+    the full stop.
+    """
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     first = first if len(first) <= 240 else f"{first[:240]}…"
     kind = "" if isinstance(error, UserError) else type(error).__name__

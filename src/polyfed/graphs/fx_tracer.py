@@ -8,12 +8,12 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.examples.pytree import Inputs, input_spec_of
-from polyfed.graphs.layer_flow import Root, TracedProgram, has_torch_forward
+from polyfed.graphs.layer_flow import Root, TracedProgram, inherits_torch_forward
 from polyfed.graphs.layer_recognition import has_only_weight_and_bias, layer_kind
 
 
 def trace_with_fx(root: Root, x: Inputs) -> TracedProgram:
-    """Traces a model into a program in which calls of layers are calls of modules.
+    """Traces a model into a program in which each call of a layer is one operation.
 
     Args:
         root: module around a copy of the model; symbols may remain in it.
@@ -36,7 +36,9 @@ class _Tracer(fx.Tracer):
         self._form = input_spec_of(x)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Creates a symbol for each part of the inputs, in their structure."""
+        """Creates the symbols with which the model is traced, one for each part of the inputs, in the structure of the
+        inputs.
+        """
         number = count()
 
         def symbol(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -45,10 +47,10 @@ class _Tracer(fx.Tracer):
         return root_fn, [self.root, self._form.build_inputs(symbol)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Returns whether the module is recorded as one operation.
+        """Returns whether a call of the module is recorded as one operation, instead of the operations inside it.
 
         These are torch's own modules, layers of the catalogue's kinds whatever they do with their weight, and layers
         whose weight is computed (a property that symbols cannot pass through).
         """
         layer = layer_kind(m) is not None and has_only_weight_and_bias(m)
-        return layer or is_parametrized(m) or has_torch_forward(m)
+        return layer or is_parametrized(m) or inherits_torch_forward(m)

@@ -1,4 +1,4 @@
-"""Records which layer's output reaches which layer, from a traced program of either tracer.
+"""Runs a traced program and records from which layer to which layer values flow.
 
 A tracer returns a program: a torch.fx graph with the module that holds its tensors. The program runs once on the example,
 and for each value the recorder notes the nodes from which it comes. Real values, unlike names, distinguish a tensor from a
@@ -32,7 +32,8 @@ _INPUT = -1  # position that stands for the model's input, which is not a node
 
 @final
 class Root(nn.Module):
-    """Wraps a model and calls it with its inputs alone; inside it, the model's names begin with "model.".
+    """Wraps a model for tracing, so that it is called with its inputs alone; in the wrapper, the model's names begin
+    with "model.".
 
     So optional arguments of the model's forward have their defaults, and a model that is itself a layer appears as a call.
     """
@@ -42,14 +43,16 @@ class Root(nn.Module):
         self.model = model
 
     def forward(self, x: Any) -> Any:
-        """Returns the model's output: the logits, if the output names them."""
+        """Returns the model's output, or only its logits if the output names them."""
         return logits_or_output(call_network(self.model, x))
 
 
 @final
 @dataclass(frozen=True)
 class TracedProgram:
-    """Holds a traced program: its operations, and the module with their parameters and submodules, named as in `Root`."""
+    """Holds a traced program: the graph of its operations, and the module with their parameters and submodules, whose
+    names begin with "model.".
+    """
 
     graph: fx.Graph
     module: nn.Module
@@ -58,7 +61,8 @@ class TracedProgram:
 @final
 @dataclass(frozen=True)
 class LayerFlow:
-    """Holds the nodes that the output depends on, in the order in which they run, and other results of a run.
+    """Holds the nodes that a network's output depends on, in the order in which they run, the edges between them, and
+    the output.
 
     Attributes:
         nodes, edges: as in `ArchitectureGraph`.
@@ -75,7 +79,7 @@ class LayerFlow:
 
 
 def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs) -> LayerFlow:
-    """Runs a program on `x` and returns the flow between its layers.
+    """Runs a traced program on the inputs `x` and returns which layer's output reaches which layer.
 
     Args:
         program: program that was traced from a copy of the model in `Root`.
@@ -100,7 +104,7 @@ def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs) -> La
 
 
 def _with_activations(nodes_with_activations: Sequence[tuple[Node, Collection[str]]]) -> tuple[Node, ...]:
-    """Returns the nodes with their activations in their types.
+    """Returns the nodes with the names of their activations added to their layer types.
 
     All uses of shared weights get the activations of all these uses, since they have one set of weights and so one
     type.
@@ -118,7 +122,7 @@ def _with_activations(nodes_with_activations: Sequence[tuple[Node, Collection[st
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and mappings.
+    """Yields the tensors inside nested tuples, lists and mappings.
 
     >>> [t.item() for t in iterate_tensors({"a": [torch.tensor(1), None], "b": torch.tensor(2)})]
     [1, 2]
@@ -134,7 +138,7 @@ def iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 @final
 class _FlowRecorder(fx.Interpreter):
-    """Runs a program and records its nodes and edges, dead ends included.
+    """Runs a traced program and records its nodes and edges, also those that do not reach the output.
 
     Attributes:
         nodes, edges: the nodes, and pairs of their positions.
@@ -168,7 +172,7 @@ class _FlowRecorder(fx.Interpreter):
         self._written: dict[int, tuple[Tensor, frozenset[int], frozenset[int]]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Computes the node's value and records from which nodes it comes."""
+        """Computes the value of an operation and records from which nodes the value comes."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         versions = [(operand, operand._version) for operand in iterate_tensors((args, kwargs))]
         value = getattr(self, n.op)(n.target, args, kwargs)
@@ -183,8 +187,8 @@ class _FlowRecorder(fx.Interpreter):
     def _record_activation(
         self, n: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: int
     ) -> frozenset[int]:
-        """Adds the activation that the operation computes, if any, to the layers that await one; returns the layers
-        still awaiting.
+        """Adds the activation that the operation computes, if any, to the layers whose output it takes; returns the
+        layers that still have no activation.
 
         Nodes from `before` on were added by the operation.
         """
@@ -207,7 +211,7 @@ class _FlowRecorder(fx.Interpreter):
         return frozenset[int]().union(*(self._linear[operand] if record is None else record[2] for record in records))
 
     def _record_node(self, n: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[int]:
-        """Adds the node that the operation is, if it is one; returns the nodes from which its result comes."""
+        """Adds a node for the operation, if it is a layer or a join; returns the nodes from which its result comes."""
         if n.op == "placeholder":
             return frozenset({_INPUT})
         if n.op == "get_attr":
@@ -306,7 +310,7 @@ class _FlowRecorder(fx.Interpreter):
         return frozenset({position})
 
     def _local_reasons(self, names: Collection[str]) -> dict[str, str]:
-        """Returns for each parameter that a function takes directly why it belongs to no layer of the catalogue."""
+        """Returns, for each parameter that a function takes directly, why it belongs to no layer of the catalogue."""
         reasons = {}
         for name in names:
             where = _owner_name(name)
@@ -314,17 +318,17 @@ class _FlowRecorder(fx.Interpreter):
                 where = _owner_name(where)
             outside = f"{type(owner).__name__} uses it outside the layers of the catalogue"
             reasons[name] = (
-                _no_layer_reason(owner) if has_torch_forward(owner) and layer_kind(owner) is None else outside
+                _no_layer_reason(owner) if inherits_torch_forward(owner) and layer_kind(owner) is None else outside
             )
         return reasons
 
 
-def has_torch_forward(module: nn.Module) -> bool:
+def inherits_torch_forward(module: nn.Module) -> bool:
     """Returns whether the module inherits its `forward` from a class of torch.nn other than nn.Sequential.
 
     nn.Sequential does not count, since it only calls the modules inside.
 
-    >>> has_torch_forward(nn.LSTM(1, 1)), has_torch_forward(nn.Sequential())
+    >>> inherits_torch_forward(nn.LSTM(1, 1)), inherits_torch_forward(nn.Sequential())
     (True, False)
     """
     forward: Any = type(module).forward
@@ -344,7 +348,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _operation_path(n: fx.Node, operation_name: str) -> str:
-    """Returns a name for an operation: the name of the module in whose forward it runs, and the operation's."""
+    """Returns a name for an operation: the name of the module in whose forward it runs, and torch's name of the
+    operation.
+    """
     stack = list(n.meta.get("nn_module_stack", {}).values())
     where = _strip_root(stack[-1][0]) if stack else ""
     return f"{where}.{operation_name}" if where else operation_name

@@ -1,4 +1,5 @@
-"""Recognises which operations of a traced program are layers of the catalogue's kinds, and which are joins.
+"""Recognises which operations of a traced program are layers that the catalogue can describe, and which are joins (sums
+and concatenations).
 
 It serves both tracers: torch.fx, whose programs call modules and torch's Python functions, and torch.export, whose programs
 call ATen operators.
@@ -49,7 +50,8 @@ class LayerUse:
 
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
-    """Returns the kind of layer that the module is, by its class or a base class; None if it is none of the kinds.
+    """Returns the kind of layer that a module is ("conv2d", "linear", ...), by its class or a base class; None if it is
+    none of `LAYER_KINDS`.
 
     >>> layer_kind(nn.SyncBatchNorm(3)), layer_kind(nn.ConvTranspose2d(1, 1, 1))
     ('batch_norm', None)
@@ -58,15 +60,15 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
 
 
 def has_only_weight_and_bias(module: nn.Module) -> bool:
-    """Returns whether the module's parameters are at most `weight` and `bias`, and none is computed by a
+    """Returns whether the module has no other parameters than `weight` and `bias`, and none that is computed by a
     parametrisation.
     """
     return not is_parametrized(module) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def layer_of_module(module: nn.Module) -> LayerUse | None:
-    """Returns the layer that a call of this module is; None if it is of no kind or has parameters that the kind does
-    not have.
+    """Returns the type and parameters of the layer that a module is; None if its kind is unknown or it has other
+    parameters than its kind.
 
     >>> layer_of_module(nn.Conv1d(4, 6, 3, stride=2, groups=2)).type.key, layer_of_module(nn.PReLU())
     ('conv1d-4-6-k3-s2-g2-b1-d1-none', None)
@@ -83,7 +85,7 @@ def layer_of_module(module: nn.Module) -> LayerUse | None:
 
 
 def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerUse | None:
-    """Returns the layer that a call of a function is, with tensors for weight and bias; None if the function is not a
+    """Returns the type and parameters of the layer that a function call computes; None if the function is not a
     layer's.
 
     Args:
@@ -131,7 +133,7 @@ def _build_layer_use(
 
 
 def _per_dimension(numbers: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
-    """Expands a torch argument (one number, or one per dimension) to one number per dimension."""
+    """Expands an argument of a torch layer (one number, or one per dimension) to one number per dimension."""
     if not dimensions:
         return ()
     values = (numbers,) if isinstance(numbers, int) else tuple(numbers)
@@ -144,7 +146,7 @@ def join_kind(node: fx.Node) -> Literal["add", "concat"] | None:
 
 
 def operand_nodes(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes whose values an operation reads, each once."""
+    """Returns the nodes of the traced program whose values an operation reads, each once."""
     name = torch_operation_name(node)
     return [] if name in _NEW else node.all_input_nodes[:1] if name in _AS else node.all_input_nodes
 

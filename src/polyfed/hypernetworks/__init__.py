@@ -1,1 +1,1 @@
-"""Defines hypernetworks: networks that generate or weigh the parameters of other networks."""
+"""Defines hypernetworks: networks that generate the parameters of other networks, or weights with which to mix them."""

@@ -24,11 +24,11 @@ _TINY = 1e-12  # added to mean squares before a division
 
 @final
 class TypeHead(nn.Module):
-    """Generates the parameters of one layer type, H_l: a hidden layer with LeakyReLU, then linear layers in its
-    activations z.
+    """Generates the parameters of all layers of one type from the states of their nodes.
 
-    The linear layers give the weight W, its scale s (Littwin & Wolf 2019), the bias, and the scale and shift of the
-    norm that is part of the layer. The layer uses s·W.
+    H_l is a hidden layer with LeakyReLU, then linear layers in its activations z. The linear layers give the weight W,
+    its scale s (Littwin & Wolf 2019), the bias, and the scale and shift of the norm that is part of the layer. The
+    layer uses s·W.
 
     Args:
         kind: the layer type.
@@ -66,7 +66,7 @@ class TypeHead(nn.Module):
             self.norm_shift = nn.Linear(hidden, kind.c_out)
 
     def forward(self, h: Tensor) -> dict[ParameterRole, Sequence[Tensor]]:
-        """Returns for each role of the type one tensor per row of `h`.
+        """Generates the parameters of the nodes with states `h`: role -> one tensor per row of `h`.
 
         They are split here, since the gradient of n separate rows would be n tensors of the size of all rows.
         """
@@ -75,12 +75,14 @@ class TypeHead(nn.Module):
         weights = self.out(z, s) if isinstance(self.out, Factored) else self._dense_weights(self.out, z, s)
         return {
             "weight": weights,
-            **{role: getattr(self, name)(z).unbind(0) for role, name in self.vector_layer_names.items()},
+            **{role: getattr(self, name)(z).unbind(0) for role, name in self.layer_name_by_role.items()},
         }
 
     @property
-    def vector_layer_names(self) -> dict[ParameterRole, str]:
-        """Returns role -> name of the head's layer that generates it, for the parameters other than the weight."""
+    def layer_name_by_role(self) -> dict[ParameterRole, str]:
+        """Returns, for each parameter role other than the weight, the name of the head's linear layer that generates
+        it.
+        """
         return {role: name for role, name in _VECTORS.items() if hasattr(self, name)}
 
     def _dense_weights(self, out: nn.Linear, z: Tensor, s: Tensor) -> Sequence[Tensor]:
@@ -88,15 +90,15 @@ class TypeHead(nn.Module):
         return weights.view(len(z), *self.shape).unbind(0)
 
     def hidden_activations(self, h: Tensor) -> Tensor:
-        """Computes the hidden activations z, (n, H)."""
+        """Computes the head's hidden activations z for each node, shape (n, H)."""
         z = F.leaky_relu(self.hidden(h))
         return z * torch.rsqrt(z.square().mean(1, keepdim=True) + _TINY) if self.normalise else z
 
 
 @final
 class Factored(nn.Module):
-    """Generates weights by a last layer with fewer parameters (polyfed's choice): a low-rank product over output and
-    input channels.
+    """Generates weights as low-rank products over output and input channels, which takes fewer parameters than the
+    paper's dense last layer (polyfed's choice).
 
     W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + √H·bias[o, i, κ], where κ runs over the kernel's
     positions. The bias, which the paper's head has too, keeps W at full rank; with normalised z, the factor √H makes
@@ -116,7 +118,7 @@ class Factored(nn.Module):
         self.bias = nn.Parameter(torch.empty(c_out * c_in * math.prod(kernel)))
 
     def forward(self, z: Tensor, s: Tensor) -> Sequence[Tensor]:
-        """Returns s·W for each row of z."""
+        """Generates the scaled weight s·W for each row of the hidden activations z."""
         mixed = torch.einsum("rkj,nj->nkr", self.core, s * z)
         row_factors = self.rows[:, None] * mixed[:, None]  # (n, c_out, |κ|, R): small, since the rank is
         weights = _FactoredWeights.apply(row_factors, self.columns, math.sqrt(z.shape[1]) * s, self.bias)  # type: ignore[no-untyped-call]
@@ -127,10 +129,10 @@ class Factored(nn.Module):
 
 
 class _FactoredWeights(torch.autograd.Function):
-    """Computes left_n · columnsᵀ + s_n·bias, one tensor (c_out, |κ|, c_in) for each n.
+    """Computes n weight tensors as low-rank products plus a bias, with a hand-written backward pass.
 
-    The backward pass is written by hand, so that it takes the gradients one by one: autograd would concatenate them,
-    and keep a copy of the bias in this order.
+    Tensor n is left_n · columnsᵀ + s_n·bias, shape (c_out, |κ|, c_in). The backward pass is written by hand, so that it
+    takes the gradients one by one: autograd would concatenate them, and keep a copy of the bias in this order.
     """
 
     @staticmethod
@@ -161,7 +163,7 @@ class _FactoredWeights(torch.autograd.Function):
 
 
 def _bias_view(bias: Tensor, row_factors: Tensor, columns: Tensor) -> Tensor:
-    """Returns a view of the bias with its entries in the order of `row_factors`, (c_out, |κ|, c_in)."""
+    """Returns a view of the bias with its entries in the order of `row_factors`, shape (c_out, |κ|, c_in)."""
     return bias.view(row_factors.shape[1], len(columns), row_factors.shape[2]).transpose(1, 2)
 
 

@@ -1,4 +1,5 @@
-"""Defines the layers of a graph hypernetwork's graph neural network, and the order of asynchronous message passing.
+"""Defines the layers of the graph neural network in a graph hypernetwork, and the order in which asynchronous message
+passing updates nodes.
 
 FLHA-GHN names three layers (appendix D) and two orders (section 4.3), and gives the equation of the first of each. The
 others come from the works that it cites: gated graph sequence networks (Li et al. 2016), GraphSAGE (Hamilton et al. 2017),
@@ -20,12 +21,13 @@ positions among the m nodes (e,)."""
 
 @final
 class GraphConv(nn.Module):
-    """Computes eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019), where A is `lin_root`, B and b
-    are `lin_rel`.
+    """Updates each node of a graph from its own state and the sum (or mean) of its predecessors' states, both by linear
+    maps.
 
-    With `mean` it is GraphSAGE's layer with the mean aggregator (Hamilton et al. 2017, algorithm 1, lines 4 and 5):
-    W·[h_v, mean_{u→v} h_u] + b, where W = [A, B] and a node without predecessors has a mean of 0. The paper's line 7, which
-    divides h_v by its norm, is left out, as in PyG.
+    It computes eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019), where A is `lin_root`, B and b
+    are `lin_rel`. With `mean` it is GraphSAGE's layer with the mean aggregator (Hamilton et al. 2017, algorithm 1,
+    lines 4 and 5): W·[h_v, mean_{u→v} h_u] + b, where W = [A, B] and a node without predecessors has a mean of 0. The
+    paper's line 7, which divides h_v by its norm, is left out, as in PyG.
 
     Shapes: h (V, d_in) and edges (2, E), each from row 0 to row 1, to (V, d_out).
 
@@ -44,20 +46,23 @@ class GraphConv(nn.Module):
         self.lin_root.reset_parameters()
 
     def forward(self, h: Tensor, edges: Tensor) -> Tensor:
-        """Returns the new states of all nodes, (V, d_out)."""
+        """Returns the new states of all nodes, shape (V, d_out)."""
         return self.update_nodes(h, aggregate_neighbours(h, edges[0], edges[1], len(h), self.mean))
 
     def update_nodes(self, node_states: Tensor, messages: Tensor) -> Tensor:
-        """Computes the new states of nodes from their old states and the aggregated messages, both (m, d_in)."""
+        """Computes the new states of nodes from their old states and the aggregated states of their predecessors, both
+        (m, d_in).
+        """
         out: Tensor = self.lin_rel(messages) + self.lin_root(node_states)
         return out
 
 
 @final
 class GatedGraphConv(nn.Module):
-    """Computes GRU(Θ Σ_{u→v} h_u, h_v) (Li et al. 2016, in PyG's form), where Θ is this layer's `lin_rel`.
+    """Updates each node of a graph by a GRU whose input is the sum of its predecessors' states.
 
-    All layers share one GRU. Messages follow the data flow, as in eq. 2; Li et al. send them in both directions.
+    GRU(Θ Σ_{u→v} h_u, h_v) (Li et al. 2016, in PyG's form), where Θ is this layer's `lin_rel`. All layers share one
+    GRU. Messages follow the data flow, as in eq. 2; Li et al. send them in both directions.
 
     Shapes: h (V, d) and edges (2, E) to (V, d).
 
@@ -71,17 +76,20 @@ class GatedGraphConv(nn.Module):
         self.lin_rel = nn.Linear(width, width, bias=False)
 
     def forward(self, h: Tensor, edges: Tensor, cell: nn.GRUCell) -> Tensor:
-        """Returns the new states of all nodes, (V, d)."""
+        """Returns the new states of all nodes, shape (V, d)."""
         return self.update_nodes(h, aggregate_neighbours(h, edges[0], edges[1], len(h)), cell)
 
     def update_nodes(self, node_states: Tensor, messages: Tensor, cell: nn.GRUCell) -> Tensor:
-        """Computes the new states of nodes from their old states and the aggregated messages, both (m, d)."""
+        """Computes the new states of nodes from their old states and the aggregated states of their predecessors, both
+        (m, d).
+        """
         out: Tensor = cell(self.lin_rel(messages), node_states)
         return out
 
 
 def aggregate_neighbours(h: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, mean: bool = False) -> Tensor:
-    """Computes the sum or mean of the messages that reach each node, (num_nodes, d); 0 for nodes without messages.
+    """Computes for each node the sum or mean of the states of its predecessors, shape (num_nodes, d); 0 for a node
+    without predecessors.
 
     >>> h = torch.tensor([[1.0], [3.0]])
     >>> aggregate_neighbours(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
@@ -94,11 +102,11 @@ def aggregate_neighbours(h: Tensor, sources: Tensor, targets: Tensor, num_nodes:
 def forward_backward_levels(
     edges: Sequence[tuple[int, int]], num_nodes: int, device: torch.device
 ) -> tuple[Level, ...]:
-    """Computes the levels of one round of asynchronous passing: first in the order of the data flow, then in the
-    reverse order.
+    """Groups the nodes of a graph into levels that are updated together, first in the direction of the data flow, then
+    against it.
 
-    Forward, a node comes after all its predecessors; backward, after all its successors. Nodes of one level are
-    updated together.
+    These are the steps of one round of asynchronous message passing. Forward, a node comes after all its predecessors;
+    backward, after all its successors. Nodes of one level are updated together.
 
     Raises:
         UserError: the edges form a cycle.

@@ -1,5 +1,5 @@
-"""Implements the layer-aggregation hypernetworks of pFedLA (Ma et al., CVPR 2022, section 3.2 and Fig. 3), one per
-client.
+"""Defines pFedLA's hypernetworks, one per client, which compute how much each client's layers count in this client's
+model (Ma et al., CVPR 2022, section 3.2 and Fig. 3).
 
 Each maps its embedding v_i to α_i, one weight per layer and client. They are stored one by one, so that a round
 replaces only those of its cohort, and evaluated in batches.
@@ -34,8 +34,8 @@ _LINE = 16  # floats in a cache line
 @final
 @dataclass(frozen=True)
 class HypernetworkSizes:
-    """Holds the sizes of one client's hypernetwork: N clients, L layers of the model, E entries of an embedding, H
-    hidden units.
+    """Holds the sizes of one client's hypernetwork: numbers of clients (N), layers of the model (L), entries of an
+    embedding (E) and hidden units (H).
     """
 
     clients: int
@@ -45,13 +45,13 @@ class HypernetworkSizes:
 
     @property
     def num_parameters(self) -> int:
-        """Returns the number of entries of all its tensors together."""
+        """Returns the number of entries of all tensors of one hypernetwork together."""
         trunk = self.hidden * (self.embedding + 1) + (_DEPTH - 1) * self.hidden * (self.hidden + 1)
         return self.embedding + trunk + self.layers * self.clients * (self.hidden + 1)
 
 
 def init_aggregation_hypernetwork(client: str, sizes: HypernetworkSizes, seed: int) -> dict[str, Tensor]:
-    """Initialises the embedding and parameters {v_i, ψ_i} of one client's hypernetwork.
+    """Draws the initial embedding and parameters {v_i, ψ_i} of one client's hypernetwork.
 
     The network is a trunk of three linear layers with ReLU, and for each layer of the model a linear head with N outputs.
     The draw depends on the client's name and the seed only, so that a client that has not taken part needs no stored
@@ -80,18 +80,19 @@ def init_aggregation_hypernetwork(client: str, sizes: HypernetworkSizes, seed: i
 
 
 def stack_hypernetworks(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
-    """Stacks the hypernetworks of B clients into batched tensors, with B as dimension 0."""
+    """Stacks the tensors of B clients' hypernetworks, with B as dimension 0."""
     return {name: torch.stack([network[name] for network in networks]) for name in networks[0]}
 
 
 def hypernetwork_batch_slices(number: int, sizes: HypernetworkSizes) -> list[slice]:
-    """Returns slices that divide `number` hypernetworks into batches small enough to be stacked at one time."""
+    """Returns slices that divide `number` hypernetworks into batches small enough to be stacked in memory."""
     size = max(1, _STACKED // sizes.num_parameters)
     return [slice(first, first + size) for first in range(0, number, size)]
 
 
 def aggregation_logits(networks: Hypernetwork) -> Tensor:
-    """Computes z_i, the heads' outputs before normalisation, (B, L, N), for networks from `stack_hypernetworks`.
+    """Computes the scores from which aggregation weights are made, z of shape (B, L, N), for hypernetworks from
+    `stack_hypernetworks`.
 
     The outputs of a network do not depend on the others in the batch, not even in the last bit: the server recomputes the
     weights to find out which layers it had retained.
@@ -104,9 +105,11 @@ def aggregation_logits(networks: Hypernetwork) -> Tensor:
 
 
 def _linear(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
-    """Applies B linear layers, weights (B, out, in), to inputs (B, in), as products of row vectors and matrices.
+    """Applies B linear layers with weights (B, out, in) to B inputs (B, in), so that each output is independent of the
+    other layers in the batch.
 
-    torch multiplies one matrix with one column in another way than with several; the bits would depend on the batch.
+    The products are of row vectors and matrices. torch multiplies one matrix with one column in another way than with
+    several; the bits would depend on the batch.
     """
     return torch.bmm(inputs[:, None, :], weight.transpose(1, 2))[:, 0] + bias
 
@@ -114,10 +117,11 @@ def _linear(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
 def layer_aggregation_weights(
     networks: Hypernetwork, client_rows: Sequence[int], normalise: WeightNormalisation
 ) -> Tensor:
-    """Computes α_i = HN_i(v_i; ψ_i) (eq. 4), (B, L, N), with rows that sum to 1: ReLU(z)/(ΣReLU(z) + ε), or
-    softmax(z).
+    """Computes how much every client counts in each layer of B clients' models: α of shape (B, L, N), with rows that
+    sum to 1.
 
-    Where all z of a row are ≤ 0, ReLU leaves no weights, and the client keeps its own layer: α_i^{l,i} = 1.
+    α_i = HN_i(v_i; ψ_i) (eq. 4) is ReLU(z)/(ΣReLU(z) + ε), or softmax(z). Where all z of a row are ≤ 0, ReLU leaves no
+    weights, and the client keeps its own layer: α_i^{l,i} = 1.
 
     Args:
         networks: hypernetworks of B clients, from `stack_hypernetworks`.
@@ -135,27 +139,28 @@ def layer_aggregation_weights(
     positive = z.relu()
     one_hot_self = torch.nn.functional.one_hot(torch.tensor(list(client_rows)), z.shape[2]).to(z.dtype)[:, None, :]
     return torch.where(
-        rows_without_positive(z)[:, :, None], one_hot_self, positive / (positive.sum(2, keepdim=True) + _EPSILON)
+        rows_without_positive_entry(z)[:, :, None], one_hot_self, positive / (positive.sum(2, keepdim=True) + _EPSILON)
     )
 
 
-def rows_without_positive(z: Tensor) -> Tensor:
-    """Returns which rows of scores (B, L, N) have no positive entry, (B, L)."""
+def rows_without_positive_entry(z: Tensor) -> Tensor:
+    """Returns a mask (B, L) of the rows of scores z, shape (B, L, N), in which no entry is positive."""
     return (z <= 0).all(2)
 
 
-def step_hypernetworks(
+def update_aggregation_hypernetworks(
     networks: Sequence[Hypernetwork], rows: Sequence[int], products: Tensor, rate: float, normalise: WeightNormalisation
 ) -> list[dict[str, Tensor]]:
-    """Updates the hypernetworks of B clients: v_i ← v_i + rate · (∇_v θ̄_i)ᵀ Δθ_i, and ψ_i likewise (eq. 10 and 11).
+    """Updates B clients' hypernetworks by one gradient step towards their trained models (eq. 10 and 11).
 
-    The sign makes it a descent: Δθ_i is about −η∇L_i, so that the step decreases L_i(θ̄_i(v_i, ψ_i)), and also
-    ½‖θ̄_i − θ_i‖². Since θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, the step needs Δθ_i only through N inner products per layer.
+    v_i ← v_i + rate · (∇_v θ̄_i)ᵀ Δθ_i, and ψ_i likewise. The sign makes it a descent: Δθ_i is about −η∇L_i, so that
+    the step decreases L_i(θ̄_i(v_i, ψ_i)), and also ½‖θ̄_i − θ_i‖². Since θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, the step needs
+    Δθ_i only through N inner products per layer.
 
     Args:
         networks: hypernetworks of the B clients.
         rows: positions of these clients among the N.
-        products: ⟨θ_j^l, Δθ_i^l⟩, (B, L, N), from `layer_inner_products`.
+        products: ⟨θ_j^l, Δθ_i^l⟩, (B, L, N), from `inner_products_with_updates`.
         rate: the hypernetworks' learning rate.
         normalise: "relu" or "softmax".
     """
@@ -174,8 +179,8 @@ def step_hypernetworks(
 
 
 def _allocate_contiguous(like: Hypernetwork) -> dict[str, Tensor]:
-    """Allocates uninitialised tensors of these shapes in one block of memory; freed blocks of equal size can be
-    reused.
+    """Allocates uninitialised tensors, with the names and shapes of the given ones, in one block of memory, which can
+    be reused once freed.
     """
     sizes = [tensor.numel() for tensor in like.values()]
     parts = torch.split(torch.empty(sum(sizes), dtype=next(iter(like.values())).dtype), sizes)
@@ -185,8 +190,8 @@ def _allocate_contiguous(like: Hypernetwork) -> dict[str, Tensor]:
 def group_into_layers(
     parameters: Sequence[str], owners: Mapping[str, Sequence[str]], granularity: str
 ) -> dict[str, list[str]]:
-    """Groups tensors into the layers that get one weight each: layer's name -> names of its tensors, in the order of
-    the model.
+    """Groups a model's tensors into the layers that get one aggregation weight each: layer's name -> names of its
+    tensors, in the order of the model.
 
     Args:
         parameters: names of the tensors that are aggregated.
@@ -211,10 +216,13 @@ def group_into_layers(
     return by_layer
 
 
-def mix_models(
+def mix_models_by_layer(
     models: Sequence[StateDict], alpha: Tensor, layers: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Tensor]]:
-    """Computes the personalised models θ̄_i^l = Σ_j α_i^{l,j} θ_j^l (eq. 6) of B clients.
+    """Computes the personalised models of B clients: each layer is a weighted mean of this layer over all clients'
+    models.
+
+    θ̄_i^l = Σ_j α_i^{l,j} θ_j^l (eq. 6).
 
     Args:
         models: θ_1 ... θ_N.
@@ -248,19 +256,22 @@ def mix_models(
     return [{name: tensors[i] for name, tensors in mixed.items()} for i in range(len(alpha))]
 
 
-def layer_inner_products(
+def inner_products_with_updates(
     models: Sequence[StateDict],
     served: Tensor,
     replies: Sequence[StateDict],
     layers: Mapping[str, Sequence[str]],
 ) -> Tensor:
-    """Computes ⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i, (B, L, N), float64.
+    """Computes, layer by layer, the inner products of every client's model with the changes that local training made in
+    B clients: shape (B, L, N), float64.
+
+    ⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i.
 
     Args:
         models: θ_1 ... θ_N at the start of the round.
         served: the weights α with which θ̄_i was computed, (B, L, N).
         replies: θ_i of the B clients after local training.
-        layers: as for `mix_models`.
+        layers: as for `mix_models_by_layer`.
     """
     total = torch.zeros(served.shape, dtype=torch.float64)
 
@@ -278,14 +289,14 @@ def layer_inner_products(
     return total
 
 
-def similarity_weights(
+def layer_similarity_weights(
     models: Sequence[StateDict],
     layers: Mapping[str, Sequence[str]],
     rows: Sequence[int],
     measure: SimilarityMeasure,
     sharpness: float,
 ) -> Tensor:
-    """Computes weights from the similarity of clients' layers, without a hypernetwork (the toy example of Fig. 1).
+    """Computes aggregation weights from the similarity of clients' layers, without hypernetworks (example of Fig. 1).
 
     α_i^{l,j} = softmax_j(sharpness · s_ij^l), (B, L, N), float32. If one layer is the whole model, weights are model-wise.
 
@@ -294,13 +305,13 @@ def similarity_weights(
 
     Args:
         models: θ_1 ... θ_N.
-        layers: as for `mix_models`.
+        layers: as for `mix_models_by_layer`.
         rows: the positions of the B clients among the N.
         measure: "cosine" or "distance".
         sharpness: factor of the similarity, 0 or more; 0 gives all clients equal weights.
 
     >>> models = [{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 3.0])}]
-    >>> similarity_weights(models, {"w": ["w"]}, [0], "cosine", sharpness=1000.0).tolist()
+    >>> layer_similarity_weights(models, {"w": ["w"]}, [0], "cosine", sharpness=1000.0).tolist()
     [[[0.5, 0.5, 0.0]]]
     """
     n = len(models)
@@ -343,12 +354,12 @@ class _TensorPart:
     where: slice
 
     def stack_models(self, cut: _TensorParts) -> Tensor:
-        """Stacks this part of all models, (number of models, size of the part)."""
+        """Stacks this part of all models' tensors, shape (number of models, size of the part)."""
         return torch.stack(list(cut[self.name][self.number]))
 
 
 def _columns_per_block(numbers: int, rows: int) -> int:
-    """Returns how many columns give a matrix of `rows` rows about `numbers` entries, in multiples of a cache line.
+    """Returns how many columns of `rows` entries make about `numbers` entries, in multiples of a cache line.
 
     Products of rows that begin within a cache line take half as long again.
     """
@@ -356,15 +367,13 @@ def _columns_per_block(numbers: int, rows: int) -> int:
 
 
 def _cache_sized_blocks(theta: Tensor) -> list[slice]:
-    """Divides the columns of a part into blocks that fit into a core's cache, where products take less than half of
-    the time.
-    """
+    """Returns slices of a matrix's columns that fit into a core's cache, where products take less than half the time."""
     width = _columns_per_block(_NEAR, len(theta))
     return [slice(start, start + width) for start in range(0, theta.shape[1], width)]
 
 
 def _split_tensors(models: Sequence[StateDict], layers: Mapping[str, Sequence[str]], number: int) -> _TensorParts:
-    """Splits the tensors of `models` into the parts of `_list_tensor_parts`, as views; `number` is N, the number of
+    """Splits the models' tensors into the parts that `_list_tensor_parts` lists, as views; `number` is N, the number of
     all models.
 
     It makes one call per tensor, since the number of calls determines the time.
@@ -375,7 +384,9 @@ def _split_tensors(models: Sequence[StateDict], layers: Mapping[str, Sequence[st
 
 
 def _list_tensor_parts(models: Sequence[StateDict], layers: Mapping[str, Sequence[str]]) -> list[_TensorPart]:
-    """Lists all tensors in parts so small that a part of all models stays in a core's cache; no more is ever stacked."""
+    """Lists all tensors of a model in parts so small that one part of all models fits into a core's cache; no more is
+    ever stacked.
+    """
     width = _columns_per_block(_CHUNK, len(models))
     return [
         _TensorPart(layer, name, number, slice(start, start + width))

@@ -1,5 +1,5 @@
-"""Implements pFedHN's hypernetwork (Shamsian et al., ICML 2021; layers of the authors' code) as functions of its
-tensors.
+"""Defines pFedHN's hypernetwork, which generates clients' weights, as functions of its tensors (Shamsian et al., ICML
+2021; layers of the authors' code).
 
 A trunk of linear layers with ReLU between them maps the embedding v_i of client i to features h_i, and one linear head per
 tensor maps these to that tensor of the client's network. Each architecture has its own heads on the common trunk.
@@ -30,8 +30,8 @@ def init_weight_hypernetwork(
     architectures: Mapping[str, StateDict],
     offsets: Mapping[str, StateDict],
 ) -> dict[str, Tensor]:
-    """Initialises the hypernetwork's tensors as torch initialises `nn.Linear`, and the embeddings from N(0, 1), as
-    `nn.Embedding`.
+    """Draws the hypernetwork's initial tensors as torch initialises `nn.Linear`, and the clients' embeddings from N(0,
+    1), as `nn.Embedding`.
 
     Args:
         seed: seed of the draw.
@@ -74,14 +74,16 @@ def init_weight_hypernetwork(
 
 
 def generated_tensor_names(network: StateDict, architecture: str) -> list[str]:
-    """Returns the names of the tensors that are generated for an architecture."""
+    """Returns the names of the tensors that the hypernetwork generates for an architecture."""
     start, end = f"heads.{architecture}.", ".bias"
     return [name[len(start) : -len(end)] for name in network if name.startswith(start) and name.endswith(end)]
 
 
 def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
-    """Returns the input of each layer of the trunk, v_i first, and last the features h_i, (B, H); `rows` selects B of
-    the N clients.
+    """Computes the activations of the hypernetwork's shared layers for B clients: their embeddings, the input of each
+    further layer, and last the output, (B, H).
+
+    `rows` has the positions of the B clients among all N.
     """
     layer_inputs, k = [network["embeddings"][rows]], 0
     while True:
@@ -93,7 +95,9 @@ def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
 
 
 def generate_client_weights(network: StateDict, architecture: str, rows: Tensor) -> dict[str, Tensor]:
-    """Generates θ̄_i = h(v_i; φ) for B clients of one architecture: name -> (B, *shape).
+    """Generates the weights of B clients that have one architecture: tensor's name -> (B, *shape).
+
+    θ̄_i = h(v_i; φ).
 
     >>> network = init_weight_hypernetwork(0, 5, 2, 8, 1, {"mlp": {"w": torch.zeros(4, 3)}}, {})
     >>> generate_client_weights(network, "mlp", torch.tensor([4, 1]))["w"].shape
@@ -110,10 +114,11 @@ def generate_client_weights(network: StateDict, architecture: str, rows: Tensor)
 def backpropagate_deltas(
     network: StateDict, architecture: str, rows: Tensor, deltas: StateDict, clip: float | None = None
 ) -> dict[str, Tensor]:
-    """Computes Σ_i c_i·g_i with g_i = J_iᵀ δ_i, where J_i is the Jacobian of θ̄_i in all tensors of the network (v_i
-    included).
+    """Computes the hypernetwork's gradient from the changes `deltas` to the weights that it generated, summed over the
+    clients.
 
-    The factor c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)) clips as `clip_grad_norm_` does.
+    It is Σ_i c_i·g_i with g_i = J_iᵀ δ_i, where J_i is the Jacobian of θ̄_i in all tensors of the network (v_i
+    included). The factor c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)) clips as `clip_grad_norm_` does.
 
     Args:
         network: the tensors, as from `init_weight_hypernetwork`.
@@ -161,7 +166,10 @@ def backpropagate_deltas(
 def sgd_step(
     network: StateDict, velocity: StateDict, gradients: StateDict, *, lr: float, momentum: float, weight_decay: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Makes one step of SGD in torch's form: u ← momentum·u + g + weight_decay·φ, φ ← φ − lr·u.
+    """Returns the hypernetwork's tensors and velocity after one step of SGD with momentum and weight decay, in torch's
+    form.
+
+    u ← momentum·u + g + weight_decay·φ, φ ← φ − lr·u.
 
     Args:
         network: φ; a tensor without a gradient counts as one with gradient 0, so that momentum and decay act on it.

@@ -1,6 +1,4 @@
-"""Defines the model zoo: a registry of constructors whose first arguments are (input_shape, num_classes), and model
-specs.
-"""
+"""Defines the model zoo: functions that build networks from (input_shape, num_classes), by name, and model specs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build(
     model: str | Callable[..., nn.Module], input_shape: tuple[int, ...], num_classes: int, **arguments: Any
 ) -> nn.Module:
-    """Builds a network with weights drawn from torch's default random generator.
+    """Builds the network of this name, or by this function, with weights drawn from torch's default random generator.
 
     Args:
         model: a name in `MODELS`, the user's `module:factory` (searched in the current directory too), or a factory
@@ -84,7 +82,8 @@ def build(
 @final
 @dataclass(frozen=True)
 class ModelSpec:
-    """Describes a network by constructor, arguments and shapes; calling the spec builds the network.
+    """Describes a network by the function that builds it, its arguments and shapes; calling the spec builds the
+    network.
 
     Recipes pass it as `Client.model`. Equal specs hash alike, and a spec can be sent to other processes.
 
@@ -120,5 +119,5 @@ class ModelSpec:
         object.__setattr__(self, "input_shape", tuple(self.input_shape))
 
     def __call__(self) -> nn.Module:
-        """Builds a new network; see `build`."""
+        """Builds a new network from the spec; see `build`."""
         return build(self.name, self.input_shape, self.num_classes, **self.arguments)

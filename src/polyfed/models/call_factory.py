@@ -16,7 +16,8 @@ def call_factory(
     num_classes: int,
     arguments: Mapping[str, Any],
 ) -> nn.Module:
-    """Calls `factory` with `arguments`, and with `input_shape` and `num_classes` if its signature has these names.
+    """Builds a user's network: calls `factory` with `arguments`, and with `input_shape` and `num_classes` if its
+    signature has these names.
 
     Args:
         label: name of the factory in error messages.

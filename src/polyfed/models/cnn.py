@@ -108,8 +108,8 @@ def cnn_pfedla(
 def cnn_fedhenn(
     input_shape: tuple[int, ...], num_classes: int, *, level: int = 1, channels: int = 64, padding: int = 0
 ) -> nn.Sequential:
-    """Builds one of FedHeNN's five networks, from 1 convolution and 1 fully connected layer (level 1) to 3 and 3
-    (level 5).
+    """Builds one of FedHeNN's five networks, from 1 convolution and 1 fully connected layer (level 1) to 3 convolutions
+    and 3 fully connected layers (level 5).
 
     The paper (Makhija et al. 2022, section 4.1) gives levels 1 and 5; each level between adds one layer to the one before,
     alternating between the two kinds (polyfed's choice):
@@ -161,8 +161,8 @@ def cnn_fedhenn_homo(
     channels: tuple[int, int] = (64, 64),
     hidden: tuple[int, int] = (120, 64),
 ) -> nn.Sequential:
-    """Builds FedHeNN's homogeneous network: two 5×5 convolutions (64 channels) with 2×2 max-pooling, and fully
-    connected layers of 120, 64 and C.
+    """Builds the network that FedHeNN gives to all clients alike: two 5×5 convolutions (64 channels) with 2×2
+    max-pooling, and fully connected layers of 120, 64 and C.
 
     Source: Makhija et al. 2022, section 4.1 (two convolutions, three fully connected layers); sizes from the released
     code, which widens the network for CIFAR-100 to channels=(64, 128), hidden=(256, 128).
@@ -188,7 +188,7 @@ def cnn_fedhenn_homo(
 def cnn_fedpnas(
     input_shape: tuple[int, ...], num_classes: int, *, channels: tuple[int, int, int, int] = (8, 32, 128, 768)
 ) -> nn.Sequential:
-    """Builds the fixed network of FedPNAS's FedAvg baseline: four convolutions and one linear layer.
+    """Builds the network of FedPNAS's FedAvg baseline: four convolutions and one linear layer.
 
     Source: Hoang and Kingsford, appendix C, Fig. 4; kernels, strides and norms from the authors' code. Two 3×3
     convolutions with stride 2 follow each other without an activation, then come ReLU and 5×5 average pooling with

@@ -25,8 +25,8 @@ BranchJoin = Literal["add", "concat"]
 
 @final
 class ResidualBlock(nn.Module):
-    """Computes He et al.'s (2016) basic residual block: two 3×3 convolutions and a shortcut, joined by a sum or by
-    concatenation.
+    """Applies two 3×3 convolutions and a shortcut, joined by a sum or by concatenation: the basic residual block of He
+    et al. (2016).
 
     The shortcut is the identity, or a 1×1 convolution with norm where the shape changes. With join="concat" the branch and
     the shortcut are concatenated, and a 1×1 convolution with norm reduces them to the channels of a sum, so that the layers
@@ -59,7 +59,7 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the ReLU of the joined branches."""
+        """Returns the ReLU of the sum or concatenation of the two branches."""
         branch = torch.relu(self.norm1(self.conv1(x)))
         branch = self.norm2(self.conv2(branch))
         skip = self.shortcut(x)
@@ -69,8 +69,8 @@ class ResidualBlock(nn.Module):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Describes one stage of a network: `num_blocks` residual blocks (`skip`) or plain convolutions, the first with
-    `stride`.
+    """Describes one stage of a network: `num_blocks` residual blocks (or plain convolutions without `skip`), the first
+    with `stride`.
 
     The stage has `multiplier` times the network's width as channels.
     """
@@ -101,7 +101,7 @@ def _build_staged_network(
     stem: Stem,
     concat_blocks: Collection[int] = (),
 ) -> nn.Sequential:
-    """Builds a network of stem, stages (layer1, layer2, ...), average over the image, and linear layer (fc)."""
+    """Builds a network of a stem, stages (layer1, layer2, ...), an average over the image, and a linear layer (fc)."""
     c_in = check_image_shape(model, input_shape, num_classes)[0]
     check_sizes(model, "width", [width])
     bias = norm == "none"

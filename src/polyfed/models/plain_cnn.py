@@ -1,4 +1,4 @@
-"""Builds convolutional networks without branches from a description of their layers, and norm layers by name.
+"""Builds convolutional networks without branches from a list of their layers, and norm layers by name.
 
 The CNNs of the papers (`cnn.py`) and FLHA's chain-shaped ones (`flha.py`) are built here.
 """
@@ -19,7 +19,8 @@ Norm = Literal["batch", "group", "none"]
 
 
 def build_norm_layer(norm: Norm, channels: int) -> nn.Module | None:
-    """Builds the norm layer of an image network: BatchNorm2d, GroupNorm with 16 channels per group, or None.
+    """Builds the norm layer of an image network by name: BatchNorm2d, or GroupNorm with 16 channels per group; None for
+    "none".
 
     Wu and He (2018, "Group Normalization", Table 3) find 16 channels per group one of the two best settings. Where 16 does
     not divide `channels`, groups are larger; a layer of less than 32 channels has one group.
@@ -41,7 +42,7 @@ def build_norm_layer(norm: Norm, channels: int) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """Describes one convolution of a plain CNN; `pool` is the side of the max-pooling after it (1: none)."""
+    """Describes one convolution of a plain CNN; `pool` is the side of the max-pooling after it (1: no pooling)."""
 
     channels: int
     kernel: int
@@ -61,7 +62,8 @@ def plain_cnn(
     conv_bias: bool = True,
     global_pool: bool = False,
 ) -> nn.Sequential:
-    """Builds convolutions, each with optional norm and max-pooling and a ReLU, followed by fully connected layers.
+    """Builds a CNN without branches: convolutions, each with optional norm and max-pooling and a ReLU, then fully
+    connected layers.
 
     The layers are named conv1, norm1, pool1, relu1, conv2, ..., flatten, fc1, relu_fc1, ...; the last fc is the output.
 
@@ -119,6 +121,8 @@ def plain_cnn(
 
 
 def _output_size(side: int, conv: ConvSpec) -> int:
-    """Returns the side of the image after one convolution and its pooling; below 1 where the kernel does not fit."""
+    """Returns the height or width of an image of side `side` after one convolution and its pooling; below 1 where the
+    kernel does not fit.
+    """
     padded = side + 2 * conv.padding - conv.kernel
     return 0 if padded < 0 else (padded // conv.stride + 1) // conv.pool

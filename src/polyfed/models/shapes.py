@@ -1,4 +1,4 @@
-"""Checks the arguments that every constructor of the zoo takes: input shape, number of outputs, and sizes."""
+"""Checks the arguments that all functions of the model zoo take: input shape, number of outputs, and sizes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from polyfed.core.errors import UserError
 
 
 def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1) -> tuple[int, ...]:
-    """Returns `sizes` as a tuple after checking that each is an int of at least `minimum`.
+    """Returns the sizes of layers as a tuple, after checking that each is an int of at least `minimum`.
 
     Raises:
         UserError: a size is not an int or is too small.
@@ -21,7 +21,8 @@ def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1
 
 
 def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
-    """Returns the shape of one example (without the batch dimension) after checking it and the number of outputs.
+    """Returns the shape of one example (without the batch dimension), after checking the shape and the number of
+    outputs.
 
     Raises:
         UserError: the shape is empty, a dimension is not a positive int, or there is not even one output.
@@ -36,7 +37,7 @@ def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) 
 
 
 def check_image_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, int, int]:
-    """Returns (channels, height, width) of one image after checking them and the number of outputs.
+    """Returns (channels, height, width) of one image, after checking the shape and the number of outputs.
 
     Raises:
         UserError: as `check_input_shape`, or the shape does not have three dimensions.

@@ -1,4 +1,4 @@
-"""Adapts networks that take one tensor to inputs of several parts."""
+"""Wraps networks that take one tensor so that they take inputs of several parts."""
 
 from typing import final
 
@@ -10,8 +10,8 @@ from polyfed.core.examples.pytree import named_leaves
 
 @final
 class SideBySide(nn.Module):
-    """Concatenates all parts of an input to one row per example, in the order of the parts' names, and calls a network
-    on it.
+    """Wraps a network that takes one tensor: concatenates all parts of an input to one row per example, in the order of
+    the parts' names, and calls the network on it.
 
     >>> net = SideBySide(nn.Linear(5, 2))
     >>> net(image=torch.zeros(3, 1, 2, 2), age=torch.zeros(3, 1)).shape

@@ -81,7 +81,7 @@ def find_head_modules(
 
 
 def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the names of all tensors of `state_dict()`, as (body, head).
+    """Returns the names of all tensors of `state_dict()` in two groups, (body, head).
 
     All names of a shared tensor are on the same side: the head's, if one of them is in the head, since a tensor that stays
     with a client must not leave under another name.
@@ -107,8 +107,8 @@ def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[st
 
 
 def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
-    """Maps "POSITION.NAME", the position of a module in `modules` and a tensor's name inside it, to the tensor's first
-    name in the model.
+    """Maps "POSITION.NAME", a module's position in `modules` and a tensor's name inside it, to the tensor's first name
+    in the model, so that tensors can be matched across architectures.
 
     A tensor that several of the modules share is listed only under the first of them.
 
@@ -130,8 +130,8 @@ def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded:
 
 
 def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names in `state_dict()` of the parameters and buffers of all norm layers, which are found by module
-    type.
+    """Returns the names in `state_dict()` of the parameters and buffers of all norm layers, which are recognised by
+    their class.
 
     Norm layers are batch, instance, layer, group and RMS norms, and classes derived from them. A tensor that a norm layer
     shares with another layer is listed under all its names.
@@ -150,7 +150,7 @@ def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def buffer_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the buffers in `state_dict()`, which are the persistent ones.
+    """Returns the names of the persistent buffers, which are the buffers in `state_dict()`.
 
     >>> buffer_names(nn.BatchNorm1d(2))
     ('running_mean', 'running_var', 'num_batches_tracked')
@@ -159,7 +159,7 @@ def buffer_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Returns whether some module is a BatchNorm (of any dimension, synchronised or not).
+    """Returns whether some module of the network is a BatchNorm (of any dimension, synchronised or not).
 
     >>> has_batch_norm(nn.Sequential(nn.BatchNorm1d(2))), has_batch_norm(nn.LayerNorm(2))
     (True, False)
@@ -168,8 +168,8 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Maps the name of each module to the names in `state_dict()` of the tensors that it owns itself (pFedLA's
-    layers).
+    """Returns, for the name of each module, the names in `state_dict()` of the tensors that the module owns directly
+    (pFedLA's layers).
 
     Every tensor name occurs once, in the order of `state_dict()`; a shared tensor belongs, with all its names, to its first
     owner. A parametrised layer (torch.nn.utils.parametrizations) owns the tensors of its parametrisation. The model itself
@@ -210,7 +210,8 @@ def find_representation_module(model: nn.Module, example: Inputs) -> str:
 def compute_batch_representation(
     model: nn.Module, x: Inputs, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
-    """Computes Φ(x), the input of the last linear layer without dropout (FedHeNN, Makhija et al. 2022, section 3).
+    """Computes the representation Φ(x) of a batch, the input of the last linear layer, without dropout (FedHeNN,
+    Makhija et al. 2022, section 3).
 
     The model runs in evaluation mode, and afterwards every module is in its former mode; gradients flow to the parameters if
     they are enabled.
@@ -281,7 +282,7 @@ def check_not_compiled(model: nn.Module) -> None:
 
 
 def _parametric_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules that have parameters of their own, each under its first name.
+    """Returns the modules that own parameters directly, each under its first name.
 
     Raises:
         UserError: the network is compiled by torch.jit.
@@ -302,7 +303,7 @@ def _has_layers_inside(module: nn.Module) -> bool:
 
 
 def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Returns the names of those `layers` that run and that the output depends on, in the order of their last use.
+    """Returns the names of the given layers that run and that the output depends on, in the order of their last use.
 
     Dependence is read from the autograd graph of a run on detached tensors; if the output is not differentiable, all layers
     that run are returned.
@@ -340,7 +341,7 @@ def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Mo
 
 
 def _reached_parameters(output: Any, parameters: Mapping[str, Tensor]) -> set[str]:
-    """Returns the names of the parameters that `output` depends on."""
+    """Returns the names of the given parameters that `output` depends on."""
     ends = [tensor.sum() for tensor in _iterate_tensors(output) if tensor.requires_grad]
     inputs = {name: p for name, p in parameters.items() if p.requires_grad}
     if not ends or not inputs:
@@ -355,14 +356,14 @@ def _layer_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    """Returns the tensor outside the caller's autograd graph; copies only inference tensors, which autograd cannot
-    save.
+    """Returns the tensor outside the caller's autograd graph; copies it only if it is an inference tensor, which
+    autograd cannot save.
     """
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and mappings."""
+    """Yields the tensors inside nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -14,7 +14,7 @@ Pool = Literal["mean", "cls"]
 
 @final
 class TransformerBlock(nn.Module):
-    """Computes one pre-norm transformer layer: self-attention and a two-layer MLP, each added to its input.
+    """Applies one pre-norm transformer layer: self-attention and a two-layer MLP, each added to its input.
 
     It does not use nn.TransformerEncoderLayer: here every weight belongs to a Linear or LayerNorm that is called, so that it
     can be traced, aggregated and generated, and evaluation takes the same path as training.

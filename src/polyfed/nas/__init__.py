@@ -1,4 +1,4 @@
-"""Defines search spaces, samplers and supernets of FedPNAS, and the networks derived from supernets.
+"""Defines the search spaces, samplers and supernets of FedPNAS, and the networks that are derived from supernets.
 
 `operations`: the operations that an edge can choose. `sampling`: the choice of one operation per edge. `cells`,
 `supernet`: the supernet. `derived`: the architecture of a client as a network of its own.
@@ -6,14 +6,14 @@
 
 from polyfed.nas.cells import Cell, CellPlan
 from polyfed.nas.derived import (
+    build_network_with_operations,
     describe_network,
-    fix_operations,
     load_network,
     most_probable_network,
     operation_probabilities,
     rebuild_network,
 )
-from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, operations
+from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operation, build_operations
 from polyfed.nas.sampling import (
     ContextAware,
     ContextFree,
@@ -35,16 +35,16 @@ __all__ = [
     "OperationChoice",
     "Sampled",
     "SupernetPlan",
+    "build_network_with_operations",
     "build_operation",
+    "build_operations",
     "count_edge_parameters",
     "describe_network",
-    "fix_operations",
     "gumbel_noise_like",
     "load_network",
     "most_probable_network",
     "most_probable_operations",
     "operation_probabilities",
-    "operations",
     "plan_cell_stacks",
     "rebuild_network",
     "sample_operations",

@@ -1,5 +1,5 @@
-"""Defines a cell: a directed acyclic graph of feature maps whose edges each apply one chosen operation (FedPNAS,
-section 2).
+"""Defines the cell of a supernet: a directed acyclic graph of feature maps whose edges each apply one chosen operation
+(FedPNAS, section 2).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
 from polyfed.core.machine.allocator import enlarge_kernel_cache
-from polyfed.nas.operations import GroupedNorm, operations, untracked_batch_statistics
+from polyfed.nas.operations import GroupedNorm, build_operations, untracked_batch_statistics
 from polyfed.nas.sampling import OperationChoice
 
 EdgeJoin = Literal["sum", "mean"]
@@ -22,7 +22,8 @@ enlarge_kernel_cache()  # the number of examples that choose an operation differ
 @final
 @dataclass(frozen=True)
 class CellPlan:
-    """Describes a cell: node j has an edge from each input and from each node before it; the last node is the output.
+    """Describes a cell's graph: each node has an edge from each input and from each earlier node; the last node is the
+    output.
 
     Args:
         inputs: 2 for a base cell (outputs of the previous cell and of the one before it), 1 for a personal cell
@@ -54,8 +55,8 @@ class CellPlan:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Returns (from, to) of each edge; 0 is the previous cell's output, 1 the one before it (if any), then come
-        the nodes.
+        """Returns (from, to) of each edge: 0 is the previous cell's output, 1 the output of the cell before that (if it
+        is an input), then come the nodes.
         """
         last = self.inputs + self.nodes
         return tuple((i, j) for j in range(self.inputs, last) for i in range(j))
@@ -63,8 +64,9 @@ class CellPlan:
 
 @final
 class Cell(nn.Module):
-    """Computes a cell's feature maps: node j is the sum v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) over its edges (section 2), or
-    their mean.
+    """Computes a cell's feature maps: each node is the sum (or mean) of the operations on its incoming edges.
+
+    v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) (section 2).
     """
 
     def __init__(self, plan: CellPlan, channels: int, skip_channels: int, join: EdgeJoin = "sum") -> None:
@@ -75,13 +77,13 @@ class Cell(nn.Module):
             convolution = nn.Conv2d(skip_channels, channels, 1, plan.skip_stride, bias=False)
             self.skip = nn.Sequential(convolution, GroupedNorm(channels))
         self.operations = nn.ModuleList(
-            operations(channels, names, 2 if plan.reduces and i < plan.inputs else 1)
+            build_operations(channels, names, 2 if plan.reduces and i < plan.inputs else 1)
             for names, (i, _) in zip(plan.candidates, plan.edges, strict=True)
         )
 
     def forward(self, previous: Tensor, skip: Tensor, choice: OperationChoice | None) -> Tensor:
-        """Returns the cell's output, (batch, channels, height, width), with halved height and width if the cell
-        reduces.
+        """Returns the cell's output, (batch, channels, height, width), with half the height and width if the cell
+        reduces images.
 
         Args:
             previous: output of the previous cell.
@@ -127,7 +129,7 @@ class Cell(nn.Module):
 
 
 def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Tensor:
-    """Applies to each example the operation that it chose; the examples of one operation run together, in one call.
+    """Applies to each example the operation chosen for it; the examples of one operation run together, in one call.
 
     Operations that no example chose are not called.
 
@@ -156,7 +158,7 @@ def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, inde
 
 @final
 class _SplitRows(torch.autograd.Function):
-    """Splits rows into groups. Each row is in one group, so that the gradient is a copy and not a sum."""
+    """Splits a batch's rows into groups, with a backward pass that copies gradients: each row is in exactly one group."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -166,17 +168,17 @@ class _SplitRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Returns the gradients in the order of `value`."""
+        """Returns the gradients of all rows in their order before the split."""
         return _merge_rows(gradients, ctx.rows), None
 
 
 @final
 class _MergeRows(torch.autograd.Function):
-    """Merges groups of rows: the inverse of `_SplitRows`."""
+    """Merges groups of rows into one batch: the inverse of `_SplitRows`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Sequence[Tensor], *groups: Tensor) -> Tensor:
-        """Puts the rows of all groups into one tensor; `rows` has the positions of each group's rows."""
+        """Returns one tensor with the rows of all groups; `rows` has the positions of each group's rows."""
         ctx.rows = rows
         return _merge_rows(groups, rows)
 
@@ -187,7 +189,7 @@ class _MergeRows(torch.autograd.Function):
 
 
 def _split_rows(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Splits rows into groups, in the memory format of `value`.
+    """Splits a batch's rows into groups, in the memory format of `value`.
 
     `index_select` is several times as fast as indexing, but loses channels-last.
     """
@@ -198,7 +200,7 @@ def _split_rows(value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _merge_rows(groups: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Puts the rows of all groups into one tensor, in the memory format of the first group.
+    """Merges groups of rows into one batch, in the memory format of the first group.
 
     Dtypes may differ under autocast: a skip connection keeps its input's.
     """
@@ -219,31 +221,35 @@ def _scale_by_choice(out: Tensor, scale: Tensor) -> Tensor:
 
 @final
 class _UnitScale(torch.autograd.Function):
-    """Computes out·Z for a Z that is 1: the forward pass multiplies nothing, and the backward pass has the gradient of
-    Z.
+    """Computes out·Z for a Z whose value is 1: the forward pass multiplies nothing, and the backward pass gives the
+    gradient of Z.
     """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, scale: Tensor) -> Tensor:
-        """Returns `out`; `scale` is 1, of shape () for the whole batch or (batch, 1, 1, 1) for each example."""
+        """Returns `out` unchanged; `scale` is 1, of shape () for the whole batch or (batch, 1, 1, 1) for each example."""
         ctx.save_for_backward(out)
         ctx.form = scale.shape
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradient of `out`, and its product with `out` summed over all entries that share one Z."""
+        """Returns the gradient of `out`, and the gradient of the scale: its product with `out`, summed over the entries
+        that share a scale.
+        """
         return gradient, (gradient * ctx.saved_tensors[0]).sum_to_size(ctx.form)
 
 
 @final
 class _OneHotSelection(torch.autograd.Function):
-    """Computes Zᵀ·[o_1(v) ... o_D(v)] for a one-hot Z of each example, with ∂L/∂Z[k] for every k (eq. 2).
+    """Returns each example's output of its chosen operation; its backward pass gives the gradient with respect to the
+    choice of every operation.
 
-    Operations that are not chosen are multiplied by 0, so that neither their weights nor v get a gradient from them. The
-    backward pass evaluates them for the gradient of Z alone, one after the other, so that no memory is kept in between. An
-    operation that some examples did not choose processes the whole minibatch: its BatchNorm normalises by these statistics
-    but does not track them.
+    It computes Zᵀ·[o_1(v) ... o_D(v)] for a one-hot Z of each example, with ∂L/∂Z[k] for every k (eq. 2). Operations
+    that are not chosen are multiplied by 0, so that neither their weights nor v get a gradient from them. The backward
+    pass evaluates them for the gradient of Z alone, one after the other, so that no memory is kept in between. An
+    operation that some examples did not choose processes the whole minibatch: its BatchNorm normalises by these
+    statistics but does not track them.
     """
 
     @staticmethod
@@ -272,7 +278,10 @@ def _choice_gradient(
     operation: nn.Module, value: Tensor, gradient: Tensor, of_chosen: Tensor, chosen: Tensor,
     autocast: tuple[str, torch.dtype, bool],
 ) -> Tensor:  # fmt: skip
-    """Computes ⟨gradient, o(v)⟩ for each example, (batch,); for examples that chose the operation it is `of_chosen`."""
+    """Computes, for each example, the inner product of the gradient with one operation's output, shape (batch,).
+
+    ⟨gradient, o(v)⟩; for examples that chose the operation it is `of_chosen`.
+    """
     if bool(chosen.all()):
         return of_chosen
     kind, dtype, enabled = autocast

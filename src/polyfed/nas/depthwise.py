@@ -1,4 +1,4 @@
-"""Implements depthwise convolutions whose gradients are fast on a CPU.
+"""Defines depthwise convolutions whose gradients are fast on a CPU.
 
 oneDNN has fast kernels for the gradient of a depthwise kernel with at most three columns, and for the gradient of the
 input without dilation; other gradients take 5 to 30 times as long as the convolution itself. Here they are composed of
@@ -30,7 +30,7 @@ class Depthwise(nn.Conv2d):
         super().__init__(channels, channels, size, stride, padding, dilation, groups=channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves (batch, channels, height, width) to ⌈height / stride⌉ by ⌈width / stride⌉."""
+        """Returns the convolved images; their height and width are ⌈height / stride⌉ and ⌈width / stride⌉."""
         stride, dilation = self.stride[0], self.dilation[0]
         if stride > 1 and dilation % stride == 0:  # it reads no pixel that the stride skips: convolve the others alone
             x, stride, dilation = _subsample(x, stride), 1, dilation // stride
@@ -41,25 +41,25 @@ class Depthwise(nn.Conv2d):
 
 
 def _subsample(x: Tensor, step: int) -> Tensor:
-    """Returns every `step`-th pixel, in the memory format of `x`."""
+    """Returns every `step`-th pixel of images in both directions, in the memory format of `x`."""
     last = x.is_contiguous(memory_format=torch.channels_last)
     return x[:, :, ::step, ::step].contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 @final
 class _Depthwise(torch.autograd.Function):
-    """Computes the convolution by torch, and its gradients by operations that are differentiable in turn."""
+    """Computes a depthwise convolution by torch, and its gradients by operations that can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
-        """Convolves x (batch, channels, height, width) with weight (channels, 1, size, size)."""
+        """Convolves images x (batch, channels, height, width) with the kernels weight (channels, 1, size, size)."""
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.dilation = stride, dilation
         return F.conv2d(x, weight, None, stride, dilation * (weight.shape[-1] // 2), dilation, len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Returns the gradients of x and of the weight, where they are needed."""
+        """Returns the gradients of the images and of the kernels; None for one that is not needed."""
         x, weight = ctx.saved_tensors
         image, kernel = x.to(gradient.dtype), weight.to(gradient.dtype)  # under autocast the output has another type
         to_x = to_weight = None
@@ -78,7 +78,7 @@ def _image_gradient(gradient: Tensor, x: Tensor, kernel: Tensor, stride: int, di
 
 
 def _kernel_gradient(gradient: Tensor, x: Tensor, size: int, stride: int, dilation: int) -> Tensor:
-    """Computes the gradient of the kernel, a few columns at a time.
+    """Computes the gradient of the convolution's kernel, a few columns of the image at a time.
 
     With dilation d, the d² sets of every d-th pixel are images of their own for a kernel without dilation.
     """
@@ -98,8 +98,8 @@ def _kernel_gradient(gradient: Tensor, x: Tensor, size: int, stride: int, dilati
 
 
 def _stack_subsamples(x: Tensor, step: int) -> Tensor:
-    """Stacks all subsamples: (batch, channels, height, width) to (step² · batch, channels, ⌈height / step⌉, ⌈width /
-    step⌉).
+    """Stacks the step² subsamples of each image along the batch: (batch, channels, height, width) to (step² · batch,
+    channels, ⌈height / step⌉, ⌈width / step⌉).
 
     Missing pixels at the ends are zeros.
     """
@@ -108,7 +108,7 @@ def _stack_subsamples(x: Tensor, step: int) -> Tensor:
 
 
 def _slice_columns(x: Tensor, first: int, number: int) -> Tensor:
-    """Returns columns `first` ... `first + number - 1` of images, with zeros for columns beyond their sides."""
+    """Returns `number` columns of images from column `first` on, with zeros for columns outside the images."""
     left = min(max(-first, 0), number)
     inner = x[..., max(first, 0) : max(first + number, 0)]
     return F.pad(inner, (left, number - left - inner.shape[-1]))
@@ -118,7 +118,7 @@ def _torch_gradients(
     gradient: Tensor, x: Tensor, kernel: Tensor, stride: int, padding: tuple[int, int], dilation: int = 1, *,
     to_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes torch's own gradients, of the image or (`to_kernel`) of the kernel."""
+    """Computes by torch the gradient of a convolution with respect to its image, or (`to_kernel`) its kernel."""
     gradients = torch.ops.aten.convolution_backward(
         gradient, x, kernel, None, [stride, stride], list(padding), [dilation, dilation], False, [0, 0], len(kernel),
         [not to_kernel, to_kernel, False],

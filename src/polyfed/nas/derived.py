@@ -1,6 +1,4 @@
-"""Derives a client's architecture from a supernet: as a network of its own, as a description, and read back from
-files.
-"""
+"""Derives a client's network from a supernet, and writes and reads its description."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,13 +38,13 @@ class _CellDescription(TypedDict):
 
 
 class _CellDescriptions(TypedDict):
-    """Types the part of `describe_network`'s result that is for people."""
+    """Specifies the part of `describe_network`'s result that is for people."""
 
     cells: list[_CellDescription]
 
 
 class _Description(_CellDescriptions):
-    """Types the whole result of `describe_network`."""
+    """Specifies the whole result of `describe_network`."""
 
     plan: dict[str, Any]
     sampled: NotRequired[dict[str, list[int]]]
@@ -59,7 +57,7 @@ class _PlanFields(TypedDict):
 
 
 def check_cell_descriptions(description: Any) -> None:
-    """Raises a ValueError unless the cells have the structure that `describe_network` returns.
+    """Raises a ValueError unless the description's cells have the structure that `describe_network` returns.
 
     Raises:
         ValueError: the message says in half a sentence what is wrong.
@@ -70,8 +68,9 @@ def check_cell_descriptions(description: Any) -> None:
         raise ValueError("an edge without operations")
 
 
-def fix_operations(network: Network, choices: Sequence[Tensor | None]) -> Network:
-    """Builds the plain network in which every edge has one operation, with copies of the supernet's weights.
+def build_network_with_operations(network: Network, choices: Sequence[Tensor | None]) -> Network:
+    """Builds the network in which every edge of a supernet has only its chosen operation, with copies of the supernet's
+    weights.
 
     It computes the same as the supernet with these choices, and holds no other weights.
 
@@ -82,7 +81,7 @@ def fix_operations(network: Network, choices: Sequence[Tensor | None]) -> Networ
     >>> from polyfed.nas.supernet import plan_cell_stacks
     >>> base, personal = plan_cell_stacks(base_cells=1)
     >>> supernet = SupernetPlan(1, 10, 4, base, personal)().eval()
-    >>> plain = fix_operations(supernet, [torch.tensor([8, 2, 0, 1, 3]), torch.tensor([4, 2, 0])])
+    >>> plain = build_network_with_operations(supernet, [torch.tensor([8, 2, 0, 1, 3]), torch.tensor([4, 2, 0])])
     >>> [names for names in plain.plan.personal[0].candidates]
     [('skip',), ('sep_conv_3',), ('avg_pool_3',)]
     """
@@ -108,26 +107,31 @@ def _fix_cell(plan: CellPlan, choice: Tensor | None) -> CellPlan:
 
 
 def most_probable_network(network: Network) -> Network:
-    """Builds the plain network (see `fix_operations`) of the most probable operations of context-free samplers.
+    """Builds the network in which every edge of a supernet has its most probable operation, for a supernet with
+    context-free samplers.
+
+    See `build_network_with_operations`.
 
     Raises:
         UserError: the samplers are context-aware and choose for each example.
     """
     if network.plan.context != "free":
         raise UserError("a context-aware supernet has one architecture per example; choose operations yourself and call "
-                        "fix_operations(network, choices)")  # fmt: skip
+                        "build_network_with_operations(network, choices)")  # fmt: skip
     choices = []
     for _, sampler in network.cells_with_samplers():
         logits = None if sampler is None else sampler.logits
         choices.append(None if logits is None else logits.detach().argmax(-1))  # type: ignore[operator]
-    derived = fix_operations(network, choices)
+    derived = build_network_with_operations(network, choices)
     derived.supernet, derived.known = network.plan, operation_probabilities(network)
     return derived
 
 
 def operation_probabilities(network: Network, examples: Examples | None = None) -> list[Tensor | None]:
-    """Returns for each cell softmax(logits) of its sampler, (edges, operations) on the CPU; None for a cell without a
-    choice.
+    """Computes for each cell of a supernet the probabilities of its operations, (edges, operations) on the CPU; None
+    for a cell without a choice.
+
+    They are softmax(logits) of the cell's sampler.
 
     Args:
         network: a supernet.
@@ -163,7 +167,8 @@ def operation_probabilities(network: Network, examples: Examples | None = None) 
 
 
 def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) -> dict[str, Any]:
-    """Describes a derived network as JSON: enough to build it again, and its cells for people.
+    """Describes a derived network as a dict for JSON, with all that is needed to build it again, and its cells in
+    readable form.
 
     Args:
         module: a `Network`, or a `Sampled` of one.
@@ -201,7 +206,7 @@ def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) 
 
 
 def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network of a description; its weights are not yet loaded.
+    """Builds the network that a description from `describe_network` stands for; its weights are not yet loaded.
 
     Raises:
         UserError: `description` is not one of `describe_network`.
@@ -236,7 +241,7 @@ def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
 
 
 def _noise_buffers(shapes: Mapping[str, Sequence[int]]) -> dict[int, Tensor]:
-    """Returns zero buffers for the noise of the sampled cells, by the cell's number."""
+    """Returns a zero tensor, of the given shape, for the noise of each sampled cell: cell's number -> tensor."""
     if wrong := next((s for s in shapes.values() if len(s) > 8 or not 0 < math.prod(s) <= _MOST or min(s) < 1), None):
         raise ValueError(f"noise of the shape {wrong}")
     return {int(k): torch.zeros(tuple(shape)) for k, shape in shapes.items()}
@@ -247,7 +252,9 @@ class _CellFields(TypedDict):
 
 
 def _edge_probabilities(edges: Sequence[_Edge]) -> Tensor | None:
-    """Returns the probabilities of a cell's edges; None where there was no choice."""
+    """Returns the operations' probabilities on each edge of a cell, (edges, operations); None if the cell had no
+    choice.
+    """
     if not edges or "probabilities" not in edges[0]:
         return None
     return torch.tensor([edge.get("probabilities", []) for edge in edges])  # of one length, or a ValueError
@@ -271,7 +278,7 @@ def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:
 
 
 def load_network(path: str | Path) -> nn.Module:
-    """Loads the network that a run has derived for a client, ready to use.
+    """Loads the network that a run has derived for a client, with its weights, ready to use.
 
     Args:
         path: `models/ID.json` of a run directory; the weights are next to it in `ID.safetensors`.

@@ -1,6 +1,4 @@
-"""Defines the operations of a search space that an edge of a cell can apply to a feature map (FedPNAS, Table 3; as in
-SNAS).
-"""
+"""Defines the operations on feature maps from which an edge of a cell can choose (FedPNAS, Table 3; as in SNAS)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from polyfed.nas.depthwise import Depthwise
 
 @final
 class GroupedNorm(nn.BatchNorm2d):
-    """Applies BatchNorm to a group of examples, which may have only one example.
+    """Applies BatchNorm to a part of a batch's examples, even if it has only one example.
 
     If a channel has only one value and so no variance, the running statistics take the place of the group's.
     """
@@ -31,7 +29,7 @@ class GroupedNorm(nn.BatchNorm2d):
 
 @contextmanager
 def untracked_batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Makes BatchNorm normalise by its batch inside the block, as in training, without updating its running
+    """Makes all BatchNorm layers of a network normalise by their batch inside the block, without updating their running
     statistics.
     """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -45,7 +43,7 @@ def untracked_batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _separable_layers(channels: int, size: int, stride: int, dilation: int = 1) -> list[nn.Module]:
-    """Returns ReLU, depthwise convolution, 1×1 convolution and BatchNorm."""
+    """Builds the layers of a separable convolution: ReLU, depthwise convolution, 1×1 convolution and BatchNorm."""
     depthwise = Depthwise(channels, size, stride, dilation)
     return [nn.ReLU(), depthwise, nn.Conv2d(channels, channels, 1, bias=False), GroupedNorm(channels)]
 
@@ -69,7 +67,8 @@ def _pool(pool: nn.Module, channels: int) -> nn.Module:
 
 @final
 class _Halve(nn.Module):
-    """Computes the skip connection of an edge with stride 2 (the factorised reduction of DARTS and SNAS).
+    """Halves height and width of feature maps: the skip connection of an edge with stride 2 (the factorised reduction
+    of DARTS and SNAS).
 
     Every second pixel and its diagonal neighbour each go through a 1×1 convolution, and the results are concatenated.
     """
@@ -81,7 +80,9 @@ class _Halve(nn.Module):
         self.norm = GroupedNorm(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns (group, channels, ⌈height / 2⌉, ⌈width / 2⌉); a last odd row or column has zeros as neighbours."""
+        """Returns feature maps (group, channels, ⌈height / 2⌉, ⌈width / 2⌉); a last odd row or column has zeros as
+        neighbours.
+        """
         x = F.relu(x)
         height, width = x.shape[2:]
         shifted = F.pad(x, (0, width % 2, 0, height % 2))[:, :, 1:, 1:]
@@ -98,7 +99,7 @@ SMALL_OPERATION_NAMES = ("avg_pool_3", "max_pool_3", "sep_conv_3", "dil_conv_3",
 
 
 def build_operation(name: str, channels: int, stride: int = 1) -> nn.Module:
-    """Builds one operation on feature maps (group, channels, height, width).
+    """Builds the operation of this name, a layer on feature maps (group, channels, height, width).
 
     With stride 2 it halves height and width, rounded up.
 
@@ -134,8 +135,8 @@ def check_operation_names(names: Sequence[str]) -> None:
         raise UserError(f"unknown operation {unknown[0]!r}; {did_you_mean(unknown[0], OPERATION_NAMES)}")
 
 
-def operations(channels: int, names: Sequence[str] = OPERATION_NAMES, stride: int = 1) -> nn.ModuleDict:
-    """Builds the operations from which one edge chooses, by name.
+def build_operations(channels: int, names: Sequence[str] = OPERATION_NAMES, stride: int = 1) -> nn.ModuleDict:
+    """Builds the operations from which one edge chooses: name -> layer.
 
     Args:
         channels: channels of the input and output feature maps (paper: 32 for CIFAR-10 and 16 for MNIST).
@@ -145,7 +146,7 @@ def operations(channels: int, names: Sequence[str] = OPERATION_NAMES, stride: in
     Raises:
         UserError: `channels` or `stride` is out of range, or `names` is empty, has a name twice or an unknown one.
 
-    >>> edge = operations(32)
+    >>> edge = build_operations(32)
     >>> {name: sum(p.numel() for p in edge[name].parameters()) for name in ("avg_pool_3", "sep_conv_3", "skip")}
     {'avg_pool_3': 64, 'sep_conv_3': 2752, 'skip': 0}
     >>> sum(p.numel() for p in edge.parameters())

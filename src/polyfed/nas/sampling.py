@@ -1,5 +1,5 @@
-"""Chooses operations by straight-through Gumbel-softmax, and defines the samplers that give its logits (FedPNAS, eq. 2
-and section 3.3).
+"""Chooses the operations of cells at random by straight-through Gumbel-softmax, and defines the samplers that compute
+their probabilities (FedPNAS, eq. 2 and section 3.3).
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ _SIZE = 8  # height and width to which a context-aware sampler shrinks its input
 @final
 @dataclass(frozen=True)
 class OperationChoice:
-    """Holds one chosen operation per edge, for all examples of a batch or for each of them.
+    """Holds the operation chosen on each edge of a cell, one for all examples of a batch or one for each example.
 
     Attributes:
         indices: the k with Z[k] = 1, int64, (edges,) or (batch, edges).
@@ -33,7 +33,7 @@ class OperationChoice:
 
 
 def gumbel_noise_like(like: Tensor) -> Tensor:
-    """Draws independent g ~ Gumbel(0, 1) in the shape of `like`, from torch's default generator.
+    """Draws independent Gumbel(0, 1) noise in the shape of `like`, from torch's default generator.
 
     >>> gumbel_noise_like(torch.zeros(2, 3)).shape
     torch.Size([2, 3])
@@ -42,7 +42,8 @@ def gumbel_noise_like(like: Tensor) -> Tensor:
 
 
 def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> OperationChoice:
-    """Draws one operation per edge, one-hot Z, from softmax(logits) by straight-through Gumbel-softmax (eq. 2).
+    """Draws one operation per edge from softmax(logits), so that gradients reach the logits (straight-through
+    Gumbel-softmax, eq. 2).
 
     Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is the gradient of softmax((g + log π)/τ)[k].
 
@@ -66,7 +67,7 @@ def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "
 
 
 def most_probable_operations(logits: Tensor, noise: Tensor | None = None) -> OperationChoice:
-    """Chooses the operation with the largest logit.
+    """Chooses on each edge the operation with the largest logit.
 
     With Gumbel `noise`, (edges, operations), the choice is a sample, and a fixed function of the logits for the same
     noise.
@@ -78,14 +79,14 @@ def most_probable_operations(logits: Tensor, noise: Tensor | None = None) -> Ope
 
 
 class Sampler(nn.Module, ABC):
-    """Computes the distribution of a cell's operations as logits, (edges, operations)."""
+    """Computes logits of a cell's operations, shape (edges, operations), from which operations are drawn."""
 
     edges: int
     operations: int
 
     @abstractmethod
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """Returns logits (edges, operations), or (batch, edges, operations) if each example has its own.
+        """Returns the logits, (edges, operations), or (batch, edges, operations) if each example has its own.
 
         Args:
             image: the network's input x, (batch, channels, height, width), or its `pool_to_8x8`, computed once for all
@@ -96,7 +97,10 @@ class Sampler(nn.Module, ABC):
 
 @final
 class ContextFree(Sampler):
-    """Holds a cell's logits, log Π of eq. 2, as learnable parameters; at first all operations are equally probable."""
+    """Holds the logits of a cell's operations as learnable parameters; at first all operations are equally probable.
+
+    The logits are log Π of eq. 2.
+    """
 
     def __init__(self, edges: int, operations: int) -> None:
         super().__init__()
@@ -104,13 +108,14 @@ class ContextFree(Sampler):
         self.logits = nn.Parameter(torch.zeros(edges, operations))
 
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """Returns the logits, (edges, operations)."""
+        """Returns the logits, (edges, operations), which are the same for all examples."""
         return self.logits
 
 
 @final
 class ContextAware(Sampler):
-    """Computes logits for each example from the cell's input and the image: φ(v_1, x) of section 3.3.
+    """Computes logits of a cell's operations for each example, from the image and the cell's input: φ(v_1, x) of
+    section 3.3.
 
     Both are shrunk to 8 × 8 and go through two convolutions each; one linear layer gives the logits. This layer starts at
     zero: at first all operations are equally probable. (The paper says only that φ is "a deep classification network".)
@@ -125,14 +130,16 @@ class ContextAware(Sampler):
         nn.init.zeros_(self.logits.bias)
 
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """Returns the logits, (batch, edges, operations)."""
+        """Returns the logits of each example, (batch, edges, operations)."""
         features = torch.cat([self.image(image), self.previous(previous)], 1)
         logits: Tensor = self.logits(features)
         return logits.view(-1, self.edges, self.operations)
 
 
 def pool_to_8x8(x: Tensor) -> Tensor:
-    """Averages images over 8 × 8 fields, as `F.adaptive_avg_pool2d`, but by matrix products, whose gradient is fast.
+    """Averages images over a grid of 8 × 8 fields, by matrix products, whose gradient is fast.
+
+    The result is that of `F.adaptive_avg_pool2d`.
 
     >>> pool_to_8x8(torch.arange(256.0).view(1, 1, 16, 16))[0, 0, 0, :3]
     tensor([ 8.5000, 10.5000, 12.5000])
@@ -147,7 +154,8 @@ def pool_to_8x8(x: Tensor) -> Tensor:
 
 @lru_cache
 def _pooling_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix (8, size) whose row k has the shares of the pixels in field k.
+    """Returns the matrix (8, size) that averages `size` pixels over 8 fields: row k has the shares of the pixels in
+    field k.
 
     It is cached on its device, since a copy at each step would block.
     """
@@ -162,7 +170,7 @@ def _pooling_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tens
 @final
 class _Shrink(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `pool_to_8x8(x)`."""
+        """Returns the images averaged to 8 × 8 pixels by `pool_to_8x8`."""
         return pool_to_8x8(x)
 
 

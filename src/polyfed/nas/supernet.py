@@ -1,5 +1,5 @@
-"""Defines the supernet: a base stack that all clients share and a personal stack that each client adapts (FedPNAS,
-section 3.1, Fig. 2).
+"""Defines the supernet: a base stack of cells that all clients share and a personal stack that each client adapts
+(FedPNAS, section 3.1, Fig. 2).
 
 A derived network is an object of the same classes: a supernet whose edges have one candidate each.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from polyfed.core.errors import UserError
 from polyfed.core.machine.memory_limit import build_if_memory_suffices
 from polyfed.nas.cells import Cell, CellPlan, EdgeJoin
-from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, operations
+from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operations
 from polyfed.nas.sampling import (
     ContextAware,
     ContextFree,
@@ -38,7 +38,7 @@ _MOST_EDGES = 10_000  # Table 3 of the paper counts 32, the authors' code has 48
 @final
 @dataclass(frozen=True)
 class SupernetPlan:
-    """Describes a supernet; calling the plan builds one.
+    """Describes a supernet by its sizes and cells; calling the plan builds the supernet.
 
     Args:
         in_channels: channels of the images.
@@ -65,7 +65,7 @@ class SupernetPlan:
     stem_stride: int = 1
 
     def __call__(self) -> "Network":
-        """Builds a network of this plan, with weights drawn from torch's default generator.
+        """Builds the supernet of this plan, with weights drawn from torch's default generator.
 
         Raises:
             UserError: the network does not fit into this machine's memory.
@@ -83,7 +83,8 @@ def plan_cell_stacks(
     base_operations: Sequence[str] = OPERATION_NAMES,
     personal_operations: Sequence[str] = SMALL_OPERATION_NAMES,
 ) -> tuple[tuple[CellPlan, ...], tuple[CellPlan, ...]]:
-    """Plans the paper's two stacks: base cells have two inputs, personal cells one.
+    """Plans the cells of the paper's two stacks: base cells have two inputs, personal cells one; returns (base,
+    personal).
 
     The cells at one third and two thirds of the base stack halve the image, and so does the last personal cell (these
     positions are from the authors' code). The defaults follow section 3.1, in which personal cells have no large operations.
@@ -127,7 +128,7 @@ def plan_cell_stacks(
 
 
 def count_edge_parameters(plan: SupernetPlan) -> int:
-    """Counts the parameters of all edges' operations together, as Table 3 counts its MASTERARCHITECTURE.
+    """Counts the parameters of the operations on all edges of a supernet, as Table 3 counts its MASTERARCHITECTURE.
 
     Every edge counts as one of stride 1; stem, 1×1 convolutions on skip inputs, samplers and classifier do not count.
     A skip of stride 2, which is a convolution here, does not count either: the table has 0 for it.
@@ -138,7 +139,9 @@ def count_edge_parameters(plan: SupernetPlan) -> int:
     """
     edges = Counter(names for cell in plan.base + plan.personal for names in cell.candidates)
     with torch.device("meta"):  # no memory, no random draw
-        return sum(n * p.numel() for names, n in edges.items() for p in operations(plan.channels, names).parameters())
+        return sum(
+            n * p.numel() for names, n in edges.items() for p in build_operations(plan.channels, names).parameters()
+        )
 
 
 def _num_edges(inputs: int, nodes: int) -> int:
@@ -147,8 +150,8 @@ def _num_edges(inputs: int, nodes: int) -> int:
 
 @final
 class Network(nn.Module):
-    """Classifies images (batch, channels, height, width) to logits (batch, outputs) by a supernet, or by a network
-    derived from it.
+    """Classifies images by a supernet, or by a network derived from it: (batch, channels, height, width) to logits
+    (batch, outputs).
 
     In training every cell draws its operations (`sample_operations`); in evaluation it takes the most probable ones,
     for each example if the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` are θ_p,
@@ -180,7 +183,7 @@ class Network(nn.Module):
         self.personal = nn.ModuleDict({**_build_stack(plan, plan.personal), "classifier": classifier})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits of a batch of images (algorithm 2): cell by cell, the sampler chooses operations and the
+        """Returns the logits of a batch of images (algorithm 2): in each cell, the sampler chooses operations and the
         cell applies them.
         """
         previous = skip = self.base["stem"](x)
@@ -192,7 +195,7 @@ class Network(nn.Module):
         return logits
 
     def cells_with_samplers(self) -> Iterator[tuple[Cell, Sampler | None]]:
-        """Yields all cells, base first, each with its sampler; None for a cell without a choice."""
+        """Yields each cell with its sampler, the base stack first; the sampler is None for a cell without a choice."""
         for stack in (self.base, self.personal):
             samplers = dict(cast(nn.ModuleDict, stack["samplers"]).items())
             for k, cell in enumerate(cast(nn.ModuleList, stack["cells"])):
@@ -228,7 +231,8 @@ def _build_stack(plan: SupernetPlan, cells: Sequence[CellPlan]) -> dict[str, nn.
 
 @final
 class Sampled(nn.Module):
-    """Averages several sampled networks: the output is the log of their mean class probabilities, (batch, outputs).
+    """Predicts by averaging several networks drawn from a supernet: the output is the log of their mean class
+    probabilities, (batch, outputs).
 
     Each network's noise is drawn once, so that an input always has the same output, whatever else is in the batch.
 
@@ -246,7 +250,7 @@ class Sampled(nn.Module):
             self.register_buffer(name, noise[k])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the mean of the networks' outputs."""
+        """Returns the mean of the sampled networks' outputs."""
         noise = {k: self.get_buffer(name) for k, name in self.names.items()}
         outs: list[Tensor] = []
         try:

@@ -58,7 +58,7 @@ class Lookup(nn.Module):
             for kind in form.catalogue.types
         })  # fmt: skip
 
-    def iterate_weights(self, graph):
+    def iterate_generated_weights(self, graph):
         for kind, (_, _, (names,)) in graph.weight_sets.items():
             yield from ((names[role], row) for role, row in self.heads[kind.key].items())
 
@@ -202,7 +202,7 @@ def test_a_catalogue_file_decides_what_is_generated(tmp_path):
     (client,) = everyone = clients(Distinct)
     types = graph_of_client(client).layer_types
     kept = tuple(t for t in types if t.kind == "conv2d")
-    LayerCatalogue(kept).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue(kept).write_yaml(tmp_path / "catalogue.yaml")
     method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
     _, downs, ups = first_round(method, everyone)
     keys = {name.split(".")[1] for name in downs["c0"].tensors["ghn"] if name.startswith("heads")}
@@ -330,7 +330,7 @@ def test_the_head_is_the_last_layer_of_the_graph_even_if_it_is_a_raw_parameter()
 
 def test_a_client_of_which_nothing_is_generated_is_warned(tmp_path):
     """The likely mistake of a deployment: a network of another width than the catalogue's."""
-    LayerCatalogue(graph_of_client(clients(Distinct)[0]).layer_types).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue(graph_of_client(clients(Distinct)[0]).layer_types).write_yaml(tmp_path / "catalogue.yaml")
     method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
     with pytest.warns(RuntimeWarning, match="no layer of the network of client 'c0' is generated"):
         first_round(method, clients(RawHead))

@@ -172,7 +172,7 @@ def test_files_of_layer_types_for_the_other_graph_are_told(tmp_path):
     for form in ("layers", "layers_and_norms"):
         method = FLHAGHN(graph=form)
         graphs = [method.contraction.apply(extract(client.model(), torch.zeros(2, *SHAPE))) for client in everyone]
-        LayerCatalogue.from_graphs(graphs).write(tmp_path / f"{form}.yaml")
+        LayerCatalogue.from_graphs(graphs).write_yaml(tmp_path / f"{form}.yaml")
     with pytest.raises(UserError, match="is for graph='layers'"):
         start(FLHAGHN(graph="layers_and_norms", catalogue=str(tmp_path / "layers.yaml")), everyone)
     with pytest.warns(UserWarning, match="no layer type of the catalogue .* has a norm"):

@@ -16,9 +16,9 @@ from polyfed.hypernetworks.ghn import (
     MAX_DENSE_BYTES,
     GHNConfig,
     describe_factored_heads,
-    factor_if_large,
-    hypernetwork_bytes,
+    hypernetwork_size_in_bytes,
     init_ghn_params,
+    use_factored_heads_if_large,
 )
 from polyfed.models import ModelSpec
 from polyfed.simulation.storage.directory import read_config, read_manifest
@@ -39,23 +39,25 @@ def test_a_size_is_that_of_the_tensors():
     for head in ("mlp", "factored"):
         form = GHNConfig(catalogue(8, ["flha_arch1"]), head=head, depth=2)
         made = init_ghn_params(form, "kaiming", seed=0)
-        assert hypernetwork_bytes(form) == sum(t.nbytes for t in made.values())
-        assert size_of(made) == pytest.approx(hypernetwork_bytes(form), rel=0.1)  # with the names of a safetensors file
+        assert hypernetwork_size_in_bytes(form) == sum(t.nbytes for t in made.values())
+        assert size_of(made) == pytest.approx(
+            hypernetwork_size_in_bytes(form), rel=0.1
+        )  # with the names of a safetensors file
 
 
 def test_a_form_is_light_where_it_is_large():
     small, large = (GHNConfig(LayerCatalogue((LayerType("linear", width, width),))) for width in (400, 2000))
-    assert hypernetwork_bytes(small) < MAX_DENSE_BYTES < hypernetwork_bytes(large)
-    assert factor_if_large(small) is small
-    assert factor_if_large(large).head == "factored"
-    assert factor_if_large(factor_if_large(large)) == factor_if_large(large)
+    assert hypernetwork_size_in_bytes(small) < MAX_DENSE_BYTES < hypernetwork_size_in_bytes(large)
+    assert use_factored_heads_if_large(small) is small
+    assert use_factored_heads_if_large(large).head == "factored"
+    assert use_factored_heads_if_large(use_factored_heads_if_large(large)) == use_factored_heads_if_large(large)
 
 
 @pytest.mark.slow
 def test_the_papers_networks_are_light_where_they_are_large():
     small, large = GHNConfig(catalogue(8)), GHNConfig(catalogue(64))
-    assert factor_if_large(small) is small
-    assert factor_if_large(large).head == "factored"
+    assert use_factored_heads_if_large(small) is small
+    assert use_factored_heads_if_large(large).head == "factored"
     assert (
         describe_factored_heads(large)
         == "factored: 19 MB each way a round, where the paper's heads (mlp) would send 315 MB"

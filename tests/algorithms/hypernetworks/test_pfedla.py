@@ -154,7 +154,7 @@ def test_the_update_is_that_of_autograd_on_the_explicit_graph(normalise):
     if normalise == "softmax":
         state["hypernetworks"] = each(state, lambda t: 0.1 * t)  # z of about 40 would saturate it
     replies = replies_of(state)
-    after = all_of(pfedla.update_server_state(state, replies, method))
+    after = all_of(pfedla.update_models_and_hypernetworks(state, replies, method))
     for row, client in enumerate(state["clients"]):
         leaves = {n: t.clone().requires_grad_() for n, t in all_of(state).items()}
         mixed = explicit_mixture(state, leaves, row, normalise)
@@ -170,7 +170,9 @@ def test_the_update_is_that_of_finite_differences():
     state = trained_state(method)
     replies = replies_of(state)
     networks = all_of(state)
-    step = {n: t - networks[n] for n, t in all_of(pfedla.update_server_state(state, replies, method)).items()}
+    step = {
+        n: t - networks[n] for n, t in all_of(pfedla.update_models_and_hypernetworks(state, replies, method)).items()
+    }
     mixed = explicit_mixture(state, networks, 1)
     delta = {n: replies["client-1"][n] - mixed[n] for n in mixed}
 
@@ -205,7 +207,10 @@ def test_a_step_lowers_the_clients_loss_to_first_order():
     for row, client in enumerate(clients):
         down = method.dispatch(state, ClientInfo(client.id))
         reply, _ = method.local_update(down, {}, client, 0)
-        after, networks = pfedla.update_server_state(state, {client.id: reply.tensors["model"]}, method), all_of(state)
+        after, networks = (
+            pfedla.update_models_and_hypernetworks(state, {client.id: reply.tensors["model"]}, method),
+            all_of(state),
+        )
         step = {n: t - networks[n] for n, t in all_of(after).items()}
         squared = sum(float(s.square().sum()) for s in step.values()) / rho**2  # ‖JᵀΔθ‖²
 
@@ -228,9 +233,9 @@ def test_all_clients_of_a_round_see_one_snapshot():
     method = PFedLA(hn_lr=1.0, **OPTIONS)
     state = trained_state(method)
     replies = replies_of(state)
-    together = pfedla.update_server_state(state, replies, method)["hypernetworks"]
+    together = pfedla.update_models_and_hypernetworks(state, replies, method)["hypernetworks"]
     for row, client in enumerate(state["clients"]):
-        alone = pfedla.update_server_state(state, {client: replies[client]}, method)
+        alone = pfedla.update_models_and_hypernetworks(state, {client: replies[client]}, method)
         for name, tensor in alone["hypernetworks"][client].items():
             torch.testing.assert_close(tensor, together[client][name], rtol=1e-9, atol=1e-12)
         kept = [alone["hypernetworks"][c] is state["hypernetworks"][c] for c in state["clients"]]

@@ -8,7 +8,7 @@ import torch
 import polyfed as pf
 from polyfed.algorithms import FedAvg, HeurPFedLA, Local, PFedLA
 from polyfed.core.seeds import torch_generator
-from polyfed.hypernetworks.layer_aggregation import similarity_weights
+from polyfed.hypernetworks.layer_aggregation import layer_similarity_weights
 from polyfed.testing import small_clients
 
 OPTIONS = {"lr": 0.05, "local_epochs": 2, "batch_size": 8, "momentum": 0.5}
@@ -70,17 +70,17 @@ def by_loops(models, layers, measure, sharpness):
 def test_weights_are_those_of_loops(measure, layers):
     made = models()
     wanted = by_loops(made, layers, measure, 2.5)
-    found = similarity_weights(made, layers, [2, 0], measure, 2.5)
+    found = layer_similarity_weights(made, layers, [2, 0], measure, 2.5)
     torch.testing.assert_close(found.double(), wanted[[2, 0]], rtol=1e-5, atol=1e-6)
-    assert similarity_weights(made, layers, range(4), measure, 2.5).sum(2).allclose(torch.ones(4, len(layers)))
+    assert layer_similarity_weights(made, layers, range(4), measure, 2.5).sum(2).allclose(torch.ones(4, len(layers)))
 
 
 def test_layers_are_weighed_each_by_itself():
     """Clients 0 and 1 share a body, and are as far apart in the head as others: only single layers show that."""
-    layer_wise = similarity_weights(models(), LAYERS, [0], "distance", 50.0)[0]
+    layer_wise = layer_similarity_weights(models(), LAYERS, [0], "distance", 50.0)[0]
     assert layer_wise[0].tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=1e-3)
     assert layer_wise[1, 0] > 0.9
-    assert similarity_weights(models(), LAYERS, [0], "cosine", 50.0)[0, 1].tolist() == pytest.approx(
+    assert layer_similarity_weights(models(), LAYERS, [0], "cosine", 50.0)[0, 1].tolist() == pytest.approx(
         [0.25] * 4
     )  # one direction
 
@@ -89,13 +89,13 @@ def test_layers_are_weighed_each_by_itself():
 def test_invariances(measure):
     """The order of clients, and the scale of all weights together; models that hardly differ are told apart."""
     made, order = models(), [3, 1, 0, 2]
-    found = similarity_weights(made, LAYERS, range(4), measure, 2.0)
-    turned = similarity_weights([made[k] for k in order], LAYERS, range(4), measure, 2.0)
+    found = layer_similarity_weights(made, LAYERS, range(4), measure, 2.0)
+    turned = layer_similarity_weights([made[k] for k in order], LAYERS, range(4), measure, 2.0)
     torch.testing.assert_close(turned, found[order][:, :, order])
     scaled = [{n: 8 * t for n, t in m.items()} for m in made]
-    torch.testing.assert_close(similarity_weights(scaled, LAYERS, range(4), measure, 2.0), found)
+    torch.testing.assert_close(layer_similarity_weights(scaled, LAYERS, range(4), measure, 2.0), found)
     if measure == "distance":
-        near = similarity_weights(models(spread=1e-3), {"w": ["w", "b"]}, range(4), measure, 2.0)
+        near = layer_similarity_weights(models(spread=1e-3), {"w": ["w", "b"]}, range(4), measure, 2.0)
         torch.testing.assert_close(near, found[:, :1], rtol=1e-2, atol=1e-3)
 
 
@@ -104,7 +104,7 @@ def test_equal_models_weigh_alike():
     zero = [{"w": torch.zeros(3)}] * 2
     for made in (alike, zero, alike[:1]):
         for measure in ("cosine", "distance"):
-            found = similarity_weights(made, {"w": ["w"]}, range(len(made)), measure, 9.0)
+            found = layer_similarity_weights(made, {"w": ["w"]}, range(len(made)), measure, 9.0)
             assert found.flatten().tolist() == [1 / len(made)] * len(made) ** 2
 
 

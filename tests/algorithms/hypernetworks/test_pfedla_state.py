@@ -32,8 +32,8 @@ def test_products_do_not_depend_on_how_tensors_are_cut(monkeypatch, chunk):
     shapes, layers = {"w": (5, 7), "b": (5,), "v": (3,)}, {"one": ["w", "b"], "two": ["v"]}
     models, replies = random_models(shapes), random_models(shapes, 2)
     alpha = torch.rand(2, 2, 3, dtype=torch.float64)
-    mixed = layer_aggregation.mix_models(models, alpha, layers)
-    products = layer_aggregation.layer_inner_products(models, alpha, replies, layers)
+    mixed = layer_aggregation.mix_models_by_layer(models, alpha, layers)
+    products = layer_aggregation.inner_products_with_updates(models, alpha, replies, layers)
     for i in range(2):
         for position, names in enumerate(layers.values()):
             for name in names:
@@ -83,7 +83,7 @@ def test_heurpfedla_learns_from_what_the_client_began_with():
         }
         change = [after[name] - begun[name] for name in mixed]
         ascent = torch.autograd.grad(list(mixed.values()), list(leaves.values()), change)
-        updated = pfedla.update_server_state(state, {client: after}, method, k=1)["hypernetworks"]
+        updated = pfedla.update_models_and_hypernetworks(state, {client: after}, method, k=1)["hypernetworks"]
         updated = layer_aggregation.stack_hypernetworks(list(updated.values()))
         for (name, before), step in zip(leaves.items(), ascent, strict=True):
             torch.testing.assert_close(updated[name], before + step, rtol=1e-9, atol=1e-12)
@@ -113,7 +113,7 @@ def test_a_shared_tensor_counts_once_in_the_layer_of_its_first_name(layer):
     replies = {c: {n: t + 0.1 for n, t in model.items()} for c, model in state["models"].items()}
     served = torch.zeros(3, len(state["layers"]), 3)
     models = [state["models"][c] for c in state["clients"]]
-    products = layer_aggregation.layer_inner_products(models, served, list(replies.values()), state["layers"])
+    products = layer_aggregation.inner_products_with_updates(models, served, list(replies.values()), state["layers"])
     position = list(state["layers"]).index(home)
     by_hand = sum(float((models[1][n] * replies["client-0"][n]).sum()) for n in state["layers"][home])
     assert products[0, position, 1].item() == pytest.approx(by_hand, rel=1e-4)
@@ -181,15 +181,15 @@ def test_hypernetworks_are_stacked_a_few_at_a_time_with_the_same_bits(monkeypatc
     assert [range(3)[few] for few, _ in pfedla.iterate_hypernetworks(state, clients, method)] == [range(3)]
     replies = {client: {n: t + 0.1 for n, t in state["models"][client].items()} for client in clients}
     alpha, after = (
-        pfedla.aggregation_weights(state, clients, method)[1],
-        pfedla.update_server_state(state, replies, method),
+        pfedla.client_positions_and_weights(state, clients, method)[1],
+        pfedla.update_models_and_hypernetworks(state, replies, method),
     )
 
     monkeypatch.setattr(layer_aggregation, "_STACKED", 2 * sum(tensor.numel() for tensor in networks[0].values()))
     groups = list(pfedla.iterate_hypernetworks(state, clients, method))
     assert [(few, len(own)) for few, own in groups] == [(slice(0, 2), 2), (slice(2, 4), 1)]
-    assert torch.equal(pfedla.aggregation_weights(state, clients, method)[1], alpha)
-    again = pfedla.update_server_state(state, replies, method)
+    assert torch.equal(pfedla.client_positions_and_weights(state, clients, method)[1], alpha)
+    again = pfedla.update_models_and_hypernetworks(state, replies, method)
     for client, before in zip(clients, networks, strict=True):
         for name, tensor in after["hypernetworks"][client].items():
             assert torch.equal(again["hypernetworks"][client][name], tensor)
@@ -213,11 +213,13 @@ def test_hypernetworks_of_clients_that_have_not_taken_part_are_drawn_when_needed
 
     held = {**first, "hypernetworks": dict(zip(first["clients"], drawn, strict=True))}
     assert torch.equal(
-        pfedla.aggregation_weights(first, first["clients"], method)[1],
-        pfedla.aggregation_weights(held, first["clients"], method)[1],
+        pfedla.client_positions_and_weights(first, first["clients"], method)[1],
+        pfedla.client_positions_and_weights(held, first["clients"], method)[1],
     )
     replies = {"client-1": {n: t + 0.1 for n, t in first["models"]["client-1"].items()}}
-    drawing, holding = (pfedla.update_server_state(state, replies, method)["hypernetworks"] for state in (first, held))
+    drawing, holding = (
+        pfedla.update_models_and_hypernetworks(state, replies, method)["hypernetworks"] for state in (first, held)
+    )
     assert list(drawing) == ["client-1"]
     for name, tensor in holding["client-1"].items():
         assert torch.equal(drawing["client-1"][name], tensor)

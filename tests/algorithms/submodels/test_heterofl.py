@@ -8,7 +8,12 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, HeteroFL
-from polyfed.algorithms.submodels.widths import fold_scaling, scaled_layer_outputs, widest_shapes, width_ratios
+from polyfed.algorithms.submodels.widths import (
+    fold_scaling_into_weights,
+    scale_layer_outputs,
+    widest_shape_by_tensor,
+    width_ratio_by_layer,
+)
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.models import ModelSpec
 from polyfed.testing import small_clients
@@ -91,10 +96,10 @@ def test_entries_that_nobody_of_the_round_holds_keep_their_value():
 
 def test_the_global_model_is_as_wide_as_the_widest_in_each_dimension():
     crossed = {"a": of_width(8, 3), "b": of_width(4, 5), "c": of_width(2, 2)}
-    shapes = widest_shapes(crossed)
+    shapes = widest_shape_by_tensor(crossed)
     assert [shapes[f"{k}.weight"] for k in (0, 2, 4)] == [(8, 6), (5, 8), (3, 5)]
-    assert width_ratios(crossed["a"], shapes) == {"2": 3 / 5}
-    assert width_ratios(crossed["b"], shapes) == {"0": 4 / 8}
+    assert width_ratio_by_layer(crossed["a"], shapes) == {"2": 3 / 5}
+    assert width_ratio_by_layer(crossed["b"], shapes) == {"0": 4 / 8}
     _, state, _, _ = play(HeteroFL(**OPTIONS), family(tuple(crossed.values())))
     assert not state["model"]["2.weight"][3:, 4:].any()  # which nobody has
     _, state, _ = begin(HeteroFL(**OPTIONS), family())
@@ -112,12 +117,12 @@ def normed(width):
 
 def test_the_evaluated_network_computes_what_was_trained():
     """With the scaler in its weights; convolutions, norms and the step from channels to a flat layer nest too."""
-    shapes = widest_shapes({"narrow": normed(2), "wide": normed(6)})
-    shares = width_ratios(normed(2), shapes)
+    shapes = widest_shape_by_tensor({"narrow": normed(2), "wide": normed(6)})
+    shares = width_ratio_by_layer(normed(2), shapes)
     assert shares == {"0": 1 / 3, "4": 1 / 3}
     net, plain, x = normed(2)(), normed(2)(), torch.randn(7, 1, 6, 6)
-    plain.load_state_dict(fold_scaling(net.state_dict(), shares))
-    with scaled_layer_outputs(net, shares):
+    plain.load_state_dict(fold_scaling_into_weights(net.state_dict(), shares))
+    with scale_layer_outputs(net, shares):
         during = net(x)
     torch.testing.assert_close(during, plain(x))
     assert not torch.allclose(net(x), during)
@@ -214,8 +219,10 @@ def test_other_numbers_of_outputs_are_refused():
 )
 def test_networks_of_polyfed_are_families(name, narrow, wide, shape):
     one, other = (ModelSpec(name, arguments, shape, 10) for arguments in (narrow, wide))
-    assert {n: tuple(t.shape) for n, t in other().state_dict().items()} == widest_shapes({"a": one, "b": other})
-    assert set(width_ratios(one, widest_shapes({"a": one, "b": other})).values()) == {0.5}
+    assert {n: tuple(t.shape) for n, t in other().state_dict().items()} == widest_shape_by_tensor(
+        {"a": one, "b": other}
+    )
+    assert set(width_ratio_by_layer(one, widest_shape_by_tensor({"a": one, "b": other})).values()) == {0.5}
 
 
 def test_statistics_are_not_averaged():

@@ -32,7 +32,7 @@ def public():
 
 def methods(tmp_path):
     """Method, the server's file and the public examples of the simulation."""
-    LayerCatalogue.from_graphs(map(graph_of_client, small_clients())).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs(map(graph_of_client, small_clients())).write_yaml(tmp_path / "catalogue.yaml")
     public = torch.randn(24, 6, generator=torch.Generator().manual_seed(5))
     catalogue = str(tmp_path / "catalogue.yaml")
     return {

@@ -43,7 +43,7 @@ def exchanges(grid):
 
 def cases(tmp_path):
     mixed = image_clients(("flha_arch1", "flha_arch2"))
-    LayerCatalogue.from_graphs(map(graph_of_client, mixed)).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs(map(graph_of_client, mixed)).write_yaml(tmp_path / "catalogue.yaml")
     ghn = {"lr": 0.05, "hidden": 4, "depth": 1, "catalogue": str(tmp_path / "catalogue.yaml")}
     return {
         "fedavg": (small_clients(4), FedAvg(lr=0.05)),
@@ -164,10 +164,10 @@ def test_the_graph_of_a_site_cannot_be_read_from_its_messages(tmp_path, secure_g
         pf.Client(c.id, network(*order), (c.train.x, c.train.y), (c.test.x, c.test.y))
         for c, order in zip(small_clients(3), ("ab", "ca", "bc"), strict=True)
     ]
-    LayerCatalogue.from_graphs(map(graph_of_client, clients)).write(tmp_path / "catalogue.yaml")
+    LayerCatalogue.from_graphs(map(graph_of_client, clients)).write_yaml(tmp_path / "catalogue.yaml")
     method = FLHAGHN(lr=0.01, catalogue=str(tmp_path / "catalogue.yaml"))
-    graph, catalogue = graph_of_client(clients[0]), LayerCatalogue.read(method.catalogue)
-    types = [catalogue.column_of(node.type) for node in graph.nodes]
+    graph, catalogue = graph_of_client(clients[0]), LayerCatalogue.read_yaml(method.catalogue)
+    types = [catalogue.feature_column_of(node.type) for node in graph.nodes]
     for case in ("plain", "masked", "without masks"):
         secure, consent = case != "plain", {"allow-disclosure": case == "plain"}
         if case == "without masks":

@@ -16,7 +16,7 @@ from polyfed.alignment.alignment_target import (
     AlignmentTarget,
     mean_kernel_features,
     mean_rbf_kernel,
-    principal_components,
+    reduce_to_principal_components,
     triangular_kernel_factor,
 )
 from polyfed.alignment.pairwise_cka import mean_pairwise_cka
@@ -166,7 +166,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return {"features": triangular_kernel_factor(self._reduce_rank(features))}
 
     def _reduce_rank(self, a: Tensor) -> Tensor:
-        return a if self.rank is None else principal_components(a, self.rank)
+        return a if self.rank is None else reduce_to_principal_components(a, self.rank)
 
     def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
         """Returns the mean CKA between two clients' representations of at most 256 public examples; empty if it cannot

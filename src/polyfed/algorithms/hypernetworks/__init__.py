@@ -1,1 +1,1 @@
-"""Methods whose server generates or mixes each client's weights by a hypernetwork."""
+"""Methods whose server has hypernetworks, which generate or mix the weights of each client's network."""

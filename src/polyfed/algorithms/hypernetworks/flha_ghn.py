@@ -33,8 +33,8 @@ from polyfed.hypernetworks.ghn import (
     Passing,
     catalogue_from_weights,
     describe_factored_heads,
-    factor_if_large,
     init_ghn_params,
+    use_factored_heads_if_large,
 )
 
 GraphForm = Literal["layers", "layers_and_norms"]
@@ -43,14 +43,14 @@ GraphForm = Literal["layers", "layers_and_norms"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FLHAGHN(Averaging, ResolvesAutoFields):
-    """Trains a graph hypernetwork (GHN), which generates the weights θ_c(𝒜_c; W_G, W_H) of each client's network from
-    the graph 𝒜_c of its layers.
+    """Trains one graph hypernetwork (GHN) for all clients, which generates the weights of each client's network from
+    the graph of its layers.
 
-    Clients train the GHN through their networks on their data, and the server averages it (algorithm 1). Neither the
-    graph nor the network is sent, though a single reply reveals much of them (docs/methods/flha_ghn.md). Layers
-    outside the public catalogue stay with the client and are trained together with the GHN. Evaluated model: generated
-    weights with the linear head refined for one epoch, and the client's own buffers. Next to it, "generated" is the
-    same without the refinement.
+    The generated weights are θ_c(𝒜_c; W_G, W_H), where 𝒜_c is the client's graph. Clients train the GHN through their
+    networks on their data, and the server averages it (algorithm 1). Neither the graph nor the network is sent, though
+    a single reply reveals much of them (docs/methods/flha_ghn.md). Layers outside the public catalogue stay with the
+    client and are trained together with the GHN. Evaluated model: generated weights with the linear head refined for
+    one epoch, and the client's own buffers. Next to it, "generated" is the same without the refinement.
 
     Args:
         gnn: layers of the graph neural network: "graphconv" (eq. 2, paper), "gated" (GRU) or "sage" (means), the other two
@@ -171,12 +171,12 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return state
 
     def _read_catalogue(self, path: str) -> LayerCatalogue:
-        """Reads the catalogue from a file.
+        """Reads the catalogue of layer types from a file.
 
         Raises:
             UserError: its types contain norms, which in this method's graphs are nodes.
         """
-        catalogue = LayerCatalogue.read(path)
+        catalogue = LayerCatalogue.read_yaml(path)
         if self.norms == "local":
             return catalogue
         type_with_norm = next((t for t in catalogue.types if t.norm != NONE), None)
@@ -196,14 +196,19 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return catalogue
 
     def resolved_fields(self, server_state: ServerState) -> dict[str, str]:
-        """Returns the heads that "auto" stands for, if they are not the paper's."""
+        """Returns the value that was chosen for `head: auto`, if it is not "mlp" (the paper's): the field's name with a
+        description of the choice.
+        """
         config = self._ghn_config(catalogue_from_weights(server_state["ghn"]))
         return {"head": describe_factored_heads(config)} if self.head == "auto" and config.head == "factored" else {}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the private state with all trained parameters; those that are generated later are ignored."""
+        """Returns the client's private state before round 1, the initial values of all trained parameters.
+
+        Later, the values of those that the hypernetwork generates are ignored.
+        """
         assert client.model is not None
         initial_weights = initial_state(client.model, seed)
         names = [name for name, _ in cached_module(client.model).module.named_parameters()]
@@ -212,8 +217,10 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the hypernetwork by eq. 5: SGD on the client's loss, through the generated weights, and trains
-        private parameters.
+        """Trains the hypernetwork on the client's examples, by gradients through the weights that it generates for the
+        client's network.
+
+        This is SGD on eq. 5. Parameters that are not generated are trained with it and stay private.
         """
         generated, cached, graph = self._generate_network(message, client_state, client)
         if not graph.generated_weights:
@@ -242,7 +249,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return {part: tensors for part, tensors in tensors_by_part.items() if tensors}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with generated weights θ_c and its linear head refined on the client's data.
+        """Returns the client's network with generated weights, after training its linear head on the client's examples.
 
         The paper calls this "Inference and local refinement".
         """
@@ -257,13 +264,15 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the network with generated weights θ_c, without refinement."""
+        """Yields the client's network with generated weights, without refining its head."""
         _, cached, _ = self._generate_network(message, client_state, client)
         yield "generated", prepare_for_eval(cached, client, client_state, self.buffers)
 
     def client_graph(self, message: Message, client: Client) -> ArchitectureGraph:
-        """Returns the client's graph for the GHN in `message`: layers outside its catalogue are private, each with a
-        reason.
+        """Returns the graph of the client's network, in which only layers whose type is in the message's catalogue get
+        generated weights.
+
+        The other layers are private, each with a reason.
         """
         return self._build_graph(client, catalogue_from_weights(message.tensors["ghn"]))
 
@@ -272,13 +281,15 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
 
     @property
     def contraction(self) -> Contraction:
-        """Returns which operations are nodes of the clients' graphs."""
+        """Returns the setting of which operations of a network are nodes of its graph."""
         if self.graph == "layers_and_norms":
             return Contraction("nodes", self.joins)
         return Contraction("layers" if self.norms == "generate" else "local", self.joins)
 
     def _refine_head(self, network: nn.Module, head: frozenset[str], client: Client, seed: int) -> None:
-        """Trains the last layer for `refine_epochs`; BatchNorm's statistics are updated, as in training."""
+        """Trains the network's last layer for `refine_epochs` epochs; BatchNorm's statistics are updated, as in
+        training.
+        """
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in head)
         if any(parameter.requires_grad for parameter in network.parameters()):
@@ -288,7 +299,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def _generate_network(
         self, message: Message, client_state: ClientState, client: Client
     ) -> tuple[GeneratedNetwork, CachedModule, ArchitectureGraph]:
-        """Generates the client's network from the GHN in `message`; returns it, its cached module and its graph.
+        """Generates the weights of the client's network by the hypernetwork in the message; returns the network, its
+        cached module and its graph.
 
         The cached module has the generated weights, the private parameters and the buffers. In the graph, layers
         outside the catalogue are private.
@@ -307,7 +319,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         head: Head = "mlp" if self.head == "auto" else self.head
         sizes = (self.depth, self.latent, self.hidden, head, self.rank, self.normalise)
         config = GHNConfig(catalogue, *sizes, self.gnn, self.passing)
-        return factor_if_large(config) if self.head == "auto" else config
+        return use_factored_heads_if_large(config) if self.head == "auto" else config
 
 
 def _has_norms(catalogue: LayerCatalogue) -> bool:

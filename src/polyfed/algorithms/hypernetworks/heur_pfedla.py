@@ -22,8 +22,10 @@ from polyfed.core.training.loop import fit, reply_scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeurPFedLA(LayerAggregationMethod):
-    """Sends fewer bytes than pFedLA: the k layers in which a client's own weight is largest are neither aggregated nor
-    sent down.
+    """Mixes all clients' models layer by layer for each client, as pFedLA does, but each client keeps its own version
+    of k layers, which saves bytes.
+
+    These are the k layers in which the client's own weight is largest; they are neither aggregated nor sent to it.
 
     All layers are sent up (paper, section 3.3). Evaluated model: the network with which the client would begin its
     next round, its own retained layers and the other layers of θ̄_i; next to it, as `trained_...`, θ_i after its last
@@ -61,13 +63,13 @@ class HeurPFedLA(LayerAggregationMethod):
         return self.k
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply has all layers."""
+        """Specifies that a reply contains all layers of the model."""
         return {"model": state_dict_spec(server_state["models"][server_state["clients"][0]])}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's model θ_i with the common initial weights, as at the server."""
+        """Returns the client's private state before round 1: its model, with the common initial weights θ_i."""
         assert client.model is not None
         buffers = cached_module(client.model).buffers
         return {"model": tensors_to_send(initial_state(client.model, seed), buffers, "local")}
@@ -75,8 +77,9 @@ class HeurPFedLA(LayerAggregationMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received layers together with the retained ones, {Heurθ̄_i, θ_i^retain} (line 13), and sends all
-        of them.
+        """Trains the received layers together with the layers that the client retained, and sends all of them.
+
+        The network is {Heurθ̄_i, θ_i^retain} (line 13).
         """
         net = self._load_with_retained_layers(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
@@ -85,7 +88,9 @@ class HeurPFedLA(LayerAggregationMethod):
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with the received layers and the client's retained ones, {Heurθ̄_i, θ_i^retain}."""
+        """Returns the network made of the received layers and the layers that the client retained, {Heurθ̄_i,
+        θ_i^retain}.
+        """
         return prepare_for_eval(
             self._load_with_retained_layers(message, client_state, client), client, client_state, self.buffers
         )
@@ -93,13 +98,13 @@ class HeurPFedLA(LayerAggregationMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the client's locally trained model θ_i."""
+        """Yields the client's model as it was after its last local training, θ_i."""
         if self.evaluate_trained:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
 
     def _load_with_retained_layers(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        """Loads the client's own layers, replaced by those in `message`."""
+        """Loads the client's own model into its network, then replaces the layers that are in the message."""
         return load_client_model(
             client, {**client_state["model"], **message.tensors["model"]}, client_state, self.buffers
         )

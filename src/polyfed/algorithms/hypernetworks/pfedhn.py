@@ -34,13 +34,13 @@ _BLOCK = 2**24  # floats of clients' networks that are generated, or backpropaga
 @final
 @dataclass(frozen=True, kw_only=True)
 class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientState]):
-    """Generates all trained parameters θ̄_i = h(v_i; φ) of each client's network from an embedding v_i by a
-    hypernetwork φ on the server.
+    """Trains one hypernetwork on the server, which generates all trained parameters of each client's network from an
+    embedding of the client.
 
-    The client trains them and sends back θ̄_i − θ_i, from which the chain rule gives the gradients of φ and v_i.
-    Clients may differ in architecture: each architecture, or each client, has its own heads on the shared trunk.
-    Evaluated model: θ̄_i with the client's own buffers; a client that never took part estimates their statistics on
-    its training data.
+    The parameters are θ̄_i = h(v_i; φ), with the embedding v_i and the hypernetwork's weights φ. The client trains them
+    and sends back θ̄_i − θ_i, from which the chain rule gives the gradients of φ and v_i. Clients may differ in
+    architecture: each architecture, or each client, has its own heads on the shared trunk. Evaluated model: θ̄_i with
+    the client's own buffers; a client that never took part estimates their statistics on its training data.
 
     The paper updates φ after each client. Here all clients of a round get weights from the same φ, and their gradients, each
     clipped separately, are summed into one step: the same to first order in `hn_lr`. The hypernetwork has about `hidden`
@@ -114,7 +114,7 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the hypernetwork φ and the clients' embeddings v_1..v_N.
+        """Initialises the hypernetwork's weights φ and one embedding per client, v_1 to v_N.
 
         Biases of the heads that generate norm layers' parameters start at these layers' initial values (polyfed's
         choice), since scales near 0 would let no signal through.
@@ -158,8 +158,9 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         }
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Generates the weights θ̄_i of all clients, those of one architecture by one matrix product per tensor, in
-        blocks.
+        """Yields for each client a message with the weights that the hypernetwork generates for it, θ̄_i.
+
+        Clients of one architecture take one matrix product per tensor; the clients are processed in blocks.
         """
         client_info_by_id = {client_info.id: client_info for client_info in client_infos}
         for block in _split_into_blocks(server_state, list(client_info_by_id)):
@@ -174,10 +175,11 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Updates the hypernetwork by φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and the embeddings v_i likewise (algorithm
-        1, as a sum).
+        """Updates the hypernetwork and the clients' embeddings by the chain rule from the changes that local training
+        made to the generated weights.
 
-        The step is SGD with momentum and weight decay on all of φ and all embeddings.
+        φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum). The step is SGD with momentum and
+        weight decay on all of φ and all embeddings.
         """
         total: dict[str, Tensor] = {}
         for block in _split_into_blocks(server_state, sorted(replies)):
@@ -197,13 +199,13 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         return {**server_state, "network": network, "velocity": velocity}
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply has a difference for each tensor that was sent."""
+        """Specifies that a reply contains, for each tensor that was sent, how much local training changed it."""
         return {"delta": state_dict_spec(message.tensors["model"])}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the norm layers of the client's network can be recognised."""
+        """Checks that all norm layers of the client's network can be recognised."""
         assert client.model is not None
         norm_tensor_names(cached_module(client.model).module)
 
@@ -214,7 +216,8 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the generated weights θ̄_i to θ_i for `local_steps`; the reply is θ̄_i − θ_i.
+        """Trains the generated weights for `local_steps` minibatches, and sends their difference before and after, θ̄_i
+        − θ_i.
 
         The sign is that of the authors' code: descent along the reply leads to θ_i.
         """
@@ -231,12 +234,13 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         )
 
     def _load_generated_weights(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        """Loads the generated weights θ̄_i into the client's network."""
+        """Loads the generated weights from the message into the client's network."""
         return load_client_model(client, message.tensors["model"], client_state, self.buffers)
 
 
 def _head_keys_by_client(architecture_by_client: Mapping[str, str]) -> dict[str, str]:
-    """Returns a key of heads for each client alone; the first client of an architecture gets the architecture's key.
+    """Returns a name for each client's own heads of the hypernetwork; the first client of an architecture gets the
+    architecture's name.
 
     So nothing changes where no two clients have the same architecture.
 
@@ -253,7 +257,9 @@ def _head_keys_by_client(architecture_by_client: Mapping[str, str]) -> dict[str,
 
 
 def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[str, tuple[list[str], Tensor]]:
-    """Groups clients by the key of their heads: key -> (the clients, their rows among the embeddings)."""
+    """Groups clients that share heads of the hypernetwork: name of the heads -> (the clients, their rows in the table
+    of embeddings).
+    """
     groups: dict[str, list[str]] = {}
     for client in clients:
         groups.setdefault(server_state["architectures"][client], []).append(client)
@@ -261,7 +267,9 @@ def _group_by_heads(server_state: ServerState, clients: Sequence[str]) -> dict[s
 
 
 def _split_into_blocks(server_state: ServerState, clients: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the clients in their order, in blocks whose networks fit into memory together."""
+    """Yields the clients, in their order, in blocks small enough that the networks of one block fit into memory
+    together.
+    """
     network = server_state["network"]
     sizes = {
         key: sum(network[f"heads.{key}.{name}.bias"].numel() for name in generated_tensor_names(network, key))

@@ -1,5 +1,5 @@
-"""pFedLA: a hypernetwork per client on the server weighs every layer of every client (Ma et al., CVPR 2022, algorithm
-1).
+"""Defines pFedLA: for each client, a hypernetwork on the server decides how much every client's layers count in its
+model (Ma et al., CVPR 2022, algorithm 1).
 """
 
 from abc import ABC
@@ -37,13 +37,13 @@ from polyfed.hypernetworks.layer_aggregation import (
     group_into_layers,
     hypernetwork_batch_slices,
     init_aggregation_hypernetwork,
+    inner_products_with_updates,
     layer_aggregation_weights,
-    layer_inner_products,
-    mix_models,
-    rows_without_positive,
-    similarity_weights,
+    layer_similarity_weights,
+    mix_models_by_layer,
+    rows_without_positive_entry,
     stack_hypernetworks,
-    step_hypernetworks,
+    update_aggregation_hypernetworks,
 )
 from polyfed.models.structure import tensor_names_by_module
 
@@ -57,7 +57,8 @@ _BLOCK = 2**26  # floats of the personalised models that are computed at one tim
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState], ABC):
-    """Aggregates layer by layer for each client at the server: the common part of pFedLA and HeurpFedLA.
+    """Implements what pFedLA and HeurpFedLA share: the server computes for each client its own weighted mean of all
+    clients' models, with weights per layer.
 
     Args:
         weights: source of α: the "hypernetwork" of each client (paper, section 3.2), or the "similarity" of the clients'
@@ -102,7 +103,7 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
 
     @property
     def _num_retained_layers(self) -> int:
-        """Returns the number of layers that each client retains: k in HeurpFedLA."""
+        """Returns the number of layers that each client retains: k in HeurpFedLA, 0 in pFedLA."""
         return 0
 
     def server_init(self, server: ServerContext) -> ServerState:
@@ -110,38 +111,43 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
         return init_server_state(server, self, self._num_retained_layers)
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Sends each client its personalised model θ̄_i without retained layers.
+        """Yields for each client a message with its personalised model θ̄_i, without the layers that it retains.
 
         The models of many clients take one matrix product per layer.
         """
-        for client_info, model in personalised_models(server_state, client_infos, self, self._num_retained_layers):
+        for client_info, model in iterate_personalised_models(
+            server_state, client_infos, self, self._num_retained_layers
+        ):
             yield Message({"model": model}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Replaces the models θ_i of the round's clients and updates their hypernetworks, v_i and ψ_i.
+        """Replaces the stored models of the round's clients by those that they sent, and updates the clients'
+        hypernetworks.
 
-        These are lines 7 and 8 of algorithm 1, and lines 9 and 10 of algorithm 2.
+        The models are θ_i, the hypernetworks v_i and ψ_i. These are lines 7 and 8 of algorithm 1, and lines 9 and 10 of
+        algorithm 2.
         """
         models = {i: reply.tensors["model"] for i, reply in replies.items()}
-        return update_server_state(server_state, models, self, self._num_retained_layers)
+        return update_models_and_hypernetworks(server_state, models, self, self._num_retained_layers)
 
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """Returns the aggregation weights α_i of the round's clients after the round."""
-        return analysis_of_weights(server_state, client_ids, self)
+        """Returns the aggregation weights α_i of the round's clients after the round, for the report."""
+        return analyse_aggregation_weights(server_state, client_ids, self)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PFedLA(LayerAggregationMethod):
-    """Aggregates layer by layer for each client: θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, with α_i from the client's hypernetwork
-    on the server.
+    """Gives each client its own weighted mean of all clients' models, with weights per layer that a hypernetwork learns
+    for the client on the server.
 
-    Evaluated model: θ̄_i, which the client would download next (the paper's output); next to it, as `trained_...`,
-    θ_i, the client's network after its last local training.
+    Layer l of client i's model is θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, with α_i from its hypernetwork. Evaluated model: θ̄_i,
+    which the client would download next (the paper's output); next to it, as `trained_...`, θ_i, the client's network
+    after its last local training.
 
     The sum is over all N clients; a client that has not taken part yet has the initial weights. The fields are those of
     `LayerAggregationMethod` and `LocalTraining`.
@@ -168,7 +174,7 @@ class PFedLA(LayerAggregationMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the personalised model θ̄_i to θ_i for `local_epochs` (lines 10 to 14), and sends θ_i.
+        """Trains the client's personalised model for `local_epochs` and sends the trained model θ_i (lines 10 to 14).
 
         The server computes Δθ_i = θ_i − θ̄_i from it. The paper sends Δθ_i, which is equivalent, but adding it to θ̄_i
         again would round.
@@ -187,7 +193,7 @@ class PFedLA(LayerAggregationMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the client's locally trained model θ_i, if it has taken part."""
+        """Yields the client's model after its last local training, θ_i, if it has taken part."""
         if self.evaluate_trained and "model" in client_state:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
@@ -238,7 +244,9 @@ def _hypernetwork_sizes(server_state: ServerState, options: LayerAggregationMeth
 def iterate_hypernetworks(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
-    """Yields the hypernetworks (v_i and ψ_i) of these clients with their positions, a few clients at a time."""
+    """Yields the hypernetworks (v_i and ψ_i) of the given clients, a few at a time, each group with the slice of
+    `clients` that it belongs to.
+    """
     for group in hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options)):
         yield group, _hypernetworks_of(server_state, clients[group], options)
 
@@ -246,8 +254,8 @@ def iterate_hypernetworks(
 def _hypernetworks_of(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> list[Hypernetwork]:
-    """Returns the clients' hypernetworks; those of clients that have not taken part are drawn again from the seed
-    (line 1).
+    """Returns the hypernetworks of the given clients; the hypernetwork of a client that has not taken part is drawn
+    again from the seed (line 1).
     """
     sizes, by_client = _hypernetwork_sizes(server_state, options), server_state["hypernetworks"]
     return [
@@ -256,10 +264,11 @@ def _hypernetworks_of(
     ]
 
 
-def aggregation_weights(
+def client_positions_and_weights(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> tuple[list[int], Tensor]:
-    """Computes the positions of these clients among the N, and their aggregation weights α_i, (clients, layers, N).
+    """Computes the aggregation weights α_i of the given clients, shape (clients, layers, N); returns the clients'
+    positions among all N clients, and these weights.
 
     α_i is HN_i(v_i; ψ_i), or comes from the similarity of layers.
 
@@ -269,7 +278,9 @@ def aggregation_weights(
     rows = [server_state["clients"].index(client) for client in clients]
     if options.weights == "similarity":
         models = [server_state["models"][client] for client in server_state["clients"]]
-        return rows, similarity_weights(models, server_state["layers"], rows, options.similarity, options.sharpness)
+        return rows, layer_similarity_weights(
+            models, server_state["layers"], rows, options.similarity, options.sharpness
+        )
 
     def weigh_group(group: slice) -> Tensor:
         return layer_aggregation_weights(
@@ -294,8 +305,8 @@ def aggregation_weights(
 
 
 def retained_layer_mask(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
-    """Returns which layers each client retains, bool (clients, layers): the k with the largest weight for its own
-    model, AT_k (eq. 12).
+    """Returns a mask of the layers that each client retains, bool (clients, layers): the k layers in which its own
+    model has the largest weights, AT_k (eq. 12).
 
     Of layers with equal weights, the earlier ones are retained.
     """
@@ -304,25 +315,29 @@ def retained_layer_mask(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
     return torch.zeros(own_weights.shape, dtype=torch.bool).scatter_(1, largest, True)
 
 
-def effective_weights(alpha: Tensor, rows: Sequence[int], retained_mask: Tensor) -> Tensor:
-    """Returns the aggregation weights in which a client's retained layers have weight 1 for its own model, as θ̄_i is
-    computed.
+def weights_with_layers_retained(alpha: Tensor, rows: Sequence[int], retained_mask: Tensor) -> Tensor:
+    """Returns the aggregation weights with weight 1 for the client's own model, and 0 for all others, in the layers
+    that the client retains.
+
+    θ̄_i is computed with these weights.
     """
     own_only = torch.nn.functional.one_hot(torch.tensor(list(rows)), alpha.shape[2]).to(alpha.dtype)
     return torch.where(retained_mask[:, :, None], own_only[:, None, :], alpha)
 
 
-def personalised_models(
+def iterate_personalised_models(
     server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregationMethod, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
-    """Yields each client with its personalised model θ̄_i (eq. 5 and 6), without its k retained layers."""
+    """Yields each client with its personalised model θ̄_i (eq. 5 and 6), without the k layers that it retains."""
     models = [server_state["models"][client] for client in server_state["clients"]]
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
     for first in range(0, len(client_infos), size):
         block = client_infos[first : first + size]
-        rows, alpha = aggregation_weights(server_state, [client_info.id for client_info in block], options)
+        rows, alpha = client_positions_and_weights(server_state, [client_info.id for client_info in block], options)
         retained_mask = retained_layer_mask(alpha, rows, k)
-        mixed = mix_models(models, effective_weights(alpha, rows, retained_mask), server_state["layers"])
+        mixed = mix_models_by_layer(
+            models, weights_with_layers_retained(alpha, rows, retained_mask), server_state["layers"]
+        )
         for client_info, model, retained_row in zip(block, mixed, retained_mask.tolist(), strict=True):
             names_to_send = [
                 name
@@ -333,10 +348,11 @@ def personalised_models(
             yield client_info, {name: model[name] for name in names_to_send}
 
 
-def update_server_state(
+def update_models_and_hypernetworks(
     server_state: ServerState, replies: Mapping[str, StateDict], options: LayerAggregationMethod, k: int = 0
 ) -> ServerState:
-    """Computes the server state after a round: the clients' new models θ_i, and hypernetworks after eq. 10 and 11.
+    """Computes the server state after a round: the clients' newly trained models, and hypernetworks after a gradient
+    step (eq. 10 and 11).
 
     The server recomputes θ̄_i from its state at the start of the round, so that Δθ_i = θ_i − θ̄_i needs no stored
     copy. All θ_j are those of the round's start. Retained layers have a Δθ_i, too (algorithm 2), from which their
@@ -345,15 +361,15 @@ def update_server_state(
     if options.weights == "similarity":
         return {**server_state, "models": {**server_state["models"], **replies}}
     clients = sorted(replies)
-    rows, alpha = aggregation_weights(server_state, clients, options)
-    weights_used = effective_weights(alpha, rows, retained_layer_mask(alpha, rows, k))
+    rows, alpha = client_positions_and_weights(server_state, clients, options)
+    weights_used = weights_with_layers_retained(alpha, rows, retained_layer_mask(alpha, rows, k))
     models = [server_state["models"][client] for client in server_state["clients"]]
-    products = layer_inner_products(models, weights_used, [replies[c] for c in clients], server_state["layers"])
+    products = inner_products_with_updates(models, weights_used, [replies[c] for c in clients], server_state["layers"])
     rate = len(models) / 10 if options.hn_lr is None else options.hn_lr
 
     def update_group(group: slice) -> list[dict[str, Tensor]]:
         networks = _hypernetworks_of(server_state, clients[group], options)
-        return step_hypernetworks(networks, rows[group], products[group], rate, options.normalise)
+        return update_aggregation_hypernetworks(networks, rows[group], products[group], rate, options.normalise)
 
     new_hypernetworks = chain.from_iterable(
         map_in_threads(
@@ -364,17 +380,17 @@ def update_server_state(
     return {**server_state, "models": {**server_state["models"], **replies}, "hypernetworks": by_client}
 
 
-def analysis_of_weights(
+def analyse_aggregation_weights(
     server_state: ServerState, client_ids: Sequence[str], options: LayerAggregationMethod
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
-    """Returns the aggregation weights of these clients with the names of their dimensions, and the number of rows
-    without a positive one.
+    """Returns the aggregation weights of the given clients, the names of their rows, layers and clients, and how many
+    rows had no positive score.
     """
-    _, alpha = aggregation_weights(server_state, client_ids, options)
+    _, alpha = client_positions_and_weights(server_state, client_ids, options)
     uses_relu = options.weights == "hypernetwork" and options.normalise == "relu"
     groups = iterate_hypernetworks(server_state, client_ids, options) if uses_relu else ()
     num_zero_rows = sum(
-        int(rows_without_positive(aggregation_logits(stack_hypernetworks(group))).sum()) for _, group in groups
+        int(rows_without_positive_entry(aggregation_logits(stack_hypernetworks(group))).sum()) for _, group in groups
     )
     names = {"rows": list(client_ids), "layers": list(server_state["layers"]), "clients": list(server_state["clients"])}
     return {"alpha": alpha, **names, "zero_rows": num_zero_rows}

@@ -1,5 +1,5 @@
-"""FedDSNAS and CA-FedDSNAS: DSNAS in a federation (Hoang and Kingsford, eq. 3), FedPNAS without training for
-adaptation.
+"""Defines FedDSNAS and CA-FedDSNAS, which search an architecture in a federation by DSNAS (Hoang and Kingsford, eq. 3):
+FedPNAS without training for adaptation.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from polyfed.nas.supernet import SamplerContext, SamplingUnit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDSNAS(SupernetMethod):
-    """Averages a supernet and the probabilities of its operations by FedAvg: argmin_{W, Π} (1/M) Σ_i L_i(W, Π) (eq.
-    3).
+    """Searches one architecture for all clients, by averaging the weights of a supernet and the probabilities of its
+    operations over the clients (FedAvg).
 
-    Each minibatch draws one architecture. Evaluated model: the most probable architecture, as it comes from the
-    server.
+    argmin_{W, Π} (1/M) Σ_i L_i(W, Π) (eq. 3). Each minibatch draws one architecture. Evaluated model: the most probable
+    architecture, as it comes from the server.
 
     Args:
         sampler_lr: learning rate of the samplers (0.2, polyfed's choice): if probabilities hardly change, the weights must
@@ -48,7 +48,10 @@ class FedDSNAS(SupernetMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the supernet to θ^k by the client's steps on L_k(W, Π), each on an architecture drawn by eq. 2."""
+        """Trains the supernet on the client's examples, with one random architecture per minibatch.
+
+        These are steps on L_k(W, Π), with architectures drawn by eq. 2, and lead to θ^k.
+        """
         net = self.load_supernet(message, client_state, client)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
@@ -59,8 +62,8 @@ class FedDSNAS(SupernetMethod):
 @final
 @dataclass(frozen=True, kw_only=True)
 class CAFedDSNAS(SupernetMethod):
-    """Averages a supernet as FedDSNAS, with the context-aware samplers of section 3.3: each example has its own
-    architecture.
+    """Searches architectures as FedDSNAS does, but chooses the operations for each example separately (context-aware
+    samplers, section 3.3).
 
     Evaluated model: the supernet, which takes the most probable operations for each example.
 
@@ -93,7 +96,10 @@ class CAFedDSNAS(SupernetMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the supernet to θ^k by the client's steps, each example on an architecture drawn by eq. 2."""
+        """Trains the supernet on the client's examples, with a random architecture for each example.
+
+        These are steps on L_k(W, Π), with architectures drawn by eq. 2, and lead to θ^k.
+        """
         net = self.load_supernet(message, client_state, client)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor

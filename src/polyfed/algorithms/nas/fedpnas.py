@@ -1,4 +1,6 @@
-"""FedPNAS and CA-FedPNAS: personalised neural architecture search (Hoang and Kingsford, section 3.2, algorithm 1)."""
+"""Defines FedPNAS and CA-FedPNAS, which search an architecture for each client (Hoang and Kingsford, section 3.2,
+algorithm 1).
+"""
 
 from abc import ABC
 from collections.abc import Callable
@@ -23,7 +25,8 @@ InnerOptimizer = Literal["sgd", "adam"]
 
 @dataclass(frozen=True, kw_only=True)
 class MetaSupernetMethod(SupernetMethod, ABC):
-    """Trains a supernet to be good after one step of adaptation of its personal stack: the local update of FedPNAS.
+    """Implements FedPNAS's local update: trains a supernet so that it is good after one step of adapting its personal
+    cells to a client.
 
     The loss is L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p); its gradient takes two passes.
 
@@ -48,7 +51,7 @@ class MetaSupernetMethod(SupernetMethod, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the supernet θ^k by the client's meta-learning steps (algorithm 1, CLIENTUPDATE).
+        """Trains the supernet on the client's examples by meta-learning steps (algorithm 1, CLIENTUPDATE).
 
         The personal stack is the server's at the start of the round; from then on each minibatch updates it.
         """
@@ -60,8 +63,10 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return self.build_reply(net, client, fit_result.loss)
 
     def build_meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
-        """Builds the function with which `fit` computes a step's gradient: it sets the gradients of L̃ and returns the
-        loss at θ̃_p.
+        """Builds the function that `fit` calls at each step: it writes the meta-gradient to the supernet's parameters
+        and returns the loss after the inner step.
+
+        The gradient is that of L̃, and the loss that at θ̃_p.
 
         Parameters named `personal...` are θ_p.
         """
@@ -85,10 +90,11 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return compute_meta_gradient
 
     def _build_inner_step(self, personal: list[nn.Parameter]) -> Callable[[], None]:
-        """Builds the inner step of line 11 (GRADUPDATE), in place: θ_p − η∇L, or a step of Adam, which keeps its
-        moments.
+        """Builds the function that updates the personal stack in place by one step on the client's loss (line 11,
+        GRADUPDATE).
 
-        Adam's moments go on from minibatch to minibatch.
+        The step is θ_p − η∇L, or one of Adam, which keeps its moments. Adam's moments go on from minibatch to
+        minibatch.
         """
         if self.inner == "adam":
             return Adam([ParameterGroup(personal, self.eta)]).step
@@ -102,11 +108,12 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return descend
 
     def _add_second_order_term(self, personal: list[nn.Parameter], g: list[Tensor | None]) -> None:
-        """Subtracts the second-order term of line 13: ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃).
+        """Adds the second-order term of the meta-gradient to the gradients of the personal stack (line 13).
 
-        It is one product over all of θ_p (appendix E: α). Weights of operations that only the first pass drew stay
-        without a gradient (polyfed's choice): −η·α·g is tiny, but Adam would make a whole step of it, as often away
-        from the minimum as towards it, and momentum and weight decay would move them too.
+        ∇_{θ_p}L̃ ≃ (I − η·g·gᵀ)·g̃ = g̃ − η·g·(gᵀg̃). It is one product over all of θ_p (appendix E: α). Weights of
+        operations that only the first pass drew stay without a gradient (polyfed's choice): −η·α·g is tiny, but Adam
+        would make a whole step of it, as often away from the minimum as towards it, and momentum and weight decay would
+        move them too.
         """
         alpha = sum(
             (s * p.grad).sum() for p, s in zip(personal, g, strict=True) if s is not None and p.grad is not None
@@ -119,11 +126,12 @@ class MetaSupernetMethod(SupernetMethod, ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedPNAS(MetaSupernetMethod):
-    """Searches architectures with context-free samplers: each minibatch draws one architecture from learnable
-    probabilities.
+    """Searches an architecture for each client: a common supernet is trained to adapt well, and each client adapts its
+    last cells before evaluation.
 
-    Evaluated model: the most probable architecture after `finetune_epochs` of the personal stack on the client's data;
-    next to it the one that came from the server, as `server_...`. Neither θ nor the replies depend on that adaptation.
+    The samplers are context-free: each minibatch draws one architecture from learnable probabilities. Evaluated model:
+    the most probable architecture after `finetune_epochs` of the personal stack on the client's data; next to it the
+    one that came from the server, as `server_...`. Neither θ nor the replies depend on that adaptation.
 
     Args:
         sampler_lr: learning rate of the samplers (0.2, polyfed's choice): if probabilities hardly change, the weights must
@@ -151,8 +159,8 @@ class FedPNAS(MetaSupernetMethod):
 @final
 @dataclass(frozen=True, kw_only=True)
 class CAFedPNAS(MetaSupernetMethod):
-    """Searches architectures with context-aware samplers, so that each example has its own architecture (section 3.3):
-    the paper's method.
+    """Searches architectures as FedPNAS does, but chooses the operations for each example separately (context-aware
+    samplers, section 3.3): the paper's method.
 
     Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
     operations for each example; next to it the one that came from the server, as `server_...`.

@@ -1,6 +1,6 @@
-"""Defines the common part of the four methods of FedPNAS's paper: a supernet of a base and a personal stack that all
-clients train, and each client's architecture (Hoang and Kingsford, "Personalized Neural Architecture Search for
-Federated Learning").
+"""Defines what the four methods of FedPNAS's paper share: all clients train one supernet, a base stack and a personal
+stack of cells, from which each client derives its network (Hoang and Kingsford, "Personalized Neural Architecture
+Search for Federated Learning").
 """
 
 import math
@@ -51,7 +51,11 @@ SMALL_SUPERNET: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SupernetMethod(Averaging, BringsNetwork, ABC):
-    """Averages a supernet over clients and derives each client's network from it; subclasses define the local update.
+    """Averages a supernet over the clients and derives each client's network from it; subclasses define the local
+    update.
+
+    The personal cells are averaged, too: a client adapts its copy of them only before evaluation, and sends nothing of
+    that adaptation.
 
     Args:
         channels: C of all feature maps (paper: 16 for MNIST, 32 for CIFAR-10).
@@ -140,7 +144,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         self.supernet_plan(1, 1)  # checks the sizes
 
     def supernet_plan(self, in_channels: int, outputs: int) -> SupernetPlan:
-        """Plans the supernet for images with `in_channels` channels and for `outputs` logits."""
+        """Returns the plan of the supernet for images with `in_channels` channels and for `outputs` logits."""
         base, personal = plan_cell_stacks(
             self.base_cells, self.personal_cells, self.base_nodes, self.personal_nodes, self.operations,
             self.personal_operations,
@@ -154,7 +158,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return "example"
 
     def temperature_at(self, round_number: int, rounds: int) -> float:
-        """Returns the temperature τ of a round, counted from 1.
+        """Returns the Gumbel-softmax temperature τ of a round; rounds count from 1.
 
         >>> from polyfed.algorithms import FedDSNAS
         >>> for annealing in ("exponential", "linear", "constant"):
@@ -171,12 +175,16 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         )
 
     def sampler_lr_factor(self, name: str) -> float:
-        """Returns the factor of a parameter's learning rate relative to that of the weights (see `fit`)."""
+        """Returns the factor by which the learning rate of the named parameter differs from the learning rate of the
+        weights (see `fit`).
+        """
         return 1.0 if self.sampler_lr is None or ".samplers." not in name else self.sampler_lr / self.lr
 
     @property
     def evaluated(self) -> str:
-        """Describes which architecture is evaluated, and whether its personal stack is adapted before."""
+        """Describes in words which architecture is evaluated, and whether its personal stack is adapted before
+        evaluation.
+        """
         which = f"the mean of {self.samples} sampled networks"
         if self.evaluation == "argmax":
             each = " of each image" if self.context == "aware" else ""
@@ -187,7 +195,10 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the supernet θ = {θ_b, θ_p}, each stack with weights W and the samplers' parameters Π."""
+        """Initialises the supernet's base and personal stacks, each with weights and the samplers' parameters.
+
+        θ = {θ_b, θ_p}; weights are W, and the samplers' parameters Π.
+        """
         assert server.data_spec is not None  # `requires` names "one_data_spec"
         plan = self.supernet_plan(server.data_spec.inputs[0], server.data_spec.outputs)
         return _split_into_stacks(
@@ -195,7 +206,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         )
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends both stacks θ_b and θ_p, and the learning rate and temperature of the round, the same to all clients."""
+        """Sends the same message to all clients: both stacks of the supernet (θ_b and θ_p), and the round's learning
+        rate and temperature.
+        """
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
             "temperature": self.temperature_at(client_info.round, client_info.rounds),
@@ -205,7 +218,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def load_supernet(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        """Loads the message's weights into the cached supernet, whose input and output sizes are read from these
+        """Loads the message's weights into a supernet, whose numbers of input channels and outputs are read from these
         weights.
         """
         base, personal = (message.tensors[group] for group in STACKS)
@@ -217,7 +230,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return net
 
     def build_reply(self, net: CachedModule, client: Client, loss: float) -> tuple[Message, ClientState]:
-        """Builds the reply of both stacks after training, and the private state for the buffer policy."""
+        """Builds the reply with both trained stacks, and the client state with the buffers that stay private."""
         model, buffer_state = extract_update(net, self)
         return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
 
@@ -237,7 +250,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the network from the server without adaptation."""
+        """Yields the network that the client derives from the supernet without adaptation."""
         if self.finetune_epochs:
             yield (
                 "server",
@@ -245,8 +258,10 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
             )
 
     def derive_network(self, net: CachedModule, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Derives a client's network from its supernet, with BatchNorm statistics of its training data unless its
-        buffers have others.
+        """Derives a client's network from its supernet, and estimates its BatchNorm statistics on the client's training
+        data.
+
+        Statistics are not estimated if the client has kept its own buffers.
         """
         supernet = supernet_of(net).eval()
         derived: nn.Module = supernet
@@ -265,22 +280,22 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return derived.eval()
 
     def network_for(self, data: DataSpec) -> Architecture:
-        """Returns the plan of the supernet for this data."""
+        """Returns the plan of the supernet for data of this form."""
         return self.supernet_plan(data.inputs[0], data.outputs)
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds the network of a description; its weights are not yet loaded."""
+        """Builds the network that a description from `describe_network` stands for; its weights are not yet loaded."""
         return rebuild_network(description)
 
     def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """Describes a network: its plan, its cells, and the probabilities from which each operation was chosen."""
+        """Describes a derived network: its plan, its cells, and the probabilities from which each operation was chosen."""
         supernet = network.network if isinstance(network, Sampled) else network
         assert isinstance(supernet, Network)
         return describe_network(network, supernet.known or operation_probabilities(supernet, client.train))
 
 
 def supernet_of(net: CachedModule) -> Network:
-    """Returns the supernet in a cached module."""
+    """Returns the supernet that a cached module holds."""
     assert isinstance(net.module, Network)
     return net.module
 
@@ -299,7 +314,10 @@ def adapt_personal_stack(
     samplers: bool = True,
     base: bool = False,
 ) -> None:
-    """Trains the personal stack in place on the client's data (the fine-tuning phase); the base stack does not change.
+    """Trains the supernet's personal stack in place on the client's training examples; the base stack does not change
+    unless `base` is true.
+
+    This is the fine-tuning phase.
 
     Args:
         supernet: the supernet, on the device of the client's data.

@@ -33,10 +33,10 @@ from polyfed.core.vectorized.stacked_module import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class APFL(Averaging):
-    """Mixes a local and the global model, v̄_i = α_i·v_i + (1 − α_i)·w: FedAvg trains w, the loss of the mixture
-    trains v_i and α_i.
+    """Gives each client a mixture of its local model and the global model, and learns the mixing weight.
 
-    All clients have one architecture. Evaluated model: v̄_i (w for a client that never took part); next to it w, as
+    The mixture is v̄_i = α_i·v_i + (1 − α_i)·w. FedAvg trains w, and the loss of the mixture trains v_i and α_i. All
+    clients have one architecture. Evaluated model: v̄_i (w for a client that never took part); next to it w, as
     `server_...`.
 
     At each step w_i descends ∇L_i(w_i), and v_i descends the gradient of L_i(v̄_i) with respect to v_i, α_i·∇L_i(v̄_i),
@@ -76,7 +76,11 @@ class APFL(Averaging):
         self._require(0 <= self.alpha <= 1, "alpha", "from 0 to 1")
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the local model v_i with the common initial weights, and the mixing weight α_i."""
+        """Returns the client's private state before round 1: its local model, with the common initial weights, and its
+        mixing weight.
+
+        They are v_i and α_i.
+        """
         assert client.model is not None  # `requires` names "one_architecture"
         draw, buffers = initial_state(client.model, seed), cached_module(client.model).buffers
         v = {name: tensor for name, tensor in draw.items() if name not in buffers}
@@ -85,8 +89,8 @@ class APFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model w and sends it; trains the local model v_i and α_i, which stay private (algorithm
-        1).
+        """Trains the global model and sends it; trains the client's local model and mixing weight, which stay private
+        (algorithm 1).
         """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         parameters = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
@@ -104,7 +108,10 @@ class APFL(Averaging):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the mixture v̄_i = α_i·v_i + (1 − α_i)·w with the current global model w."""
+        """Returns the mixture of the client's local model and the current global model.
+
+        v̄_i = α_i·v_i + (1 − α_i)·w.
+        """
         w = message.tensors["model"]
         mixture = (
             {name: torch.lerp(w[name], v, client_state["alpha"]) for name, v in client_state["model"].items()}
@@ -116,7 +123,7 @@ class APFL(Averaging):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model w with the client's buffers."""
+        """Yields the global model w with the client's own buffers."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),
@@ -126,8 +133,10 @@ class APFL(Averaging):
 @final
 @dataclass(frozen=True)
 class _MixtureGradient:
-    """Sets `grad` to ∇L(w), and makes the steps of v and, if due, of α; the tensors are α, whether its step is due,
-    and v.
+    """Computes the gradient of the global model's loss, and updates the local model and, if due, the mixing weight by
+    the loss of the mixture.
+
+    It sets `grad` to ∇L(w); the tensors are α, whether its step is due, and v.
     """
 
     lr: float

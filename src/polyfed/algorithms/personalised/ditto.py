@@ -19,11 +19,11 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ditto(PersonalBesideGlobalMethod):
-    """Minimises L_i(v_i) + λ/2·‖v_i − w‖² over each client's v_i, where w is the model of FedAvg, which never depends
-    on any v_i.
+    """Trains a personal model for each client that is pulled towards the global model, while FedAvg trains the global
+    model.
 
-    All clients have one architecture. Evaluated model: v_i (w for a client that never took part); next to it w, as
-    `server_...`.
+    Client i minimises L_i(v_i) + λ/2·‖v_i − w‖² over v_i; the global model w never depends on any v_i. All clients have
+    one architecture. Evaluated model: v_i (w for a client that never took part); next to it w, as `server_...`.
 
     In a round a client trains w as in FedAvg, and then its own v_i, which is pulled to the received w. Both use the same
     minibatches. With λ = 0 it is training alone, bit for bit.
@@ -66,8 +66,9 @@ class Ditto(PersonalBesideGlobalMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model w and sends it; trains the personal model by v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)),
-        which stays private.
+        """Trains the global model and sends it; trains the client's personal model, which stays private.
+
+        The personal step is v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)).
         """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         # the received w, before it is trained to w_i

@@ -28,12 +28,13 @@ from polyfed.models.structure import find_head_modules, split_body_and_head
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
-    """Starts local training from a learnt mixture of the client's model Θ_i and the global Θ: Θ̂_i = Θ_i + (Θ − Θ_i) ⊙
-    W_i.
+    """Starts each client's local training from a mixture of its own model and the global model, with a learnt mixing
+    weight for each parameter.
 
-    W_i is learnt between 0 and 1 for each weight of the upper layers, and is 1 below, so that the lower layers are the
-    global model's. Everything else is FedAvg. All clients have one architecture. Evaluated model: Θ_i after local
-    training (Θ for a client that never took part); next to it Θ, as `server_...`.
+    The mixture is Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i, of the client's model Θ_i and the global Θ. W_i is learnt between 0 and
+    1 for each weight of the upper layers, and is 1 below, so that the lower layers are the global model's. Everything
+    else is FedAvg. All clients have one architecture. Evaluated model: Θ_i after local training (Θ for a client that
+    never took part); next to it Θ, as `server_...`.
 
     W_i starts at 1, is kept from round to round, and is learnt on a part of the training examples by projected gradient
     descent with everything else frozen: for `start_epochs` in a client's second round, when its Θ_i first differs from Θ,
@@ -77,12 +78,14 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
         self._at_least(1, "start_epochs")
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has the upper layers, by initialising the private state."""
+        """Checks that the client's network has as many layers as are to be mixed, by building its private state."""
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's model Θ_i with the common initial weights, and the mixing weights W = 1 of its
-        upper layers.
+        """Returns the client's private state before round 1: its model, with the common initial weights, and mixing
+        weights of 1 for its upper layers.
+
+        They are Θ_i and W.
         """
         module = self.load_personal_network(client_state := super().client_init(client, seed), client)
         example = client.train.first_input
@@ -96,8 +99,8 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model from the mixture Θ̂_i for `local_epochs` and sends it; the mixing weights stay
-        private.
+        """Trains the client's model, starting from the mixture with the global model, for `local_epochs` and sends it;
+        the mixing weights stay private.
         """
         learns_weights = bool(client_state["trained"] and self.weight_lr)  # before, Θ_i is Θ
         weights = (
@@ -120,8 +123,10 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def _learn_mixing_weights(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> StateDict:
-        """Learns the mixing weights by W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1) on a sample of the training examples;
-        name -> W.
+        """Learns the mixing weights by projected gradient descent on a sample of the client's training examples:
+        parameter's name -> weights.
+
+        W_i ← clip(W_i − η·∇_W L_i(Θ̂_i), 0, 1).
         """
         module, data = (
             load_client_model(client, message.tensors["model"], client_state, self.buffers).module,
@@ -150,10 +155,11 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
 
 @final
 class _Mixing(nn.Module):
-    """Computes a network whose upper layers are the mixture Θ_i + (Θ − Θ_i) ⊙ W; its only parameters are the mixing
-    weights W.
+    """Runs a network whose upper layers are a mixture of two models; its only trained parameters are the mixing
+    weights.
 
-    The network stays in evaluation mode: dropout would blur W, and BatchNorm's statistics must not change.
+    The mixture is Θ_i + (Θ − Θ_i) ⊙ W. The network stays in evaluation mode: dropout would blur W, and BatchNorm's
+    statistics must not change.
     """
 
     def __init__(self, network: nn.Module, ends: Mapping[str, tuple[Tensor, Tensor]], weights: StateDict) -> None:
@@ -162,14 +168,14 @@ class _Mixing(nn.Module):
         self.w = nn.ParameterList(weights[name].to(mine.device, copy=True) for name, (mine, _) in ends.items())
 
     def forward(self, *parts: Any, **named: Any) -> Any:
-        """Returns the output of the network with Θ̂_i."""
+        """Returns the output of the network with mixed weights Θ̂_i."""
         ends = zip(self._ends.items(), self.w, strict=True)
         upper = {name: torch.lerp(mine, shared, w) for (name, (mine, shared)), w in ends}
         return call_with_tensors(self._network[0], upper, parts, named)
 
     def projected_gradient(self, lr: float, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Sets the gradient of W so that a plain SGD step with rate `lr` gives the step clipped to 0 to 1, and returns
-        the loss.
+        """Sets the gradient of the mixing weights so that an SGD step with rate `lr` keeps them between 0 and 1;
+        returns the loss.
         """
         loss = loss_of(0)
         with torch.no_grad():

@@ -1,5 +1,5 @@
-"""FedAMP: pulls each client towards a mixture of the others' models, in which similar models weigh more (Huang, Chu,
-Zhou, Wang, Liu, Pei and Zhang, AAAI 2021, algorithm 1).
+"""FedAMP: pulls each client's model towards a mixture of the other clients' models, in which similar models weigh more
+(Huang, Chu, Zhou, Wang, Liu, Pei and Zhang, AAAI 2021, algorithm 1).
 """
 
 import math
@@ -27,12 +27,13 @@ ClientState = dict[str, Any]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
-    """Minimises Σ_i L_i(w_i) + λ·Σ_{i<j} A(‖w_i − w_j‖²) over w_1..w_N, with A(x) = 1 − e^(−x/σ).
+    """Trains each client's own model, pulled towards a mixture of all clients' models in which similar models weigh
+    more.
 
-    The server takes a gradient step on A, from which each client gets u_i = ξ_ii·w_i + Σ_j ξ_ij·w_j with ξ_ij =
-    α·A'(‖w_i − w_j‖²), so that near models attract more than far ones. The client then minimises L_i(w) + λ/(2α)·‖w −
-    u_i‖², starting from its own w_i. All clients have one architecture. Evaluated model: w_i. With λ = 0 it is
-    training alone, bit for bit.
+    Minimises Σ_i L_i(w_i) + λ·Σ_{i<j} A(‖w_i − w_j‖²) over w_1..w_N, with A(x) = 1 − e^(−x/σ). The server takes a
+    gradient step on A, from which each client gets u_i = ξ_ii·w_i + Σ_j ξ_ij·w_j with ξ_ij = α·A'(‖w_i − w_j‖²), so
+    that near models attract more than far ones. The client then minimises L_i(w) + λ/(2α)·‖w − u_i‖², starting from its
+    own w_i. All clients have one architecture. Evaluated model: w_i. With λ = 0 it is training alone, bit for bit.
 
     Models of clients that have not trained yet are left out of the mixture.
 
@@ -77,7 +78,9 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the common weights, and an empty entry for each client's model."""
+        """Builds the server state before round 1: the common initial weights, and an empty entry for each client's
+        model.
+        """
         assert server.model is not None  # `requires` names "one_architecture"
         draw = tensors_to_send(
             initial_state(server.model, server.seed), cached_module(server.model).buffers, self.buffers
@@ -90,8 +93,8 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the mixture u_i and the strength λ/α of its pull; nothing for evaluation, since each client has its
-        own model.
+        """Sends the client its mixture u_i and the strength λ/α with which it pulls; for evaluation the message is
+        empty, since each client has its own model.
         """
         if client_info.purpose == "personal":
             return Message()
@@ -113,7 +116,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
         return Message({"cloud": _mix_models(w_i, server_state["models"], xi)}, {**lr, "pull": pull_strength})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply has the client's parameters."""
+        """Specifies that a reply contains the client's parameters."""
         return {"model": state_dict_spec(server_state["model"])}
 
     def aggregate(
@@ -128,7 +131,10 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model towards argmin L_i(w) + λ/(2α)·‖w − u_i‖², starting from its own w_i."""
+        """Trains the client's own model with a penalty for its distance from the mixture that the server sent.
+
+        The objective is L_i(w) + λ/(2α)·‖w − u_i‖², starting from the client's own w_i.
+        """
         module = self.personal_model(message, client_state, client, seed)
         cloud, penalty = message.tensors.get("cloud", {}), None
         if cloud and message.scalars["pull"]:
@@ -145,17 +151,21 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
 
 
 def _weighted_proximal_term(weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Computes the proximal term s/2·‖w − u‖²; the tensors are s, which differs between clients, and u."""
+    """Computes the penalty that pulls the weights w towards the mixture u, s/2·‖w − u‖²; the tensors are the client's
+    strength s, then u.
+    """
     return tensors[0] * ProximalTerm(1.0)(weights, tensors[1:])
 
 
 def _squared_distance(w_i: StateDict, w_j: StateDict) -> float:
-    """Computes the squared distance ‖w_i − w_j‖², the argument of A."""
+    """Computes the squared Euclidean distance of two models, ‖w_i − w_j‖²."""
     return sum(float((w - w_j[name]).double().square().sum()) for name, w in w_i.items())
 
 
 def _mix_models(w_i: StateDict, models: Mapping[str, StateDict], xi: Mapping[str, float]) -> StateDict:
-    """Mixes a client's model with the others: w_i + Σ_j ξ_ij (w_j − w_i), so that ξ_ii = 1 − Σ_j ξ_ij."""
+    """Mixes a client's model with the other clients' models by the weights `xi`: w_i + Σ_j ξ_ij (w_j − w_i), so that
+    ξ_ii = 1 − Σ_j ξ_ij.
+    """
     total = sum(xi.values())
     if not total:
         return w_i

@@ -15,7 +15,8 @@ from polyfed.core.training.loop import fit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvgFT(GlobalModelMethod):
-    """Trains by FedAvg, then fine-tunes for `finetune_epochs` on the client's own training data before evaluation.
+    """Trains a global model by FedAvg; each client fine-tunes its copy for `finetune_epochs` on its own training data
+    before evaluation.
 
     It is an honest baseline of personalisation (Cheng et al., 2021). Evaluated model: θ after fine-tuning. Neither θ
     nor the replies depend on it.
@@ -50,7 +51,7 @@ class FedAvgFT(GlobalModelMethod):
         self._require(self.finetune_lr is None or self.finetune_lr > 0, "finetune_lr", "positive, or none")
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns θ after `finetune_epochs` on the client's data.
+        """Returns the global model after training on the client's examples for `finetune_epochs`.
 
         If the server sent no BatchNorm statistics, fine-tuning starts from those of the client's data; under
         "recompute" they are estimated again for the fine-tuned weights.

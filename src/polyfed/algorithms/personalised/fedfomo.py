@@ -36,13 +36,14 @@ _MODEL_PREFIX = "model/"  # prefix of a sent model's group, followed by its owne
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
-    """Mixes models, θ_i ← θ_i' + Σ_j w_ij(θ_j − θ_i'), and then trains locally.
+    """Lets each client mix its model with other clients' models that do better on its held-out examples, and then train
+    locally.
 
-    θ_i' is the model from which client i started its last local training (the paper's θ_i^(t−1)), and the result of
-    that training is among the θ_j, so that the client's own work has a weight like the others'. w_ij grows with how
-    much better than θ_i' client i finds θ_j on its held-out examples. All clients have one architecture. The server
-    keeps each client's last model and sends to each the models that it requested. Evaluated model: θ_i after local
-    training.
+    θ_i ← θ_i' + Σ_j w_ij(θ_j − θ_i'). θ_i' is the model from which client i started its last local training (the
+    paper's θ_i^(t−1)), and the result of that training is among the θ_j, so that the client's own work has a weight
+    like the others'. w_ij grows with how much better than θ_i' client i finds θ_j on its held-out examples. All clients
+    have one architecture. The server keeps each client's last model and sends to each the models that it requested.
+    Evaluated model: θ_i after local training.
 
     A client's reply has its request for the next round. Nothing is sent in its first round, and models of clients that have
     not trained yet are left out, since every client has these initial weights.
@@ -60,7 +61,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
 
     The other fields are those of `LocalTraining`.
 
-    >>> [round(FedFomo().epsilon_at(t), 4) for t in (1, 2, 20)]
+    >>> [round(FedFomo().exploration_probability_at(t), 4) for t in (1, 2, 20)]
     [0.3, 0.25, 0.0]
     """
 
@@ -89,14 +90,14 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         self._require(0 < self.holdout < 1, "holdout", "above 0 and below 1")
         self._require(self.buffers == "local", "buffers", "'local', since models are mixed by parameters alone")
 
-    def epsilon_at(self, round_number: int) -> float:
-        """Returns ε, the probability of exploring, in a round counted from 1."""
+    def exploration_probability_at(self, round_number: int) -> float:
+        """Returns the probability ε with which a client requests a random model in a round; rounds count from 1."""
         return max(0.0, self.epsilon - self.epsilon_decay * (round_number - 1))
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without models or requests.
+        """Builds the server state before round 1, without models or requests.
 
         `models` has an entry for every client: a client's position is its rank in the order of ids. The common initial
         weights are kept for their shapes.
@@ -109,7 +110,9 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         return {"model": initial_model, "models": {client: {} for client in client_ids}, "requests": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the models that the client requested; nothing for evaluation, since each client has its own model."""
+        """Sends the models that the client requested; for evaluation the message is empty, since each client has its
+        own model.
+        """
         if client_info.purpose == "personal":
             return Message()
         client_ids = sorted(server_state["models"])
@@ -119,7 +122,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
             {f"{_MODEL_PREFIX}{k}": model for k, model in models.items() if model},
             {
                 "lr": self.lr_at(client_info.round, client_info.rounds),
-                "epsilon": self.epsilon_at(client_info.round),
+                "epsilon": self.exploration_probability_at(client_info.round),
                 "clients": len(client_ids),
                 "position": client_ids.index(client_info.id),
             },
@@ -141,7 +144,9 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         }
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies a reply: the client's parameters, and min(M, N−1) different positions of other clients."""
+        """Specifies that a reply contains the client's parameters and the positions of the min(M, N−1) other clients
+        whose models it requests.
+        """
         number = min(self.num_models, len(server_state["models"]) - 1)
         request_tensor = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
         positions = (
@@ -158,7 +163,9 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's model with the common initial weights, and draws the examples that are held out."""
+        """Returns the client's private state before round 1: its model, with the common initial weights, and which of
+        its examples are held out.
+        """
         assert client.model is not None  # `requires` names "one_architecture"
         buffer_names = cached_module(client.model).buffers
         drawn = initial_state(client.model, seed)
@@ -177,8 +184,8 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model from the mixture of eq. (3) for `local_epochs`, and sends it with the next
-        request.
+        """Mixes the client's model with the received ones (eq. 3), trains the mixture for `local_epochs`, and sends it
+        with the next request.
         """
         num_clients, position = int(message.scalars["clients"]), int(message.scalars["position"])
         training, holdout = _split_holdout(client, client_state)
@@ -219,8 +226,8 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         return Message(tensors, scalars), {**models, "preferences": preferences, **buffer_state, **holdout_state}
 
     def _choose(self, preferences: Tensor, position: int, epsilon: float, generator: torch.Generator) -> Tensor:
-        """Chooses positions of min(M, N−1) other clients: each time the most preferred one left, or with probability ε
-        a random one.
+        """Chooses the min(M, N−1) other clients whose models to request: each time the most preferred client left, or
+        with probability ε a random one.
 
         Ties are broken at random.
         """
@@ -240,7 +247,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
 
 
 def _split_holdout(client: Client, client_state: ClientState) -> tuple[Examples, Examples]:
-    """Returns the examples to train on, and those to weigh models by."""
+    """Splits the client's training examples into those to train on and those on which models are compared."""
     if "holdout" not in client_state:
         return client.train, client.train
     train_mask = torch.ones(len(client.train), dtype=torch.bool)
@@ -259,11 +266,11 @@ def _model_weights(
     holdout: Examples,
     criterion: Loss,
 ) -> dict[int, float]:
-    """Computes the weight of each model, w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4), by its client's position
-    j.
+    """Computes how much each received model improves the client's held-out loss, relative to its distance from the
+    client's model: client's position j -> weight.
 
-    `before` is θ_i', and `criterion` the training loss. The weight is 0 for θ_i' itself, and where a loss is not
-    finite.
+    w_ij = (L_i(θ_i') − L_i(θ_j))/‖θ_j − θ_i'‖ (eq. 4). `before` is θ_i', and `criterion` the training loss. The weight
+    is 0 for θ_i' itself, and where a loss is not finite.
     """
 
     def loss(model: StateDict) -> float:

@@ -25,8 +25,8 @@ _MODEL_PREFIX = "model/"  # prefix of the group of a cluster's model, followed b
 @final
 @dataclass(frozen=True, kw_only=True)
 class IFCA(Averaging):
-    """Clusters clients: the server sends k models, and each client trains the one with the least loss on its training
-    examples.
+    """Clusters clients: the server sends k models, and each client trains the model that has the least loss on its
+    training examples.
 
     Each model becomes the mean over the clients that trained it. All clients have one architecture. With k = 1 it is
     FedAvg, bit for bit. Evaluated model: the one with the least loss on the client's training examples at that time.
@@ -72,11 +72,11 @@ class IFCA(Averaging):
         return {f"{_MODEL_PREFIX}{j}": initial_state(server.model, seed) for j, seed in enumerate(seeds)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends all k models, and the learning rate of the round."""
+        """Sends all k models and the learning rate of the round."""
         return Message(dict(server_state), {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply has one of the models, in the shapes that were sent."""
+        """Specifies that a reply contains one of the k models, in the shapes that were sent."""
         if len(model_groups := [group for group in reply.tensors if group in server_state]) != 1:
             raise ValueError(
                 f"it holds {len(model_groups)} of the {self.k} models; a client sends the one that it trained"
@@ -86,7 +86,7 @@ class IFCA(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages each model θ_j over the clients that chose it; a model that no client chose does not change."""
+        """Averages each model over the clients that chose it; a model that no client chose does not change."""
         new_state = dict(server_state)
         for group in server_state:
             members = {i: reply for i, reply in replies.items() if group in reply.tensors}
@@ -108,13 +108,14 @@ class IFCA(Averaging):
         return Message({group: model}, reply_scalars(client, fit_result.loss)), {}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network with the model that has the least loss on the client's examples."""
+        """Returns the client's network with the model that has the least loss on the client's training examples."""
         return load_client_model(
             client, message.tensors[self._group_of_least_loss(message, client)], client_state, self.buffers
         ).module
 
     def _group_of_least_loss(self, message: Message, client: Client) -> str:
-        """Returns the group of the model with the least loss on the client's training examples, argmin_j L_i(θ_j).
+        """Returns the name of the message's model that has the least loss on the client's training examples, argmin_j
+        L_i(θ_j).
 
         Of equal losses the first counts.
         """

@@ -30,13 +30,13 @@ _NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
-    """Predicts h(x) = λ·h_kNN(x) + (1 − λ)·h_global(x): the global model's probabilities mixed with those of nearest
-    neighbours.
+    """Mixes the global model's class probabilities with the labels of the client's training examples that are nearest
+    in its representation.
 
-    The neighbours are the k training examples of the client whose representations by the global model are nearest,
-    each with the weight exp(−distance). Training is FedAvg, bit for bit. All clients have one architecture; the task
-    is classification. Evaluated model: h, whose outputs are the logarithms of its probabilities; next to it the global
-    model alone, as `server_...`.
+    h(x) = λ·h_kNN(x) + (1 − λ)·h_global(x). The neighbours are the k training examples of the client whose
+    representations by the global model are nearest, each with the weight exp(−distance). Training is FedAvg, bit for
+    bit. All clients have one architecture; the task is classification. Evaluated model: h, whose outputs are the
+    logarithms of its probabilities; next to it the global model alone, as `server_...`.
 
     Args:
         k: number of neighbours (10, paper); all training examples if there are fewer.
@@ -81,7 +81,9 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         check_has_representation(client, self.module)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the mixture h of global model and nearest neighbours with the client's weight λ."""
+        """Returns the global model mixed with the client's nearest neighbours, with the mixing weight λ that suits the
+        client best.
+        """
         network, data = reset_for_eval(super().personal_model(message, client_state, client, seed)), client.train
         name = representation_module_name(network, data) if self.module is None else self.module
         features = compute_representations(network, data, module=name).to(data.device)
@@ -97,22 +99,22 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         return neighbours.eval()
 
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
-        """Wraps a client's network as in `personal_model`; the weights are to be loaded."""
+        """Wraps a client's network in the mixture that `personal_model` returns; its weights are still to be loaded."""
         name = self.module if self.module is not None else _decode_name(weights["name"])
         return Neighbours(network, weights["features"], weights["labels"], self.k, name)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model alone, and the last cohort's mean if that differs."""
+        """Yields the global model alone, and the mean of the last cohort's models if it differs from the global model."""
         yield "server", super().personal_model(message, client_state, client, seed)
         yield from super().other_models(message, client_state, client, seed)
 
 
 @final
 class Neighbours(nn.Module):
-    """Mixes a network's probabilities with those of the nearest of a client's examples, given their representations
-    and labels.
+    """Wraps a classifier and mixes its probabilities with the labels of the stored examples that are nearest to the
+    input in its representation.
 
     Outputs are the logarithms of λ·h_kNN + (1 − λ)·softmax, bounded below by that of the smallest positive float.
     `features` has the representations, shape (n, width).
@@ -131,7 +133,7 @@ class Neighbours(nn.Module):
         self.register_buffer("name", torch.tensor(list(name.encode()), dtype=torch.uint8))  # the module with input φ(x)
 
     def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
-        """Returns the logarithms of the probabilities, (batch, classes), for inputs of the network."""
+        """Returns the logarithms of the mixed class probabilities, shape (batch, classes)."""
         captured_inputs: list[Tensor] = []
         module = self.network.get_submodule(_decode_name(self.name))
 

@@ -1,4 +1,4 @@
-"""Local: each client trains its own network on its own data, and nothing is sent; the baseline of every comparison."""
+"""Local: each client trains its own network on its own data, and no weights are sent; the baseline of every comparison."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -64,8 +64,8 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
             self._validate_by_client(self.by_client)
 
     def _validate_by_client(self, by_client: Any) -> None:
-        """Stores `by_client` as a hashable mapping; raises a `UserError` if it is not a mapping or has an invalid
-        value.
+        """Checks `by_client`, the settings of single clients, and stores it as a hashable mapping; raises a `UserError`
+        if it is invalid.
         """
         if not isinstance(by_client, Mapping) or not all(isinstance(fields, Mapping) for fields in by_client.values()):
             raise UserError(
@@ -84,12 +84,12 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
                 raise UserError(f"{error} (by_client[{client!r}])") from error
 
     def options_for(self, client: str) -> "Local":
-        """Returns the settings with which a client trains."""
+        """Returns the training settings of one client."""
         fields = (self.by_client or {}).get(client)
         return self if fields is None else dataclasses.replace(self, by_client=None, **fields)
 
     def criterion(self, client: Client) -> Loss:
-        """Returns the training loss with the client's own class weights and smoothing."""
+        """Returns the training loss with the client's own class weights and label smoothing."""
         return LocalTraining.criterion(self.options_for(client.id), client)
 
     # -- server ---------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
         return {}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the learning rate of the round only."""
+        """Sends only the learning rate of the round."""
         return Message({}, {"lr": self.options_for(client_info.id).lr_at(client_info.round, client_info.rounds)})
 
     def aggregate(
@@ -122,7 +122,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network θ_i for `local_epochs` on its own data; the reply has no tensors."""
+        """Trains the client's own network for `local_epochs` on its own data; the reply contains no weights."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self.options_for(client.id), lr=message.scalars["lr"], seed=seed)
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), {

@@ -30,11 +30,12 @@ MetaGradientVariant = Literal["fo", "hf"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(Averaging):
-    """Minimises mean_i f_i(w − α∇f_i(w)) over w, where f_i is client i's loss (eq. 3).
+    """Trains a global model by meta-learning, so that it is good for each client after one gradient step on the
+    client's data.
 
-    All clients have one architecture. Evaluated model: w after `adapt_steps` steps of rate α on the client's training
-    data, never on its test data; next to it w itself, as `server_...`. Neither w nor the replies depend on that
-    adaptation.
+    Minimises mean_i f_i(w − α∇f_i(w)) over w, where f_i is client i's loss (eq. 3). All clients have one architecture.
+    Evaluated model: w after `adapt_steps` steps of rate α on the client's training data, never on its test data; next
+    to it w itself, as `server_...`. Neither w nor the replies depend on that adaptation.
 
     With α = 0 a step descends ∇f(w; D') alone: with `batch_size: 0`, where D = D', w is that of FedAvg, bit for bit.
 
@@ -80,7 +81,10 @@ class PerFedAvg(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the model by meta-learning steps w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D)."""
+        """Trains the global model on the client's examples by meta-learning steps, each with a trial step inside.
+
+        w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D).
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
@@ -89,11 +93,13 @@ class PerFedAvg(Averaging):
         return build_reply(net, client, fit_result.loss, self)
 
     def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Sets the meta-gradient of a step for `fit`, and returns the loss after the inner step (at w̃ on D')."""
+        """Writes the meta-gradient of a step to the parameters' `grad` for `fit`, and returns the loss after the inner
+        step (at w̃ on D').
+        """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
         def loss_and_gradient_at(points: list[Tensor], batch: int) -> tuple[Tensor, list[Tensor]]:
-            """Returns loss and gradient at `points`, to which it moves the module."""
+            """Sets the network's parameters to `points`, and returns loss and gradient there."""
             assign_parameters(parameters, points)
             loss = loss_of(batch)
             return loss, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
@@ -125,7 +131,10 @@ class PerFedAvg(Averaging):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network after `adapt_steps` steps w − α∇f_i(w) on minibatches of the client's training data."""
+        """Returns the global model after `adapt_steps` gradient steps on minibatches of the client's training data.
+
+        A step is w − α∇f_i(w).
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         prepare_for_eval(net, client, client_state, self.buffers)
         options = replace(

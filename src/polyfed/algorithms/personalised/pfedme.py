@@ -21,11 +21,12 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class PFedMe(ServerUpdateMethod):
-    """Minimises mean_i F_i(w) over w, where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's
-    loss.
+    """Trains a personal model for each client near the global model, and moves the global model towards the personal
+    ones.
 
-    All clients have one architecture. All clients train in each round; those of the cohort are averaged. Evaluated
-    model: θ_i, the client's last θ̃ (w for a client that never trained); next to it w, as `server_...`.
+    Minimises mean_i F_i(w) over w, where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's
+    loss. All clients have one architecture. All clients train in each round; those of the cohort are averaged.
+    Evaluated model: θ_i, the client's last θ̃ (w for a client that never trained); next to it w, as `server_...`.
 
     Args:
         k: K, gradient steps towards each θ̃ (5, paper).
@@ -82,8 +83,9 @@ class PFedMe(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates the global model by w ← (1−β)w + β Σ_i w_i/S over the S clients of the cohort (algorithm 1, last
-        line).
+        """Moves the global model towards the mean of the cohort's replies by the factor β (algorithm 1, last line).
+
+        w ← (1−β)w + β Σ_i w_i/S over the S clients of the cohort.
         """
         return {
             "model": {name: interpolate(w, mean["model"][name], self.beta) for name, w in server_state["model"].items()}
@@ -94,8 +96,10 @@ class PFedMe(ServerUpdateMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the local copy w_i by the steps w ← w − ηλ(w − θ̃), one per minibatch, and sends it; the personal θ_i
+        """Trains the client's copy of the global model and sends it; the personal model, which is trained at each step,
         stays private.
+
+        The copy w_i takes steps w ← w − ηλ(w − θ̃), one per minibatch; the personal model is θ_i.
         """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         parameters = [parameter for parameter in net.module.parameters() if parameter.requires_grad]
@@ -113,7 +117,11 @@ class PFedMe(ServerUpdateMethod):
     def _envelope_gradient(
         self, network: nn.Module, loss_of: Callable[[int], Tensor], theta: Sequence[Tensor]
     ) -> Tensor:
-        """Sets `grad` to λ(w − θ̃), the gradient of the Moreau envelope on this minibatch, and updates θ̃ in `theta`."""
+        """Trains the personal model on this minibatch, then writes to `grad` the gradient that pulls the client's copy
+        of the global model towards it.
+
+        The personal model is θ̃ in `theta`, and the gradient λ(w − θ̃), that of the Moreau envelope.
+        """
         parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         w = [parameter.detach().clone() for parameter in parameters]
         assign_parameters(parameters, theta)
@@ -131,14 +139,14 @@ class PFedMe(ServerUpdateMethod):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the personal model θ_i; frozen parameters and buffers that are sent come from w."""
+        """Returns the client's personal model θ_i; frozen parameters and sent buffers come from the global model."""
         model = {**message.tensors["model"], **client_state.get("model", {})}
         return load_model_for_eval(client, model, client_state, self.buffers)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model w with the client's buffers."""
+        """Yields the global model w with the client's own buffers."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

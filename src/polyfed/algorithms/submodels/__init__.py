@@ -1,1 +1,1 @@
-"""Methods whose clients train submodels of a wider network."""
+"""Methods whose clients train submodels of one wider network."""

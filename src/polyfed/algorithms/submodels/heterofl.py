@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply
 from polyfed.algorithms.submodels.widths import (
-    fold_scaling,
+    fold_scaling_into_weights,
     leading_slice,
-    scaled_layer_outputs,
+    scale_layer_outputs,
     validate_head_width,
-    widest_shapes,
-    width_ratios,
+    widest_shape_by_tensor,
+    width_ratio_by_layer,
 )
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
@@ -31,14 +31,15 @@ _RATIO_PREFIX = "rate of "  # prefix of a layer's name in a message's scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeteroFL(Averaging):
-    """Trains one global model θ, of which client i trains the submodel θ[:r·rows, :r·columns] of each tensor.
+    """Trains one global model, of which each client trains a submodel as wide as it can afford: the leading units of
+    each layer.
 
-    The client's network gives the widths. Each entry of θ becomes the mean over the clients of the round that have it,
-    and does not change if none has. In training, the outputs of a layer with the share r of the widest network's units
-    are divided by r ("scaler"), BatchNorm normalises by the minibatch alone ("static"), and outputs of classes that
-    the client does not have are set to 0 in the loss ("masked"). With one width, `weighted`, and all classes at each
-    client it is FedAvg, bit for bit. Evaluated model: the client's submodel with its scaler; for the widest client
-    this is θ.
+    Client i has the submodel θ[:r·rows, :r·columns] of each tensor of the global model θ. The client's network gives
+    the widths. Each entry of θ becomes the mean over the clients of the round that have it, and does not change if none
+    has. In training, the outputs of a layer with the share r of the widest network's units are divided by r ("scaler"),
+    BatchNorm normalises by the minibatch alone ("static"), and outputs of classes that the client does not have are set
+    to 0 in the loss ("masked"). With one width, `weighted`, and all classes at each client it is FedAvg, bit for bit.
+    Evaluated model: the client's submodel with its scaler; for the widest client this is θ.
 
     The networks of all clients must have the same layers and differ in width alone; θ is in each dimension as wide as the
     widest. The scaler is folded into the weights of the evaluated model; public code omits it there.
@@ -82,11 +83,11 @@ class HeteroFL(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the global model θ: each architecture's initial weights are put into its submodel, the widest
-        last.
+        """Initialises the global model θ: each architecture's initial weights are written into its submodel, the widest
+        architecture last.
         """
         assert server.architectures is not None  # `requires` names "architectures"
-        shapes, networks = widest_shapes(server.architectures), server.architectures
+        shapes, networks = widest_shape_by_tensor(server.architectures), server.architectures
         initial_models = {
             key: tensors_to_send(initial_state(factory, server.seed), cached_module(factory).buffers, self.buffers)
             for key, factory in networks.items()
@@ -100,10 +101,16 @@ class HeteroFL(Averaging):
         forms = {
             key: {name: list(tensor.shape) for name, tensor in tree.items()} for key, tree in initial_models.items()
         }
-        return {"model": theta, "forms": forms, "rates": {k: width_ratios(f, shapes) for k, f in networks.items()}}
+        return {
+            "model": theta,
+            "forms": forms,
+            "rates": {k: width_ratio_by_layer(f, shapes) for k, f in networks.items()},
+        }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the client's submodel of the global model, and the share r of units of its layers."""
+        """Sends the client its submodel of the global model, and the share r of each layer's units that the submodel
+        has.
+        """
         shapes, ratios = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
         model = {
             name: leading_slice(server_state["model"][name], tuple(shape)).contiguous()
@@ -115,9 +122,10 @@ class HeteroFL(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages each entry e over the clients that have it: θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i.
+        """Averages each entry of the global model over the clients whose submodels contain it.
 
-        This is the paper's equation for its complexity levels.
+        θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients with the entry e. This is the paper's equation for its
+        complexity levels.
         """
         w = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
         new_model = {}
@@ -136,13 +144,13 @@ class HeteroFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the submodel for `local_epochs` on the client's data."""
+        """Trains the client's submodel for `local_epochs` on its data."""
         net, ratios = (
             load_client_model(client, message.tensors["model"], client_state, self.buffers),
             _width_ratios_of(message),
         )
         validate_head_width(net.module, ratios, client)
-        with scaled_layer_outputs(net.module, ratios):
+        with scale_layer_outputs(net.module, ratios):
             loss = self._local_loss(client, bool(ratios))
             fit_result = fit(
                 net.module, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported_loss="task"
@@ -150,7 +158,9 @@ class HeteroFL(Averaging):
         return build_reply(net, client, fit_result.loss, self)
 
     def _local_loss(self, client: Client, has_scaler: bool) -> Callable[[ForwardPass], Tensor] | None:
-        """Builds the task's loss with outputs of absent classes set to 0; None if the loss is the ordinary one."""
+        """Builds the training loss in which outputs of classes that the client lacks are set to 0; None if the ordinary
+        loss is enough.
+        """
         if not (self.mask or has_scaler):
             return None
         task_loss, present = self.criterion(client), torch.unique(client.train.labels) if self.mask else None
@@ -164,8 +174,8 @@ class HeteroFL(Averaging):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the submodel with its scaler folded into the weights."""
-        tree = fold_scaling(message.tensors["model"], _width_ratios_of(message))
+        """Returns the client's submodel, with the scaling of its layers' outputs multiplied into the weights."""
+        tree = fold_scaling_into_weights(message.tensors["model"], _width_ratios_of(message))
         return load_model_for_eval(client, tree, client_state, self.buffers)
 
 

@@ -1,5 +1,5 @@
-"""Handles networks of one family, which have the same layers with different widths: tensors of a narrow one are
-leading slices of a wide one's.
+"""Relates networks with the same layers in different widths: each tensor of a narrow network is a leading slice of the
+wide network's tensor.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns the leading entries of a tensor in each dimension, W[:r_1, :r_2, ...], as a view.
+    """Returns a view of the leading entries of a tensor in each dimension, W[:r_1, :r_2, ...].
 
     >>> import torch
     >>> leading_slice(torch.arange(6).view(2, 3), (1, 2))
@@ -29,8 +29,8 @@ def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(size) for size in shape)]
 
 
-def widest_shapes(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
-    """Maps the name of each tensor to its largest size in each dimension over the networks of a family.
+def widest_shape_by_tensor(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
+    """Returns, for the name of each tensor, its largest size in each dimension over the given networks.
 
     Args:
         networks: architectures by the names that errors use, such as a client's id.
@@ -40,7 +40,7 @@ def widest_shapes(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, 
             leading slices of a wide one's, as in layers that put several matrices into one tensor.
 
     >>> family = {"a": lambda: nn.Linear(2, 4), "b": lambda: nn.Linear(3, 3)}
-    >>> widest_shapes(family)["weight"]
+    >>> widest_shape_by_tensor(family)["weight"]
     (4, 3)
     """
     modules = {name: cached_module(factory).module for name, factory in networks.items()}
@@ -58,7 +58,9 @@ def widest_shapes(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, 
 
 
 def _nesting_error(first: nn.Module, second: nn.Module, name: str) -> str:
-    """Returns why the networks' tensors of this name, which differ in shape, do not nest; empty if they do."""
+    """Returns why a tensor of one network is no leading slice of the other network's tensor of this name; "" if it is
+    one.
+    """
     a, b = first.state_dict(keep_vars=True)[name], second.state_dict(keep_vars=True)[name]
     shapes_text = f"{name!r} is {tuple(a.shape)} and {tuple(b.shape)}"
     if a.dim() != b.dim() or a.shape[2:] != b.shape[2:]:
@@ -86,10 +88,11 @@ def _no_family_error(first: str, second: str, reason: str) -> UserError:
     )
 
 
-def width_ratios(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-    """Maps the name of each narrower layer to r, the share of the widest network's units that it has.
+def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
+    """Returns, for each layer that is narrower than in the widest network, the share r of that network's units that it
+    has.
 
-    >>> width_ratios(lambda: nn.Linear(2, 3), {"weight": (4, 2), "bias": (4,)})
+    >>> width_ratio_by_layer(lambda: nn.Linear(2, 3), {"weight": (4, 2), "bias": (4,)})
     {'': 0.75}
     """
     ratios = {}
@@ -117,12 +120,12 @@ def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client:
 
 
 @contextmanager
-def scaled_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
-    """Divides the outputs of each of these layers by its share r inside the block.
+def scale_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
+    """Divides, inside the block, the outputs of each named layer by its share r of the widest network's units.
 
     >>> import torch
     >>> net = nn.Linear(1, 1, bias=False)
-    >>> with scaled_layer_outputs(net, {"": 0.5}): twice = net(torch.ones(1, 1))
+    >>> with scale_layer_outputs(net, {"": 0.5}): twice = net(torch.ones(1, 1))
     >>> torch.equal(twice, 2 * net(torch.ones(1, 1)))
     True
     """
@@ -138,11 +141,11 @@ def scaled_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Ite
             hook.remove()
 
 
-def fold_scaling(weights: StateDict, ratios: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns weights with which a network computes the same without `scaled_layer_outputs` as with it.
+def fold_scaling_into_weights(weights: StateDict, ratios: Mapping[str, float]) -> dict[str, Tensor]:
+    """Returns weights that give a network the same outputs as the original weights give inside `scale_layer_outputs`.
 
     >>> import torch
-    >>> fold_scaling({"weight": torch.tensor([[1.0]]), "other.bias": torch.tensor([1.0])}, {"": 0.5})
+    >>> fold_scaling_into_weights({"weight": torch.tensor([[1.0]]), "other.bias": torch.tensor([1.0])}, {"": 0.5})
     {'weight': tensor([[2.]]), 'other.bias': tensor([1.])}
     """
     return {n: t / ratios[layer] if (layer := n.rpartition(".")[0]) in ratios else t for n, t in weights.items()}

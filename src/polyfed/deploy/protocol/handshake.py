@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polyfed.algorithms.submodels.widths import widest_shapes
+from polyfed.algorithms.submodels.widths import widest_shape_by_tensor
 from polyfed.core.algorithm import Architecture, Client, DataSpec
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
@@ -145,7 +145,7 @@ def check_width_family(
     networks = {
         site_by_architecture.get(kind, f"{kind} of architectures()"): factory for kind, factory in models.items()
     }
-    widest_shapes(networks)
+    widest_shape_by_tensor(networks)
     outputs = {
         label: number for label, factory in sorted(networks.items()) if (number := _count_outputs(factory, input_shape))
     }

@@ -154,7 +154,7 @@ def _write_catalogue(path: Path) -> None:
 
     specs = [ModelSpec(name, {"width": 8}, (1, 8, 8), 10) for name in ("flha_arch1", "flha_arch2")]
     graphs = (extract(spec(), torch.zeros(2, 1, 8, 8)) for spec in specs)
-    LayerCatalogue.from_graphs(map(FLHAGHN().contraction.apply, graphs)).write(path, FLHAGHN().graph)
+    LayerCatalogue.from_graphs(map(FLHAGHN().contraction.apply, graphs)).write_yaml(path, FLHAGHN().graph)
 
 
 def write_trial_certificates(folder: Path) -> None:

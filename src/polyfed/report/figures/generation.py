@@ -108,7 +108,7 @@ def generate_untrained_weights(
     ((50, 100), True)
     """
     form = form or GHNConfig(LayerCatalogue.from_graphs([graph]))
-    graph = graph.restrict_to(form.catalogue.types)
+    graph = graph.restrict_to_types(form.catalogue.types)
     names = {name for node in graph.generated_weights for name in node.parameters.values()}
     if parameter not in names:
         raise UserError(f"{parameter!r} is not generated for this network; {did_you_mean(parameter, names)}")

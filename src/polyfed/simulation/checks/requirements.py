@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms import REGISTRY, registry_name
-from polyfed.algorithms.submodels.widths import widest_shapes
+from polyfed.algorithms.submodels.widths import widest_shape_by_tensor
 from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
 from polyfed.core.capabilities import BringsNetwork
@@ -123,7 +123,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
                 f"numbers, that of {clients[0].id!r} {widths[clients[0].id]}; give the networks last layers of one width"
             )
     if "one_family" in requirements:
-        widest_shapes({client.id: client.model for client in clients if client.model is not None})
+        widest_shape_by_tensor({client.id: client.model for client in clients if client.model is not None})
         shapes = {c.id: output_shape(cached_module_of(c).module, c.train, f"client {c.id!r}") for c in clients}
         if other_id := next((i for i in shapes if shapes[i] != shapes[clients[0].id]), None):
             raise UserError(

@@ -64,7 +64,7 @@ def _random_example(shape: Sequence[int], integer: bool) -> Tensor:
 
 def _extend_catalogue(graph: ArchitectureGraph, path: Path, contraction: Contraction) -> str:
     """Writes the union of the file's catalogue and the graph's types; returns a line that says so."""
-    catalogue_types = LayerCatalogue.read(path).types if path.exists() else ()
+    catalogue_types = LayerCatalogue.read_yaml(path).types if path.exists() else ()
     nodes = "layers_and_norms" if contraction.norms == "nodes" else "layers"
     if catalogue_types and (stated_graph := read_graph_variant(path)) != nodes:
         part = "part of the layer before it" if stated_graph == "layers" else "a layer type of its own"
@@ -75,7 +75,7 @@ def _extend_catalogue(graph: ArchitectureGraph, path: Path, contraction: Contrac
     if not union.types:
         raise UserError(f"the network has no layer that can be generated, so there is nothing to write to {path}")
     try:
-        union.write(path, nodes)
+        union.write_yaml(path, nodes)
     except OSError as error:
         raise UserError(f"cannot write the layer catalogue {str(path)!r} ({error.strerror})") from error
     return f"{len(union.types)} layer types in {path}, {len(union.types) - len(catalogue_types)} of them new"
