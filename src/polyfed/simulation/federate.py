@@ -220,7 +220,7 @@ def resume_federation(
     callbacks: Iterable[Callback] = (),
     clients_are_checked: bool = False,
 ) -> Run:
-    """Continues an interrupted run as `resume` does, with a given progress display.
+    """Continues an interrupted run as `resume` does, and shows its progress on the given display.
 
     Args:
         out, clients, algorithm, public, metrics, callbacks: as for `resume`.

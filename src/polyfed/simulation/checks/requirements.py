@@ -374,8 +374,8 @@ _FINGERPRINT_NAMES = {"TablePreprocessor(": "Prepared(", "LazyImageDecoder(": "D
 
 
 def stable_repr(transform: Any) -> str:
-    """Returns a text that describes a transform and is the same in every process. (The `repr` of a plain function is not:
-    it includes the function's address.)"""
+    """Returns a text that describes a transform and is the same in every process (the `repr` of a function is not: it
+    includes the function's address)."""
     if isinstance(transform, PartwiseTransform):
         return str({name: stable_repr(part_transform) for name, part_transform in transform.transforms.items()})
     if not is_dataclass(transform):

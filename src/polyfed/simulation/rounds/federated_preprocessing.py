@@ -123,8 +123,8 @@ class CommonPreprocessing:
 
 @single_torch_thread()
 def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure: bool = False) -> CommonPreprocessing:
-    """Fits one preprocessing for the tables of all clients, on sums over their rows, with the categories and classes of
-    all.
+    """Fits one preprocessing for the tables of all clients, from sums over their rows, with the categories and classes of
+    all tables.
 
     Args:
         clients: whose examples are of tables of the same columns (`Examples.transform` is a `Prepared`).

@@ -61,7 +61,7 @@ class RunState:
 
     @property
     def has_rounds_left(self) -> bool:
-        """Returns whether further rounds are to be run."""
+        """Returns whether there are rounds still to be run."""
         return self.checkpoint.last_recorded_round < self.last_round
 
     @property

@@ -150,7 +150,8 @@ def load_newest_checkpoint(
     check: Callable[[Checkpoint], object] = lambda found: None,
     expected: Callable[[int], Binding] | None = None,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Loads the newest usable checkpoint; also returns a sentence about each newer one that is not usable.
+    """Loads the newest checkpoint that is intact and belongs to the run; also returns, for each newer one, a sentence that
+    says why it was not used.
 
     Args:
         folder: of the checkpoints.

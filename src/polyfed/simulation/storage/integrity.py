@@ -198,8 +198,8 @@ def hash_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
 
 
 def read_checkpoint_hashes(folder: Path, part: str) -> dict[str, str]:
-    """Returns a part of a checkpoint's `complete.json`: name -> hash; an empty dict if the file is missing or
-    damaged."""
+    """Returns the hashes in one section of a checkpoint's `complete.json`: name -> hash; an empty dict if the file is
+    missing or damaged."""
     try:
         content = parse_json(read_file(folder / COMPLETE_FILE))
     except (OSError, ValueError):
