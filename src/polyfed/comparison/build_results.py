@@ -296,7 +296,7 @@ def _run_entry(
 
 
 def _clients_without_score(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str, str], list[str]]:
-    """Returns by label and seed the clients without a score in that run and with one in another method's.
+    """Returns, for each run (label, seed), the clients that have no score in it but have one in another method's run.
 
     The run's mean would be over other clients, so it is not defined.
     """

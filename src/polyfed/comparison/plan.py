@@ -229,7 +229,10 @@ def _run_and_report(
     progress: Progress,
     callbacks: Sequence[Callback],
 ) -> dict[str, Any]:
-    """Its history and, without a folder, its predictions. What goes wrong is reported with the method and the seed."""
+    """Executes one run, and returns its history and, if it has no folder, its packed predictions.
+
+    An error is raised again with the method and the seed.
+    """
     whose = f"method {job.label}, seed {job.seed}"
     try:
         run = _run_or_resume(job, client_set, settings, metrics, progress, callbacks)
@@ -289,7 +292,7 @@ def _run_or_resume(
 
 
 def _pack_outputs(run: Run) -> str:
-    """The outputs of each kept round on the test examples, as text that another process can read."""
+    """Packs the outputs of each kept round on the test examples into a text that another process can read."""
     outputs_by_round: dict[str, dict[str, Tensor]] = {}
     for record in run.history:
         for client in run.federation.client_registry.ids if record["summary"] else ():

@@ -10,8 +10,7 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
 def without_markup(value: Any) -> Any:
-    """Returns a text in a form that rich prints literally, without markup; values that are no text are returned
-    unchanged.
+    """Returns a text in a form that the package `rich` prints literally; returns any other value unchanged.
 
     >>> without_markup("[/b]\\x1b[31m")
     <text '[/b]�[31m' [] ''>

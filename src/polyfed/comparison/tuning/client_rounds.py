@@ -82,8 +82,7 @@ def compared_rounds_of_local_runs(
 
 
 def freeze_history_after(history: History, rounds: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns a run's records of all rounds, changed as if each client had stopped training after the round given for
-    it.
+    """Returns a run's records of all rounds as if each client had stopped training after its round in `rounds`.
 
     Args:
         history: the records of `metrics.jsonl`; they are not changed.

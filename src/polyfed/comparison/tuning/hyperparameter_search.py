@@ -227,8 +227,10 @@ def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def build_search_variants(plan: ComparisonPlan, method: Method) -> list[Method]:
-    """Returns copies of a method, one for each combination of hyper-parameter values to try; with Optuna, one for the
-    low ends of all ranges and one for the high ends."""
+    """Returns copies of a method, one for each combination of hyper-parameter values to try.
+
+    With Optuna it is one for the low ends of all ranges and one for the high ends.
+    """
     if plan.num_trials is None:
         tries = _all_combinations(plan, method)
     else:

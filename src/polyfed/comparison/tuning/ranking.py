@@ -114,8 +114,7 @@ def first_loss(losses: Mapping[int, float]) -> float:
 def freeze_losses_after(
     losses: Mapping[str, Mapping[int, float]], rounds: Mapping[str, int]
 ) -> dict[str, dict[int, float]]:
-    """Returns the losses of all clients by round, changed as if each client had stopped training after the round given
-    for it.
+    """Returns the losses of all clients by round as if each client had stopped training after its round in `rounds`.
 
     >>> freeze_losses_after({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
     {'a': {1: 0.5, 2: 0.5}, 'b': {1: 0.5, 2: 0.25}}

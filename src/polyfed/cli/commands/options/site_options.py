@@ -67,8 +67,7 @@ def find_option_value(option: str, argv: Sequence[str]) -> str | None:
 def partition_of_site_column(
     fields: Sequence[str], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
-    """Returns the options that a data source with a column of sites implies: each site is one client (the partition
-    "natural").
+    """Returns the options that make each site one client, for a data source with a column of sites.
 
     Args:
         fields: the options of the source.
