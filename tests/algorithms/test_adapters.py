@@ -95,7 +95,7 @@ def replies(found, state, random=True):
             if name not in net.frozen:
                 tree[name] = torch.randn(tensor.shape, generator=generator, dtype=DOUBLE)
         reply = Message({"model": tree}, {"num_examples": len(client.train), "train_loss": 1.0})
-        ups[i] = lora.pack_adapters(found.algorithm, client, reply)
+        ups[i] = lora.reply_with_scaled_adapters(found.algorithm, client, reply)
         taken[i] = found.decode_reply(ups[i], down)
         assert found.reply_error(taken[i], state, down, i) is None
     return ups, taken

@@ -11,7 +11,13 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.declared_words import DISCLOSURES, REQUIREMENTS, NewDisclosure, check_declared_words, meaning_of
+from polyfed.core.declared_words import (
+    DISCLOSURES,
+    REQUIREMENTS,
+    NewDisclosure,
+    check_declared_words,
+    meaning_of_disclosure,
+)
 from polyfed.deploy.privacy.gaussian_mechanism import noise_incompatibility
 from polyfed.simulation.rounds.secure_aggregation import disclosures_to_allow
 from polyfed.testing import small_clients
@@ -39,8 +45,8 @@ class TestNewDisclosures:
         kind = type("Gazes", (Averaging,), {"discloses": frozenset({"weights", self.GAZE}), "__doc__": ""})
         check_declared_words(kind, "Gazes")
         assert disclosures_to_allow(kind(), secure=False) == ["gaze", "weights"]
-        assert meaning_of(self.GAZE) == "where the client's people look"
-        assert "not part of polyfed" in meaning_of("gaze")
+        assert meaning_of_disclosure(self.GAZE) == "where the client's people look"
+        assert "not part of polyfed" in meaning_of_disclosure("gaze")
 
     def test_the_bare_word_is_refused_with_the_cure(self):
         with pytest.raises(

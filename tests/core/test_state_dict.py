@@ -212,7 +212,7 @@ def test_the_mean_of_whole_numbers_is_that_of_a_secure_sum(dtype):
             fixed_point.to_fixed_point({"m": tree}, n, len(weights)) for tree, n in zip(trees, weights, strict=True)
         ]
         (secure, _) = fixed_point.mean_from_fixed_point(
-            sum(words[1:], words[0]), fixed_point.SumLayout.of_groups({"m": trees[0]})
+            sum(words[1:], words[0]), fixed_point.SumLayout.from_tensor_groups({"m": trees[0]})
         )
         names = [f"c{k}" for k in range(len(weights))]
         plain = weighted_mean(dict(zip(names, trees, strict=True)), dict(zip(names, weights, strict=True)))

@@ -1,1 +1,3 @@
-"""What every room builds on: the contract of a method, data, local training, evaluation, random numbers, errors."""
+"""Defines what all other packages build on: the contract of a method, data, local training, evaluation, random numbers,
+errors.
+"""

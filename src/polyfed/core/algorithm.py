@@ -1,4 +1,5 @@
-"""The contract of a federated method: who computes what, and what may travel.
+"""Defines the contract of a federated method: what the server computes, what a client computes, and which messages
+travel between them.
 
 A method is one final frozen dataclass; its fields are the hyper-parameters. The server half (`server_init`, `dispatch`,
 `aggregate`) and the client half (`client_init`, `local_update`, `personal_model`) share nothing but messages, so
@@ -61,7 +62,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 @final
 @dataclass(frozen=True)
 class Message:
-    """What travels in one direction: named groups of tensors, and a few numbers.
+    """Holds what the server and a client send each other: named groups of tensors, and a few numbers.
 
     >>> import torch
     >>> Message({"model": {"w": torch.zeros(1000)}}, {"lr": 0.1}).nbytes
@@ -73,7 +74,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Size of the named tensors as one safetensors file; the handful of scalars is not counted."""
+        """Returns the size in bytes of the message's tensors as one safetensors file; the few scalars are not counted."""
         return safetensors_num_bytes(
             {f"{group}/{name}": t for group, tree in self.tensors.items() for name, t in tree.items()}
         )
@@ -82,7 +83,9 @@ class Message:
 @final
 @dataclass(frozen=True, init=False)
 class Client:
-    """Holds what one participant owns. Data are never sent; what a method discloses of them is in `Algorithm.discloses`.
+    """Holds the data and the network of one participant of a federation.
+
+    Data are never sent; what a method discloses of them is in `Algorithm.discloses`.
 
     Args:
         id: its name in tables, files and messages.
@@ -147,7 +150,7 @@ class Client:
 
 
 def _with_integer_labels(examples: Examples) -> Examples:
-    """The examples with whole labels of a type that torch's loss takes; bytes are."""
+    """Converts labels of a whole-number type that torch's loss refuses, such as bytes, to one that it accepts."""
     y = examples.y
     fits = y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype in (torch.int64, torch.uint8)
     return examples if fits else replace(examples, y=y.to(torch.int64))
@@ -167,8 +170,10 @@ def _check_labels(examples: Examples, task: Task, name: str) -> None:
 
 
 def _with_task_targets(examples: Examples, task: Task) -> Examples:
-    """The examples with targets as the task's loss and the network's output need them; inputs stay the shared store, and
-    targets a view of it unless their type changes."""
+    """Returns the examples with targets in the type and shape that the task's loss needs.
+
+    Inputs stay the shared store, and targets a view of it unless their type changes.
+    """
     y = examples.y
     if task == "regression" and y.dim() == 1:
         y = y.unsqueeze(1)
@@ -180,7 +185,7 @@ def _with_task_targets(examples: Examples, task: Task) -> Examples:
 @final
 @dataclass(frozen=True)
 class ClientInfo:
-    """Says what the server knows of a client when it sends it a message.
+    """Holds what the server knows of a client when it sends it a message.
 
     Attributes: `id`; `round` (from 1) of `rounds`; `architecture`, the client's architecture as a key of
     `ServerContext.architectures`, None unless the method's `requires` asks for it; `purpose`, what the message is for:
@@ -197,8 +202,11 @@ class ClientInfo:
 @final
 @dataclass(frozen=True)
 class DataSpec:
-    """Describes what goes into a client's network and what comes out: `inputs`, the shape of one example without the
-    batch, as networks get it; `outputs`, the number of logits that its labels need."""
+    """Describes the form of a client's data: the shape of one input, and the number of outputs that a network needs.
+
+    `inputs` is the shape of one example without the batch, as networks get it; `outputs` is the number of logits that
+    the labels need.
+    """
 
     inputs: tuple[int, ...]
     outputs: int
@@ -207,7 +215,8 @@ class DataSpec:
 @final
 @dataclass(frozen=True)
 class ServerContext:
-    """Holds what the server knows before the first round. Fields that `requires` does not ask for are None.
+    """Holds what the server knows before the first round; fields that the method's `requires` does not ask for are
+    None.
 
     Attributes: `seed` of the run; `rounds` in all; `clients`, everyone who may take part; `model` builds the common
     network ("one_architecture"); `architectures` by key ("architectures"); `layer_catalogue` ("layer_catalogue");
@@ -226,7 +235,8 @@ class ServerContext:
 
 
 class Algorithm(ABC, Generic[ServerState, ClientState]):
-    """A federated method; the module's docstring has a complete one.
+    """Defines what a federated method must compute at the server and at the clients; the module's docstring shows a
+    complete method.
 
     `local_update` may train a scratch module in place, but changes neither `message` nor `client_state`; it returns the new
     state.
@@ -266,19 +276,22 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         """Returns the server's state before round 1: nested dicts of tensors and plain scalars."""
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Builds the message that the server sends to one client; messages may differ between clients."""
+        """Builds the message that the server sends to one client; clients may get different messages."""
         return next(self.dispatch_all(server_state, [client_info]))
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Builds the messages to several clients, in order, each when it is asked for. A method that makes many at once
-        faster overrides this instead of `dispatch`; both give the same, up to rounding."""
+        """Yields the messages to several clients, in their order, each built only when it is asked for.
+
+        A method that builds many messages at once faster overrides this instead of `dispatch`; both give the same
+        messages, up to rounding.
+        """
         return (self.dispatch(server_state, client_info) for client_info in client_infos)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Return what a valid reply to `message` holds: group -> names, shapes, dtypes.
+        """Returns the names, shapes and dtypes of the tensors that a valid reply to `message` holds, by group.
 
-        The default: the groups that went down, in the form in which they went. That tensors are finite and that
-        `scalars_needed` are there is checked for every method.
+        By default these are the groups of `message`, unchanged in form. Every method's replies are also checked for
+        finite tensors and for the scalars in `scalars_needed`.
 
         Raises:
             ValueError: why this reply cannot be accepted, where its form alone does not say it; half a sentence.
@@ -289,25 +302,32 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Computes the server's next state from the replies of the round's clients, whatever their order."""
+        """Computes the server's next state from the replies of the round's clients; the result does not depend on their
+        order.
+        """
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Names the scalars of a reply that the server half uses; a site sends no others unless its owner discloses them."""
+        """Returns the names of the reply's scalars that the server uses; a site sends no others unless its owner
+        discloses them.
+        """
         return frozenset({"num_examples"}) if getattr(self, "weighted", False) else frozenset()
 
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """Returns what is worth keeping of the server's state for plots, `client_ids` being the clients of the round:
-        numbers go into `metrics.jsonl`, tensors and lists of names into `analysis/round-N.npz` of the run directory."""
+        """Returns the parts of the server's state that are worth storing for plots, by name.
+
+        `client_ids` are the clients of the round. Numbers go into `metrics.jsonl`, tensors and lists of names into
+        `analysis/round-N.npz` of the run directory.
+        """
         return {}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before its first round. `seed` is the run's, the same for every client."""
+        """Returns the client's private state before its first round; `seed` is the run's, the same for every client."""
 
     @abstractmethod
     def local_update(
@@ -317,11 +337,14 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @abstractmethod
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Builds the network of this client that is evaluated, exported and used."""
+        """Builds the client's personal network, which is evaluated, exported and used for predictions."""
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields further networks to evaluate, each with the name under which its metrics are kept, such as ("server", the
-        server's model). Each is evaluated before the next is asked for, so that all may use one scratch module."""
+        """Yields further networks to evaluate for the client, each with the name under which its metrics are stored,
+        such as "server".
+
+        Each is evaluated before the next is asked for, so that all may use one scratch module.
+        """
         return iter(())

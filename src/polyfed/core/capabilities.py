@@ -1,4 +1,4 @@
-"""Optional interfaces of a method: a method inherits the ones whose questions it can answer."""
+"""Defines optional interfaces of a method; a method inherits those of the abilities that it has."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,33 +13,37 @@ from polyfed.core.state_dict import StateDict
 
 
 class BringsNetwork(ABC):
-    """Supplies the network that the clients train, in place of `Client.model`."""
+    """Supplies the network that the clients train, in place of each client's own `Client.model`."""
 
     @abstractmethod
     def network_for(self, data: DataSpec) -> Architecture:
-        """Returns what builds the network for such data. It is tried on every client's examples before the first round."""
+        """Returns a function that builds the network for data of the given form.
+
+        It is tried on every client's examples before the first round.
+        """
 
     @abstractmethod
     def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """Describes a network of `personal_model` in values that JSON can hold: all that `build` needs besides the weights,
-        and what people may want to know of it. It is written next to the weights."""
+        """Describes a client's personal network in JSON values, from which `build` can build it again without its
+        weights.
+
+        It may also hold what people want to know of the network. It is written next to the weights.
+        """
 
     @abstractmethod
     def build(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds the network of such a description; its weights are loaded afterwards."""
+        """Builds a personal network from its description; the caller loads the weights afterwards."""
 
     @property
     def evaluated(self) -> str:
-        """Names the evaluated network in a few words, for tables and `manifest.json`, where the method's fields decide."""
+        """Returns a few words on which network is evaluated, for tables and `manifest.json`, where the method's fields
+        decide it.
+        """
         return ""
 
 
 def describe_evaluated_network(method: Algorithm[Any, Any]) -> str:
-    """Names the network that is evaluated, in a few words.
-
-    Returns:
-        Empty where no field of the method decides it.
-    """
+    """Returns a few words on which network of a method is evaluated; empty if the method's fields do not decide it."""
     return method.evaluated if isinstance(method, BringsNetwork) else ""
 
 
@@ -48,8 +52,9 @@ class ValidatesNetworks(ABC):
 
     @abstractmethod
     def validate_network(self, client: Client) -> None:
-        """Checks that this client's network has what the method needs. Called before the first round, once for each
-        architecture and shape of the data.
+        """Raises an error if this client's network lacks what the method needs.
+
+        It is called before the first round, once for each architecture and shape of the data.
 
         Raises:
             UserError: the network lacks something.
@@ -61,15 +66,15 @@ class TrainsAuxiliaryNetwork(ABC):
 
     @abstractmethod
     def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns what builds that network for this client's data."""
+        """Returns a function that builds the second network for this client's data."""
 
 
 class WrapsNetwork(ABC):
-    """Puts a module around the client's own network, so that both together are the personal model."""
+    """Puts a module around the client's own network; both together are the personal model."""
 
     @abstractmethod
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
-        """Builds the module that the weights of a personal model fit, around the client's own network.
+        """Builds a module around the client's own network, into which the weights of the personal model can be loaded.
 
         Args:
             network: the client's own.
@@ -78,12 +83,12 @@ class WrapsNetwork(ABC):
 
 
 def wrap_network(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> nn.Module:
-    """Builds the module that the weights of a personal model fit: the client's own network, unless the method wraps it."""
+    """Builds the module that a personal model's weights fit: the client's own network, wrapped if the method wraps it."""
     return method.wrap_network(network, weights) if isinstance(method, WrapsNetwork) else network
 
 
 def check_wrapped_network(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> None:
-    """Raises a `UserError` if a personal model of this run has tensors for which the network has no place.
+    """Raises a `UserError` if the weights of a personal model contain tensors that its network has no place for.
 
     Args:
         method: the method of the run.
@@ -105,11 +110,12 @@ def check_wrapped_network(method: Algorithm[Any, Any], network: nn.Module, weigh
 
 
 class ResolvesAutoFields(ABC):
-    """Decides fields that the user left open ("auto", say) by looking at the clients, before the first round."""
+    """Decides the fields that the user left open (such as "auto") by looking at the clients, before the first round."""
 
     @abstractmethod
     def resolved_fields(self, server_state: Any) -> Mapping[str, str]:
-        """Returns what was decided: field -> a few words. Empty where the user set every field.
+        """Returns the decided values of the fields that the user left open, each as a few words; empty if the user set
+        every field.
 
         Args:
             server_state: the server's state after any round.
@@ -117,7 +123,8 @@ class ResolvesAutoFields(ABC):
 
 
 def resolved_fields_for_manifest(method: Algorithm[Any, Any], server_state: Any) -> dict[str, dict[str, str]]:
-    """Returns the entry of `manifest.json` with the decided fields; empty if there are none.
+    """Returns the entry of `manifest.json` with the decided values of fields that the user left open; empty if there
+    are none.
 
     >>> from polyfed.algorithms import FedAvg
     >>> resolved_fields_for_manifest(FedAvg(), {})

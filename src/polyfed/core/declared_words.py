@@ -1,4 +1,4 @@
-"""Lists the words with which a method declares what it requires and what it discloses, each with its meaning."""
+"""Lists the words by which a method declares what it requires and what it discloses, each with its meaning."""
 
 from collections.abc import Iterable
 from typing import Any, final
@@ -40,7 +40,7 @@ DISCLOSURES = {
 """The words of `Algorithm.discloses`: what the server may learn of a client. A method may bring more (`NewDisclosure`)."""
 
 CONSENT = frozenset({"weights", "architecture", "class_means", "class_counts", "moments"})
-"""The words of `DISCLOSURES` that a site must have allowed before the method runs there (`consent_needed`)."""
+"""The words of `DISCLOSURES` that a site must have allowed before the method runs there (`words_needing_consent`)."""
 
 TRAITS = {
     "everyone_trains": "all clients run `local_update` in each round, and only those drawn for it are aggregated (pFedMe)",
@@ -52,7 +52,7 @@ examples: they choose between methods, rates and rounds. `AlgorithmContract` fin
 
 @final
 class NewDisclosure(str):
-    """A word for `Algorithm.discloses` that `DISCLOSURES` does not have, with what the server learns.
+    """Defines a new word for `Algorithm.discloses`, with what the server learns of a client by it.
 
     A site is asked for its consent to it, and refuses the method if it adds noise.
 
@@ -70,7 +70,7 @@ class NewDisclosure(str):
     meaning: str
 
     def __new__(cls, word: str, meaning: str) -> "NewDisclosure":
-        """Checks both, and returns the word."""
+        """Checks the word and its meaning, and returns the word."""
         if not word.isidentifier() or word in DISCLOSURES:
             reason = "polyfed has this word already" if word in DISCLOSURES else "a word such as 'gaze' is needed"
             raise TypeError(f"NewDisclosure({word!r}, ...): {reason}")
@@ -83,23 +83,24 @@ class NewDisclosure(str):
         return new_word
 
     def __reduce__(self) -> tuple[type["NewDisclosure"], tuple[str, str]]:
-        """Returns what a copy in another process is made from."""
+        """Returns what pickle and `copy` need to make the word again in another process."""
         return NewDisclosure, (str(self), self.meaning)
 
 
-def consent_needed(words: Iterable[str]) -> frozenset[str]:
-    """Returns the words of `Algorithm.discloses` that a site must have allowed: those of `CONSENT`, and all new ones.
+def words_needing_consent(words: Iterable[str]) -> frozenset[str]:
+    """Selects from a method's disclosures the words that a site must have allowed: those of `CONSENT`, and all new
+    ones.
 
-    >>> sorted(consent_needed({"weights", "choice", NewDisclosure("gaze", "where the client's people look")}))
+    >>> sorted(words_needing_consent({"weights", "choice", NewDisclosure("gaze", "where the client's people look")}))
     ['gaze', 'weights']
     """
     return frozenset(word for word in words if word in CONSENT or word not in DISCLOSURES)
 
 
-def meaning_of(word: str) -> str:
-    """Returns what the server learns of a client by a word of `Algorithm.discloses`.
+def meaning_of_disclosure(word: str) -> str:
+    """Returns what the server learns of a client when a method declares the given disclosure.
 
-    >>> meaning_of("choice")
+    >>> meaning_of_disclosure("choice")
     "which of several models suits the client's data best"
     """
     if isinstance(word, NewDisclosure):
@@ -108,7 +109,7 @@ def meaning_of(word: str) -> str:
 
 
 def check_declared_words(method: Any, name: str) -> None:
-    """Raises a `TypeError` if a word that a method declares is unknown, and so would check nothing and ask no consent.
+    """Raises a `TypeError` if a method declares an unknown word, which would ask for no consent and trigger no check.
 
     Args:
         method: an `Algorithm`, or its class.

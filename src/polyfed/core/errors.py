@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 class UserError(ValueError):
-    """Reports something that the user gave (configuration, data, a file) and polyfed cannot work with.
+    """Reports that polyfed cannot work with something the user gave: configuration, data or a file.
 
     The command line prints the message without a traceback and exits with status 2.
     """
@@ -25,15 +25,17 @@ class ClientError(RuntimeError):
 
 
 class RoundError(RuntimeError):
-    """Reports a round that too few clients replied to, or a comparison in which this happened to a run."""
+    """Reports a round in which too few clients replied, or a comparison with such a round in one of its runs."""
 
 
 class RunInterrupt(KeyboardInterrupt):
-    """Reports Ctrl-C during a run; its message names the last saved round and the command that continues the run."""
+    """Reports that the user pressed Ctrl-C during a run; its message names the last saved round and the command that
+    continues the run.
+    """
 
 
 def check_extra_installed(package: str, extra: str, feature: str, alternative: str = "") -> None:
-    """Checks that an optional package is installed, without importing it.
+    """Raises a `UserError` if an optional package is not installed; does not import the package.
 
     Args:
         package: its import name.
@@ -57,7 +59,7 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Returns half a sentence with the `choices` closest to a misspelt `name`, and all choices.
+    """Returns half a sentence that suggests the choices closest to a misspelt name, and lists all choices.
 
 
     >>> did_you_mean("fedprx", ["fedavg", "fedprox"])

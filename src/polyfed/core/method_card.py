@@ -1,4 +1,4 @@
-"""Describes a method for the lists, documents, recipes and tests that are made from it."""
+"""Describes a method for the lists, documents, recipes and tests that are made from its card."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ _SUMMARY_LENGTH = 60
 @final
 @dataclass(frozen=True, kw_only=True)
 class MethodCard:
-    """Declares what lists, documents, recipes and tests say of a method, in the method's own file.
+    """Describes a method, in the method's own file, for the lists, documents, recipes and tests that polyfed makes from
+    it.
 
     `python tools/update_lists.py` makes the registry, the lists in README and `docs/`, and the recipe `leaderboard` from
     the cards; `polyfed list` and the tests read them. The family is the folder in which the method's file lies.
@@ -57,17 +58,18 @@ class MethodCard:
                              f"stop, got {len(self.summary)}: {self.summary!r}")  # fmt: skip
 
     def leaderboard_fields(self, variant: str) -> Mapping[str, Any] | None:
-        """Returns the hyper-parameters for a variant of the recipe `leaderboard` that differ from the defaults; None if
-        the variant leaves the method out."""
+        """Returns the hyper-parameters of a leaderboard variant that differ from the method's defaults; None if the
+        variant leaves the method out.
+        """
         by_variant = {"*": {}} if self.leaderboard is None else self.leaderboard
         return by_variant.get(variant, by_variant.get("*"))
 
 
-def card_of(method: Any) -> MethodCard | None:
-    """Returns the card of a method or of its class; None for a method without one, which polyfed does not list.
+def card_of_method(method: Any) -> MethodCard | None:
+    """Returns the card of a method or of its class; None for a method without a card, which polyfed does not list.
 
     >>> from polyfed.algorithms import FedAvg
-    >>> card_of(FedAvg).summary
+    >>> card_of_method(FedAvg).summary
     "The average of the clients' models, weighted by examples"
     """
     card: MethodCard | None = getattr(method, "card", None)

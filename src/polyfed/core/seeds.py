@@ -1,4 +1,4 @@
-"""Derives the seed of every random number from (run seed, round, client id, purpose).
+"""Derives the seed of every random number from the run's seed, the round, the client's id and the purpose.
 
 Nothing else in polyfed seeds a generator, and no derived seed depends on the order in which clients run. So a result is the
 same on every engine and with any number of workers.
@@ -16,7 +16,8 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Returns a 63-bit seed that depends on `seed` and on each of `parts`.
+    """Derives a 63-bit seed from a seed and further parts, such as the round and the client's id; each part changes the
+    result.
 
     The type and the order of the parts count; NumPy's numbers and strings give the seeds that Python's give.
 
@@ -37,18 +38,20 @@ def _plain_part(part: int | str) -> int | str:
 
 
 def torch_generator(seed: int) -> torch.Generator:
-    """Builds a torch generator on the CPU, seeded with `seed`."""
+    """Builds a torch random number generator on the CPU, seeded with `seed`."""
     return torch.Generator().manual_seed(seed)
 
 
 def numpy_generator(seed: int) -> np.random.Generator:
-    """Builds a NumPy generator, seeded with `seed`."""
+    """Builds a NumPy random number generator, seeded with `seed`."""
     return np.random.default_rng(seed)
 
 
 @contextmanager
 def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seeds torch's default generator (dropout, weight initialisation) inside the block, and restores its state afterwards.
+    """Seeds torch's default random number generator inside the block, and restores its former state afterwards.
+
+    That generator draws dropout and initial weights.
 
 
     >>> before = torch.random.get_rng_state()
@@ -70,7 +73,7 @@ def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterato
 
 
 def get_rng_state(device: torch.device) -> Tensor:
-    """Returns the state of the default generator of `device`."""
+    """Returns the state of torch's default random number generator of `device`."""
     if device.type == "cpu":
         return torch.random.get_rng_state()
     module = torch.get_device_module(device.type)
@@ -79,7 +82,7 @@ def get_rng_state(device: torch.device) -> Tensor:
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:
-    """Restores a state from `get_rng_state` as that of the default generator of `device`."""
+    """Restores the state of torch's default random number generator of `device`, as `get_rng_state` returned it."""
     if device.type == "cpu":
         torch.random.set_rng_state(state)
     elif device.type == "mps":
@@ -97,8 +100,8 @@ def _seed(device: torch.device, seed: int) -> None:
 
 @final
 class DropoutRNG:
-    """Draws dropout masks for one client of a cohort: the masks that the client would draw alone on the device, from `seed`
-    on.
+    """Draws dropout masks for one client of a group that is trained together: the same masks that the client would draw
+    if trained alone.
 
 
     >>> chance, with_scale = DropoutRNG(3, torch.device("cpu")), torch.nn.Dropout(0.5)
@@ -114,7 +117,7 @@ class DropoutRNG:
                 self._state = get_rng_state(device)
 
     def dropout_mask(self, like: Tensor, p: float) -> Tensor:
-        """Returns a tensor of the shape and type of `like`: 0 with probability `p`, else 1/(1 − p)."""
+        """Draws a mask of the shape and type of `like`: 0 with probability `p`, else 1/(1 − p)."""
         if self._device.type == "cpu":
             return torch.empty_like(like).bernoulli_(1 - p, generator=self._generator).div_(1 - p)
         before = get_rng_state(self._device)

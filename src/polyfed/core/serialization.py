@@ -1,4 +1,4 @@
-"""Stores nested state as safetensors bytes, never as pickle, and reads it back."""
+"""Writes nested dicts and lists of tensors as safetensors bytes, never as pickle, and reads them back."""
 
 import json
 import math
@@ -26,7 +26,8 @@ _FORMAT_NAMES = {  # as safetensors writes them; the length of the header depend
 
 
 def safetensors_num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Returns the exact size in bytes of these tensors as one safetensors file, without writing it; 0 for no tensors.
+    """Returns the exact size in bytes that these tensors have as one safetensors file, without writing it; 0 for no
+    tensors.
 
     >>> tensors = {"w": torch.zeros(3, 4), "n": torch.tensor(1)}
     >>> safetensors_num_bytes(tensors) == len(safetensors.torch.save(tensors))
@@ -54,7 +55,10 @@ def _alignment(dtype: torch.dtype) -> int:
 
 
 def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> bytes:
-    """Writes nested state as safetensors bytes, its structure as JSON in the metadata. The inverse is `deserialize_state`.
+    """Writes nested state (dicts, lists, scalars and tensors) as safetensors bytes, which `deserialize_state` reads
+    back.
+
+    The structure is JSON in the metadata.
 
     Args:
         state: dicts with string keys, lists, tuples (read back as lists), plain scalars and tensors.
@@ -100,7 +104,8 @@ def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> b
 
 
 def deserialize_state(data: bytes, shared: Mapping[str, Tensor] | None = None) -> PyTree:
-    """Reads the nested state that `serialize_state` wrote; `shared` supplies the tensors that were written by name only.
+    """Reads nested state back from the bytes that `serialize_state` wrote; `shared` supplies the tensors that were
+    written by name only.
 
     Raises:
         UserError: `data` is not complete or not ours.
@@ -132,7 +137,8 @@ def deserialize_state(data: bytes, shared: Mapping[str, Tensor] | None = None) -
 
 
 def check_serializable(state: PyTree, name: str) -> None:
-    """Raises a `TypeError` for state that would not come back from a checkpoint or another process as it was.
+    """Raises a `TypeError` if state contains a value that a checkpoint or another process would not give back
+    unchanged.
 
     >>> check_serializable({"seen": (1, 2)}, "the private state")
     Traceback (most recent call last):
@@ -156,7 +162,7 @@ def check_serializable(state: PyTree, name: str) -> None:
 
 
 def check_scalars(scalars: Mapping[str, Any], name: str) -> None:
-    """Raises a `TypeError` for scalars of a message that are no numbers, or not finite: they would not travel as they are.
+    """Raises a `TypeError` if a scalar of a message is not a finite number.
 
     >>> check_scalars({"lr": 0.1, "steps": None}, "the message to 'north'")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Named tensors: their mean over clients, and checks of names, shapes, types and values.
+"""Computes the mean of clients' named tensors, and checks their names, shapes, types and values.
 
 A `StateDict` is a flat mapping from names (keys of a module's `state_dict`) to tensors: messages consist of them. A `PyTree`
 is what a method may keep as state: dicts, lists, plain scalars and tensors to any depth.
@@ -20,8 +20,10 @@ StateDictSpec = Mapping[
 
 @final
 class RunningMean:
-    """Computes the weighted mean of trees that are added one by one, in the order of ids; it holds one tree, whatever their
-    number.
+    """Computes the weighted mean of clients' state dicts that are added one by one; it never holds more than one state
+    dict.
+
+    They are added in the order of the clients' ids.
 
     Floating tensors are summed in float64; the mean of equal trees is that tree bit for bit. Whole numbers (BatchNorm's
     counters) are rounded to the nearest, up from the middle, and a boolean is whether any was true, as in a secure sum.
@@ -49,11 +51,11 @@ class RunningMean:
 
     @property
     def client_ids(self) -> list[str]:
-        """The clients whose trees were added, in order."""
+        """Returns the ids of the clients whose tensors were added, in order."""
         return list(self._weight_by_client)
 
     def add(self, client: str, tensors: StateDict, weight: float = 1.0) -> None:
-        """Adds the tree of one client, which is not kept.
+        """Adds one client's tensors to the mean, with a weight; the tensors are not kept.
 
         Raises:
             ValueError: an id that is not above the last, or a weight that is negative or not finite.
@@ -94,7 +96,7 @@ class RunningMean:
                 self._exact[name].sub_(self._first[name] - tensor, alpha=share)
 
     def mean(self) -> dict[str, Tensor]:
-        """Returns the mean of the trees added so far.
+        """Returns the weighted mean of all clients' tensors that were added so far.
 
         Raises:
             ValueError: no tree was added, or all weights are 0.
@@ -124,7 +126,10 @@ class RunningMean:
 
 @final
 class IncompatibleTensorsError(ValueError):
-    """Two trees have no mean: `first_client` and `other_client`, whose trees they are, and how the second `difference`."""
+    """Reports that two clients' tensors have no mean, since names, shapes or types differ.
+
+    `first_client` and `other_client` are the two clients, and `difference` says how the tensors of the second differ.
+    """
 
     def __init__(self, first_client: str, other_client: str, difference: str) -> None:
         super().__init__(f"the tensors of {other_client!r} are not those of {first_client!r}: {difference}")
@@ -134,8 +139,9 @@ class IncompatibleTensorsError(ValueError):
 def weighted_mean(
     tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
-    """Returns the mean over clients of trees with the same names, weighted by `weights` (default: all count the same).
-    It does not depend on the order of `tensors_by_client`; see `RunningMean` for what is exact.
+    """Returns the weighted mean over clients of their state dicts, by default with equal weights.
+
+    The result does not depend on the order of `tensors_by_client`; see `RunningMean` for what is exact.
 
     Args:
         tensors_by_client: client id -> tree.
@@ -158,7 +164,7 @@ def weighted_mean(
 
 
 def _check_weights(weights: Mapping[str, float], need_positive: bool = True) -> Tensor:
-    """The weights in float64, if they can weigh."""
+    """Returns the weights as a float64 tensor, or raises an error if they cannot be weights."""
     raw = torch.tensor(list(weights.values()), dtype=torch.float64)
     if not bool(torch.isfinite(raw).all()) or bool((raw < 0).any()) or (need_positive and float(raw.sum()) == 0):
         raise ValueError(f"weights must be finite, not negative and not all zero, got {dict(weights)}")
@@ -166,7 +172,7 @@ def _check_weights(weights: Mapping[str, float], need_positive: bool = True) -> 
 
 
 def clone_tensors(tensors: StateDict) -> dict[str, Tensor]:
-    """Copies every tensor, so that what is sent and what is kept share nothing.
+    """Copies every tensor, so that the copy shares no memory with the original.
 
     >>> weights = {"bias": torch.zeros(1)}
     >>> clone_tensors(weights)["bias"].add_(1), weights["bias"]
@@ -176,7 +182,7 @@ def clone_tensors(tensors: StateDict) -> dict[str, Tensor]:
 
 
 def state_dict_spec(tensors: StateDict) -> StateDictSpec:
-    """Returns names, shapes and dtypes of a tree.
+    """Returns the shape and the dtype of each tensor, by name.
 
     >>> state_dict_spec({"w": torch.zeros(2, 3)})
     {'w': ((2, 3), torch.float32)}
@@ -185,7 +191,8 @@ def state_dict_spec(tensors: StateDict) -> StateDictSpec:
 
 
 def spec_mismatch(tensors: StateDict, expected: StateDictSpec) -> str | None:
-    """Returns the first way in which `tensors` differs from `expected`, as half a sentence; None if it does not.
+    """Returns half a sentence on the first difference in names, shapes or dtypes between `tensors` and `expected`; None
+    if they agree.
 
     >>> spec_mismatch({"w": torch.zeros(2)}, {"w": ((3,), torch.float32)})
     "tensor 'w' has shape (2,), expected (3,)"
@@ -204,7 +211,7 @@ def spec_mismatch(tensors: StateDict, expected: StateDictSpec) -> str | None:
 
 
 def first_nonfinite(tensors: StateDict) -> str | None:
-    """Returns the name of the first tensor that holds NaN or infinity; None if all are finite.
+    """Returns the name of the first tensor that contains NaN or infinity; None if all values are finite.
 
     >>> first_nonfinite({"a": torch.ones(1), "b": torch.tensor([float("nan")])})
     'b'
@@ -217,7 +224,8 @@ def first_nonfinite(tensors: StateDict) -> str | None:
 
 
 def first_exceeding(tensors: StateDict, limit: float) -> str | None:
-    """Returns the name of the first floating-point tensor with NaN or an absolute value above `limit`; None without one.
+    """Returns the name of the first floating-point tensor with NaN or an absolute value above `limit`; None if there is
+    no such tensor.
 
     >>> first_exceeding({"a": torch.ones(1), "b": torch.tensor([-3.0])}, limit=2.0)
     'b'
@@ -231,7 +239,7 @@ def first_exceeding(tensors: StateDict, limit: float) -> str | None:
 
 
 def iter_tensors(state: PyTree) -> Iterable[Tensor]:
-    """Yields every tensor inside nested state, depth first.
+    """Yields every tensor inside nested dicts and lists, depth first.
 
     >>> [t.item() for t in iter_tensors({"a": torch.tensor(1), "b": [torch.tensor(2), "x"]})]
     [1, 2]

@@ -1,1 +1,1 @@
-"""Figures of what runs have kept, read from their run directories."""
+"""Reads run directories and shows their results: the HTML report, figures, and exported networks."""

@@ -24,7 +24,7 @@ from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.core.messages.contiguous import path_of_first_difference
-from polyfed.core.method_card import card_of
+from polyfed.core.method_card import card_of_method
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import check_serializable, deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree, iter_tensors
@@ -307,7 +307,7 @@ class AlgorithmContract(ABC):
     def test_private_state_is_not_sent(self, algorithm: Algorithm[Any, Any]) -> None:
         """A reply must be valid, and must not contain the client's private tensors, inputs or labels, nor share memory
         with them."""
-        published = self.published | (frozenset[str]() if (card := card_of(algorithm)) is None else card.published)
+        published = self.published | (frozenset[str]() if (card := card_of_method(algorithm)) is None else card.published)
         federation = self._federation(algorithm)
         with single_torch_thread():
             server_state = algorithm.server_init(federation.server_context())

@@ -11,7 +11,7 @@ from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
-from polyfed.core.method_card import card_of
+from polyfed.core.method_card import card_of_method
 from polyfed.core.seeds import torch_generator
 from polyfed.testing.small_clients import small_clients, small_image_clients
 
@@ -38,7 +38,7 @@ class MethodExample:
 
     @property
     def _small(self) -> Mapping[str, Any]:
-        card = card_of(self.method)
+        card = card_of_method(self.method)
         return {} if card is None else card.small
 
     def build(self, **wishes: Any) -> Algorithm[Any, Any]:

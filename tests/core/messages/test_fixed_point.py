@@ -39,7 +39,7 @@ def test_the_mean_is_that_of_whole_numbers_whatever_the_order(given_parties):
     total = added(words)
     random.Random(0).shuffle(words)
     assert np.array_equal(total, added(words))
-    mean, weight = mean_from_fixed_point(total, SumLayout.of_groups(trees[0][0]))
+    mean, weight = mean_from_fixed_point(total, SumLayout.from_tensor_groups(trees[0][0]))
     assert weight == sum(n for _, n in trees)
     for k in range(3):
         sums = sum(round(Fraction(float(tree["m"]["w"][k])) * n * 2**FRACTION_BITS) for tree, n in trees)
@@ -52,7 +52,7 @@ def test_the_mean_is_that_of_whole_numbers_whatever_the_order(given_parties):
 
 def test_one_party_gets_back_what_it_gave_where_the_grid_has_it():
     tree = {"m": {"w": torch.tensor([0.5, -3.25, 2.0**-32, -0.0]), "d": torch.tensor([1 / 3], dtype=torch.float64)}}
-    mean, weight = mean_from_fixed_point(to_fixed_point(tree, 7, 1), SumLayout.of_groups(tree))
+    mean, weight = mean_from_fixed_point(to_fixed_point(tree, 7, 1), SumLayout.from_tensor_groups(tree))
     assert weight == 7
     assert torch.equal(mean["m"]["w"], tree["m"]["w"])
     assert abs(float(mean["m"]["d"]) - 1 / 3) < 2.0**-33
@@ -62,7 +62,7 @@ def test_every_type_travels():
     types = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int64]
     trees = [{"m": {str(t): torch.full((2,), value, dtype=t) for t in types}} for value in (3, 5)]
     mean, _ = mean_from_fixed_point(
-        to_fixed_point(trees[0], 1, 2) + to_fixed_point(trees[1], 1, 2), SumLayout.of_groups(trees[0])
+        to_fixed_point(trees[0], 1, 2) + to_fixed_point(trees[1], 1, 2), SumLayout.from_tensor_groups(trees[0])
     )
     for dtype in types:
         assert torch.equal(mean["m"][str(dtype)], torch.full((2,), 4, dtype=dtype))
@@ -71,18 +71,18 @@ def test_every_type_travels():
 def test_whole_numbers_are_rounded_and_booleans_are_any():
     trees = [{"m": {"n": torch.tensor([a, -a]), "b": torch.tensor([a == 1, False])}} for a in (0, 1)]
     mean, _ = mean_from_fixed_point(
-        to_fixed_point(trees[0], 1, 2) + to_fixed_point(trees[1], 1, 2), SumLayout.of_groups(trees[0])
+        to_fixed_point(trees[0], 1, 2) + to_fixed_point(trees[1], 1, 2), SumLayout.from_tensor_groups(trees[0])
     )
     assert mean["m"]["n"].tolist() == [1, 0]  # 1/2 and -1/2, up from the middle
     assert mean["m"]["b"].tolist() == [True, False]
     mean, _ = mean_from_fixed_point(
-        to_fixed_point(trees[0], 3, 2) + to_fixed_point(trees[1], 1, 2), SumLayout.of_groups(trees[0])
+        to_fixed_point(trees[0], 3, 2) + to_fixed_point(trees[1], 1, 2), SumLayout.from_tensor_groups(trees[0])
     )
     assert mean["m"]["n"].tolist() == [0, 0]
     large = {"m": {"n": torch.tensor([2**53 + 1])}}  # above what float64 holds
-    assert mean_from_fixed_point(to_fixed_point(large, 1, 2) + to_fixed_point(large, 3, 2), SumLayout.of_groups(large))[
-        0
-    ]["m"]["n"].tolist() == [2**53 + 1]
+    assert mean_from_fixed_point(
+        to_fixed_point(large, 1, 2) + to_fixed_point(large, 3, 2), SumLayout.from_tensor_groups(large)
+    )[0]["m"]["n"].tolist() == [2**53 + 1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.0**31 / 10 / 3, -(2.0**31)])
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused_with_its_value(value):
 
 def test_what_just_fits_never_overflows():
     most = {"m": {"w": torch.tensor([2.0**31 / 10 / 3 * (1 - 1e-6)], dtype=torch.float64)}}
-    mean, weight = mean_from_fixed_point(added([to_fixed_point(most, 3, 10)] * 10), SumLayout.of_groups(most))
+    mean, weight = mean_from_fixed_point(added([to_fixed_point(most, 3, 10)] * 10), SumLayout.from_tensor_groups(most))
     assert weight == 30
     assert torch.allclose(mean["m"]["w"], most["m"]["w"])
 
@@ -105,19 +105,19 @@ def test_a_weight_is_a_whole_number(weight):
 
 
 def test_words_that_are_no_sum_are_refused():
-    layout = SumLayout.of_groups({"m": {"w": torch.zeros(2)}})
+    layout = SumLayout.from_tensor_groups({"m": {"w": torch.zeros(2)}})
     for words in (np.zeros(3, np.uint64), np.full(3, 2**64 - 5, np.uint64)):
         with pytest.raises(UserError, match="the weights of a sum add up to"):
             mean_from_fixed_point(words, layout)
     with pytest.raises(UserError, match="a sum of 3 words is expected, got 4"):
         mean_from_fixed_point(np.zeros(4, np.uint64), layout)
     with pytest.raises(UserError, match=r"torch\.complex64, which a fixed-point sum cannot hold"):
-        SumLayout.of_groups({"m": {"w": torch.zeros(2, dtype=torch.complex64)}})
+        SumLayout.from_tensor_groups({"m": {"w": torch.zeros(2, dtype=torch.complex64)}})
 
 
 def hostile():
     tree = {"m": {"w": torch.zeros(2)}}
-    good = build_sum_message(to_fixed_point(tree, 1, 2), SumLayout.of_groups(tree)).tensors["sum"]
+    good = build_sum_message(to_fixed_point(tree, 1, 2), SumLayout.from_tensor_groups(tree)).tensors["sum"]
 
     def layout(text):
         return {"sum": {**good, "layout": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}}
@@ -141,6 +141,6 @@ def test_what_is_no_part_of_a_sum_is_refused(tensors):
 def test_a_part_comes_back_from_its_message():
     tree = {"m": {"w": torch.tensor([1.5]), "a": torch.tensor([3])}, "b": {"c": torch.zeros(())}}
     words = to_fixed_point(tree, 2, 3)
-    back, layout = parse_sum_message(build_sum_message(words, SumLayout.of_groups(tree)))
+    back, layout = parse_sum_message(build_sum_message(words, SumLayout.from_tensor_groups(tree)))
     assert np.array_equal(words, back)
-    assert layout == SumLayout.of_groups(tree)
+    assert layout == SumLayout.from_tensor_groups(tree)

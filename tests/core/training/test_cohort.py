@@ -21,10 +21,10 @@ from polyfed.core.vectorized.deferred_calls import (
     DeferredRun,
     FitCall,
     PerClientTerm,
+    copy_full_state,
     copy_named_tensors,
     current_deferred_run,
     deferring_calls,
-    full_state,
 )
 from polyfed.core.vectorized.stacked_layers import max_pool_channels_last
 from polyfed.core.vectorized.stacked_lstm import run_stacked_lstm
@@ -113,7 +113,7 @@ def calls_of(make, data, options, **more):
             "reported_loss": "loss",
         }
         given = {key: value(seed) if callable(value) else value for key, value in more.items()}
-        calls.append(FitCall(module, full_state(other), trained, mine, options, 0.1, seed, **{**task, **given}))
+        calls.append(FitCall(module, copy_full_state(other), trained, mine, options, 0.1, seed, **{**task, **given}))
         alone.append(other)
     return calls, alone
 
@@ -288,7 +288,7 @@ def test_buffers_that_no_layer_knows_must_be_equal():
 
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     module.register_buffer("shift", torch.zeros(1))
-    states = [{**full_state(module), "shift": torch.full((1,), float(k))} for k in range(2)]
+    states = [{**copy_full_state(module), "shift": torch.full((1,), float(k))} for k in range(2)]
     with pytest.raises(CannotStackError, match="'shift' differs"):
         Stacked(module, states)
     assert stacking_obstacle(Shifted(2, 2)) == "Shifted has weights of its own"
@@ -297,7 +297,7 @@ def test_buffers_that_no_layer_knows_must_be_equal():
 def test_a_half_is_parked_and_gets_what_was_found():
     module, data, one = nn.Linear(4, 3).double(), examples((4,), 6, 1), DeferredRun()
     for number in (1, 2):
-        one.restart()
+        one.restart_calls()
         try:
             with deferring_calls(one):
                 assert current_deferred_run() is one
@@ -323,5 +323,5 @@ def test_training_alone_is_left_in_place():
 def test_only_what_differs_is_copied_into_a_module():
     module = nn.Linear(4, 3)
     before = module.weight._version
-    copy_named_tensors(module, full_state(module))
+    copy_named_tensors(module, copy_full_state(module))
     assert module.weight._version == before

@@ -142,7 +142,7 @@ def test_of_a_loss_the_lowest_is_the_best(comparison_of, tmp_path):
         ("x", 0.2),
         ("y", -0.05),
     ]
-    assert setting.best_method.label == "fedavg"
+    assert setting.best_method_besides_local.label == "fedavg"
     assert "The lowest mean has fedavg, 0.175; training alone has 0.250." in result_sentences(setting)
     show_report([tmp_path], Console(quiet=True), out=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
@@ -161,5 +161,5 @@ def test_the_score_of_a_run_is_the_first_it_was_asked_for(write_run, tmp_path):
     told = {"name": "cost", "label": "cost in €", "unit": "", "higher_is_better": False}
     (other / "manifest.json").write_text(json.dumps({"score": told}))
     ((first, second), _) = read_run_groups([folder, other])
-    assert (first.score_format, first.methods[0].mean_by_run) == (score_format_of("brier"), (0.7,))
+    assert (first.score_format, first.methods[0].mean_score_by_run) == (score_format_of("brier"), (0.7,))
     assert (second.score_format.label, second.score_format.higher_is_better) == ("cost in €", False)

@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.page.performance import html_performance_section, performance_data
+from polyfed.report.page.performance import html_performance_section, performance_numbers_for_script
 from polyfed.report.page.subgroups import rows_by_group, score_subgroups
 
 
@@ -42,7 +42,7 @@ def test_the_leader_comes_first_and_each_run_tells_the_shown_round(outcomes):
 
 def test_cells_tell_scores_of_the_known_outputs(outcomes):
     found = outcomes()
-    told = performance_data(found, 0.95)
+    told = performance_numbers_for_script(found, 0.95)
     assert told["sites"] == ["All sites", "north", "south", "tiny"]
     auc, accuracy = METRICS["auc"], METRICS["accuracy"]
     for s, clients in enumerate((found.clients, ("north",))):
@@ -61,7 +61,7 @@ def test_cells_tell_scores_of_the_known_outputs(outcomes):
 
 def test_more_classes_are_told_one_by_one_and_by_the_most_probable(outcomes):
     found = outcomes({"north": 90, "south": 60}, names=list("abcd"), classes=4)
-    told = performance_data(found, 0.95)
+    told = performance_numbers_for_script(found, 0.95)
     assert told["classes"] == list("abcd")
     assert "hits" not in told["cells"][0][0][0]
     matrix = np.array(told["matrices"][1][0])
@@ -86,14 +86,14 @@ def test_labels_and_numbers(write_run, write_predictions, tmp_path):
         assert found.task == {"labels": "multilabel", "numbers": "regression"}[name]
         assert len(found.binary_questions) == {"labels": 3, "numbers": 0}[name]
         if name == "labels":
-            assert len(performance_data(found, 0.95)["cells"][0][2][0]["hits"]) == 99
+            assert len(performance_numbers_for_script(found, 0.95)["cells"][0][2][0]["hits"]) == 99
         else:
             assert "these networks predict numbers" in html_performance_section(found, 0.95, "k")
 
 
 def test_other_data_in_each_seed_give_no_choice_of_sites(outcomes):
     found = outcomes(same_clients=False)
-    assert performance_data(found, 0.95)["sites"] == ["All sites"]
+    assert performance_numbers_for_script(found, 0.95)["sites"] == ["All sites"]
     assert "Each seed deals other data, so that a site cannot be chosen." in html_performance_section(found, 0.95, "k")
 
 

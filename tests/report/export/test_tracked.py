@@ -17,7 +17,12 @@ from polyfed.cli.main import main
 from polyfed.core.examples.examples import Normalise
 from polyfed.models import ModelSpec
 from polyfed.report.export.folder import export_model
-from polyfed.report.export.mlflow_models import MODELS_TAG, log_models_to_mlflow, mlflow_signature, track_comparison
+from polyfed.report.export.mlflow_models import (
+    MODELS_TAG,
+    log_comparison_to_trackers,
+    log_models_to_mlflow,
+    mlflow_signature,
+)
 from polyfed.simulation.monitoring import trackers
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.monitoring.trackers import build_tracker
@@ -190,7 +195,7 @@ def test_a_comparison_is_a_run_with_its_runs_below(here, mlflow):
         "runs": {"0": {"path": "run"}, "1": {"path": None}}, "statistics": {"mean": 0.5, "gain": None, "worst": 0.4},
     }}}  # fmt: skip
     for _ in range(2):  # nothing twice
-        track_comparison(content, here.parent, ["mlflow"])
+        log_comparison_to_trackers(content, here.parent, ["mlflow"])
         parent, below = mlflow.runs["run-0"].data, mlflow.runs["run-1"].data
         assert (parent.metrics, set(parent.artifacts)) == (
             {"fedavg/mean": 0.5, "fedavg/worst": 0.4},
@@ -285,6 +290,6 @@ def test_mlflow_serves_what_polyfed_predicts(here, tmp_path, monkeypatch):
     content = {"seeds": [0], "title": "t", "best": "fedavg", "methods": {"fedavg": {
         "runs": {"0": {"path": "run"}}, "statistics": {"mean": 0.5, "gain": None, "worst": 0.4}}}}  # fmt: skip
     (tmp_path / "comparison.json").write_text("{}")
-    track_comparison(content, tmp_path, ["mlflow"])
+    log_comparison_to_trackers(content, tmp_path, ["mlflow"])
     parent = json.loads((tmp_path / "mlflow.json").read_text())["run_id"]
     assert mlflow.MlflowClient().get_run(run_id).data.tags["mlflow.parentRunId"] == parent

@@ -72,7 +72,7 @@ def test_fedhenn_aligns_the_networks_and_local_training_does_not(runs):
     local, fedhenn = (measure_alignment(runs[name]) for name in ("local", "fedhenn"))
     assert local.clients == fedhenn.clients == ("c0", "c1", "c2")
     assert np.array_equal(local.cka_before, fedhenn.cka_before), "they start from the same weights"
-    assert fedhenn.mean_cka_after > local.mean_cka_after + 0.05
+    assert fedhenn.mean_cka_of_trained_networks > local.mean_cka_of_trained_networks + 0.05
     for table in (local.cka_before, local.cka_after, fedhenn.cka_after):
         assert (table.shape, table.dtype) == ((3, 3), np.float64)
         assert np.allclose(table, table.T)
@@ -90,7 +90,7 @@ def test_each_value_is_the_linear_cka_of_two_networks(runs, digits):
             one, other = (compute_representations(models[place], examples).double() for place in (i, k))
             assert table[i, k] == pytest.approx(linear_cka(one, other).item(), abs=1e-6)
         pairs = [table[i, k] for i, k in itertools.permutations(range(3), 2)]
-        mean = found.mean_cka_before if table is found.cka_before else found.mean_cka_after
+        mean = found.mean_cka_of_initial_networks if table is found.cka_before else found.mean_cka_of_trained_networks
         assert mean == pytest.approx(sum(pairs) / 6)
 
 
@@ -143,8 +143,8 @@ def test_a_run_described_by_a_file(tmp_path, monkeypatch):
     clients, _ = rebuild_clients(read_config("r"), "r")
     found = measure_alignment("r", clients=clients)
     assert len(found.clients) == 3
-    assert found.mean_cka_before == pytest.approx(1), "one architecture starts from one draw"
-    assert found.mean_cka_after < found.mean_cka_before - 1e-6
+    assert found.mean_cka_of_initial_networks == pytest.approx(1), "one architecture starts from one draw"
+    assert found.mean_cka_of_trained_networks < found.mean_cka_of_initial_networks - 1e-6
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_scores_gains_and_costs_of_known_runs(write_run, tmp_path):
     ((setting,), notes) = read_run_groups([tmp_path / "a"])
     fedavg, local = setting.methods
     assert (setting.local_method, notes, setting.clients) == (local, [], ("x", "y"))
-    assert fedavg.mean_by_run == (pytest.approx(0.6),)
+    assert fedavg.mean_score_by_run == (pytest.approx(0.6),)
     assert [(gain.client, round(gain.mean, 9)) for gain in setting.gains_over_local(fedavg)] == [
         ("x", 0.2),
         ("y", -0.1),

@@ -1,1 +1,1 @@
-"""What travels: compression, fixed-point numbers, low-rank adapters."""
+"""Changes messages on their way between server and clients: compression, sums in fixed point, low-rank adapters."""

@@ -1,4 +1,4 @@
-"""How tensors are made smaller on their way: numbers of one byte, or only the entries that changed most.
+"""Makes tensors of a message smaller: as numbers of one byte, or as only the entries that changed most.
 
 What travels as it is: integers; tensors of fewer than 16 values; tensors of one dimension up to 4,096, which are biases and
 the scales and statistics of norm layers (few bytes, but a variance must not be rounded to 0 nor stay behind the weights);
@@ -33,8 +33,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Compressor(ABC):
-    """How tensors are made smaller. Final subclasses are frozen dataclasses, named in `COMPRESSORS`; `str` gives what
-    `parse_compressor` reads."""
+    """Makes single tensors of a message smaller, and restores them.
+
+    Final subclasses are frozen dataclasses, named in `COMPRESSORS`; `str` gives the text that `parse_compressor` reads.
+    """
 
     shared_entry: ClassVar[str]
     """The name of the group's entry with what its compressed tensors have in common."""
@@ -43,7 +45,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
-        """How a tensor travels, its own entry, and its part of the group's; None for one that travels as it is.
+        """Compresses one tensor; returns the name of its encoding, its own entry, and its part of the entry that the
+        group's tensors share.
+
+        None for a tensor that travels uncompressed.
 
         Args:
             tensor: to be sent.
@@ -55,8 +60,8 @@ class Compressor(ABC):
     def decompressed_form(
         self, kind: str, entry: TensorForm, reference: TensorForm | None
     ) -> tuple[TensorForm, int, torch.dtype]:
-        """The form of the tensor that `compress_tensor` made an entry of, how many numbers of the group's entry belong
-        to it, and the type that they need.
+        """Returns, from a compressed entry's shape and type, the shape and type of the original tensor, and how many
+        numbers of the group's shared entry it uses, of which type.
 
         Raises:
             ValueError: `compress_tensor` makes no such entry; half a sentence.
@@ -64,7 +69,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """The tensor of an entry whose form has been checked.
+        """Restores a tensor from its compressed entries, whose types and shapes `decompressed_form` has checked.
 
         Raises:
             ValueError: numbers that `compress_tensor` does not make; half a sentence.
@@ -74,8 +79,10 @@ class Compressor(ABC):
 @final
 @dataclass(frozen=True)
 class Int8(Compressor):
-    """One byte a number: q = ⌊x/s + u⌋ with s = max|x|/127 for each tensor and u uniform in [0, 1), so that E[s·q] = x and
-    |s·q − x| < s. x is the change from the counterpart; where there is none, the value itself.
+    """Compresses a tensor to one byte per number by stochastic rounding, which is right on average.
+
+    q = ⌊x/s + u⌋ with s = max|x|/127 for each tensor and u uniform in [0, 1), so that E[s·q] = x and |s·q − x| < s. x
+    is the change from the tensor that the receiver has; where it has none, the value itself.
 
     Without the norm and the entropy coding of QSGD, whose idea stochastic rounding is (Alistarh, Grubic, Li, Tomioka and
     Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NIPS 2017, section 3.1).
@@ -91,7 +98,7 @@ class Int8(Compressor):
         return "int8"
 
     def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
-        """`TYPE`, q and s."""
+        """Rounds a tensor to bytes; returns the name of its type, the bytes q and the scale s."""
         if not _is_worth_compressing((tuple(tensor.shape), tensor.dtype)):
             return None
         change = tensor.double() if reference is None else tensor.double() - reference.double()
@@ -105,7 +112,7 @@ class Int8(Compressor):
     def decompressed_form(
         self, kind: str, entry: TensorForm, reference: TensorForm | None
     ) -> tuple[TensorForm, int, torch.dtype]:
-        """The shape of q, and the type that the name says."""
+        """Returns the shape of the bytes q and the type that `kind` names, with one float32 scale."""
         if kind not in _DTYPES or not _is_worth_compressing((entry[0], _DTYPES[kind])):
             raise ValueError(f"of shape {entry[0]} does not travel as {kind!r}")
         if entry[1] != torch.int8:
@@ -113,7 +120,7 @@ class Int8(Compressor):
         return (entry[0], _DTYPES[kind]), 1, torch.float32
 
     def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """s·q, added to the counterpart."""
+        """Restores a tensor as s·q, added to the tensor that the receiver has."""
         scale = float(shared[0])
         if not 0 <= scale < math.inf:
             raise ValueError(f"has the scale {scale}")
@@ -126,9 +133,12 @@ class Int8(Compressor):
 @final
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The entries of each tensor that changed most, by |change| from the counterpart: their positions, in the smallest type
-    that holds them, and their new values. The receiver has the counterpart's for the others. A tensor without counterpart
-    is not thinned out: a change of few entries means something, a tensor of few entries does not.
+    """Compresses a tensor to the entries that changed most: their positions and new values. The receiver keeps its own
+    values for all others.
+
+    The change is measured from the tensor of the same name that the receiver has. Positions are of the smallest type
+    that holds them. A tensor that the receiver lacks travels whole: a change of few entries means something, a tensor
+    of few entries does not.
 
     As sparse updates by Aji and Heafield ("Sparse Communication for Distributed Gradient Descent", EMNLP 2017), but for each
     tensor, and without their memory of what was left out.
@@ -159,11 +169,14 @@ class TopK(Compressor):
         return f"topk:{self.share}"
 
     def num_sent(self, entries: int) -> int:
-        """How many of the entries of a tensor travel."""
+        """Returns how many of the entries of a tensor are sent."""
         return max(1, round(self.share * entries))
 
     def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
-        """`topk`, positions and values. Of entries that changed alike the first travel."""
+        """Selects the entries that changed most; returns `topk`, their positions and their new values.
+
+        Of entries that changed equally, the first are sent.
+        """
         positions_form = None if reference is None else self._positions((tuple(tensor.shape), tensor.dtype))
         if reference is None or positions_form is None:
             return None
@@ -180,7 +193,7 @@ class TopK(Compressor):
     def decompressed_form(
         self, kind: str, entry: TensorForm, reference: TensorForm | None
     ) -> tuple[TensorForm, int, torch.dtype]:
-        """That of the counterpart."""
+        """Returns the shape and type of the tensor that the receiver has, which the compressed tensor shares."""
         expected = None if reference is None else self._positions(reference)
         if kind != _TOPK or reference is None or expected is None:
             raise ValueError(f"does not travel as {kind!r}")
@@ -191,7 +204,7 @@ class TopK(Compressor):
         return reference, expected[0][0], reference[1]
 
     def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """The counterpart with the new values."""
+        """Restores a tensor: the one that the receiver has, with the new values at the sent positions."""
         assert reference is not None  # `decompressed_form` has refused it
         positions = entry.long()
         if int(positions[0]) < 0 or int(positions[-1]) >= reference.numel() or bool((positions.diff() <= 0).any()):
@@ -201,7 +214,9 @@ class TopK(Compressor):
         return values.reshape(reference.shape)
 
     def _positions(self, form: TensorForm) -> TensorForm | None:
-        """The form of the positions of a tensor; None for one that travels as it is."""
+        """Returns the shape and type of the positions that are sent of a tensor; None if the tensor travels
+        uncompressed.
+        """
         if not _is_worth_compressing(form):
             return None
         entries = math.prod(form[0])
@@ -230,7 +245,7 @@ COMPRESSORS: Mapping[str, Callable[[str], Compressor]] = {"int8": _parse_int8, "
 
 
 def parse_compressor(choice: str | Compressor | None) -> Compressor | None:
-    """The compression of a text such as "int8" or "topk:0.1"; None for "none".
+    """Returns the compressor that a text such as "int8" or "topk:0.1" names; None for "none".
 
     Raises:
         UserError: there is no such compression.
@@ -249,7 +264,7 @@ def parse_compressor(choice: str | Compressor | None) -> Compressor | None:
 
 
 def _is_worth_compressing(form: TensorForm) -> bool:
-    """Whether a tensor is worth compressing."""
+    """Returns whether a tensor has a type and a size that make compression worthwhile."""
     shape, number = form[0], math.prod(form[0])
     return (
         form[1] in _DTYPE_NAMES
@@ -259,7 +274,9 @@ def _is_worth_compressing(form: TensorForm) -> bool:
 
 
 def _int8_scale(largest: float) -> float:
-    """max|x|/127 in float32, rounded up, so that no x is more than 127 of it; NaN or infinite if there is none."""
+    """Returns the scale s = max|x|/127 in float32, rounded up so that no x exceeds 127·s; NaN or infinite for such
+    values.
+    """
     scale = torch.tensor(largest / _STEPS, dtype=torch.float32)
     if float(scale) * _STEPS < largest:
         scale = torch.nextafter(scale, torch.tensor(math.inf))
@@ -267,6 +284,6 @@ def _int8_scale(largest: float) -> float:
 
 
 def _smallest_index_dtype(entries: int) -> torch.dtype:
-    """The smallest type that holds the positions of so many entries."""
+    """Returns the smallest integer type that can hold the positions of so many entries."""
     sizes = {torch.uint8: 8, torch.uint16: 16, torch.int32: 31}
     return next((dtype for dtype, bits in sizes.items() if entries <= 2**bits), torch.int64)

@@ -1,4 +1,4 @@
-"""One order of numbers in memory for all that travels and is kept.
+"""Puts the tensors of messages and states in row-major order, so that results do not depend on how they were stored.
 
 A transposed tensor and its copy in row-major order hold the same numbers, but what is computed from them may be rounded
 otherwise: matrix products take another path. A message that went through another process, or a state that was read from a
@@ -18,7 +18,7 @@ from polyfed.core.state_dict import PyTree, StateDict, iter_tensors
 
 
 def as_contiguous(state: PyTree) -> PyTree:
-    """The same dicts, lists and scalars with each tensor in row-major order; the same object where all are.
+    """Returns the same nested state with every tensor in row-major order; the same object if all tensors already are.
 
     >>> import torch
     >>> as_contiguous({"w": torch.ones(2, 3).T})["w"].stride()
@@ -34,7 +34,8 @@ def as_contiguous(state: PyTree) -> PyTree:
 
 
 def contiguous_message(message: Message) -> Message:
-    """A message as it arrives: each tensor in row-major order; the same object where all are.
+    """Returns the message with every tensor in row-major order, as it would arrive; the same object if all tensors
+    already are.
 
     >>> import torch
     >>> contiguous_message(Message({"model": {"w": torch.ones(2, 3).T}})).tensors["model"]["w"].stride()
@@ -45,7 +46,9 @@ def contiguous_message(message: Message) -> Message:
 
 
 def message_error(reply: Any) -> str | None:
-    """What of a reply is no message: no tensor in this machine's memory, in groups with names, or no mapping of numbers.
+    """Returns why a reply is not a valid message, or None if it is.
+
+    A message has tensors in this machine's memory, in groups with names, and a mapping of numbers.
 
     >>> message_error(Message({"model": {"w": [1.0]}}))
     "group 'model': 'w' is a list, not a tensor"
@@ -72,7 +75,10 @@ def message_error(reply: Any) -> str | None:
 
 
 def path_of_first_difference(before: PyTree, after: PyTree, path: str = "") -> str | None:
-    """Where two nested states differ: tensors bit for bit, scalars and lists by value; None if nowhere."""
+    """Returns the path to the first difference between two nested states; None if they are equal.
+
+    Tensors are compared bit for bit, scalars and lists by value.
+    """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         if before.keys() != after.keys():
             return path

@@ -1,4 +1,4 @@
-"""Sums in fixed point: exact, in whole numbers of 64 bits, and the same whatever the order.
+"""Adds clients' tensors as 64-bit integers (fixed point), so that sums are exact and do not depend on the order.
 
 A tree with the weight n becomes words: n itself, and round(n·x·2^32) for each number x of a floating tensor, n·x for
 each of a whole one. Words are added mod 2^64. From the sum comes the weighted mean Σ n_i x_i / Σ n_i, without a single tree
@@ -37,13 +37,14 @@ _MAX_WORDS, _MAX_BYTES, _MAX_DIMENSIONS = 2**34, 4 * 2**20, 64  # of what is rea
 @final
 @dataclass(frozen=True)
 class SumLayout:
-    """Which word is what: groups, names, shapes and types of the tensors, in the order of groups and names. The first word
-    is the weight.
+    """Describes which tensor each 64-bit word of a fixed-point sum belongs to: group, name, shape and type.
+
+    Tensors come in the order of groups and names. The first word is the weight.
 
     Raises:
         UserError: a type that has no place in a sum.
 
-    >>> layout = SumLayout.of_groups({"model": {"w": torch.zeros(2, 3), "b": torch.zeros(3)}})
+    >>> layout = SumLayout.from_tensor_groups({"model": {"w": torch.zeros(2, 3), "b": torch.zeros(3)}})
     >>> layout.num_words, SumLayout.deserialize(layout.serialize()) == layout
     (10, True)
     """
@@ -58,8 +59,8 @@ class SumLayout:
                 )
 
     @classmethod
-    def of_groups(cls, groups: TensorGroups) -> "SumLayout":
-        """That of a message's groups."""
+    def from_tensor_groups(cls, groups: TensorGroups) -> "SumLayout":
+        """Builds the layout for the tensors of a message."""
         return cls(
             tuple(
                 (group, name, tuple(groups[group][name].shape), groups[group][name].dtype)
@@ -70,17 +71,17 @@ class SumLayout:
 
     @property
     def num_words(self) -> int:
-        """How many words a message of this layout takes."""
+        """Returns the number of 64-bit words that a message of this layout takes."""
         return 1 + sum(prod(shape) for _, _, shape, _ in self.tensors)
 
     def serialize(self) -> Tensor:
-        """As bytes, for a message."""
+        """Returns the layout as a tensor of bytes, for a message."""
         entries = [[group, name, list(shape), _DTYPE_NAMES[dtype]] for group, name, shape, dtype in self.tensors]
         return torch.frombuffer(bytearray(json.dumps(entries, separators=(",", ":")).encode()), dtype=torch.uint8)
 
     @classmethod
     def deserialize(cls, data: Tensor) -> "SumLayout":
-        """The inverse of `serialize`.
+        """Reads a layout from the bytes that `serialize` returned.
 
         Raises:
             UserError: it is none.
@@ -104,7 +105,7 @@ class SumLayout:
         return layout
 
     def meta_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors of this layout without memory."""
+        """Returns a tensor of each shape and type of the layout on torch's "meta" device, which takes no memory."""
         groups: dict[str, dict[str, Tensor]] = {}
         for group, name, shape, dtype in self.tensors:
             groups.setdefault(group, {})[name] = torch.empty(shape, dtype=dtype, device="meta")
@@ -112,7 +113,7 @@ class SumLayout:
 
 
 def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> FixedPointWords:
-    """The words of one party.
+    """Converts one client's tensors, times its weight, to the 64-bit words that are added.
 
     Args:
         groups: what it sends.
@@ -126,7 +127,7 @@ def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> Fixed
     >>> words[0], words[1] == 3 * 2**31
     (np.uint64(3), np.True_)
     """
-    layout, limit = SumLayout.of_groups(groups), _WORD_LIMIT / num_parties
+    layout, limit = SumLayout.from_tensor_groups(groups), _WORD_LIMIT / num_parties
     if isinstance(weight, bool) or weight != int(weight) or not 1 <= weight < limit:
         raise UserError(f"a weight in a fixed-point sum is a whole number from 1, got {weight!r}")
     words = np.empty(layout.num_words, dtype=np.int64)
@@ -154,15 +155,17 @@ def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> Fixed
 
 
 def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> tuple[dict[str, dict[str, Tensor]], int]:
-    """The weighted mean from a sum of words, and the sum of weights. Whole numbers are rounded to the nearest (up from the
-    middle); a mean of booleans is whether any was true.
+    """Computes the weighted mean of the tensors from the sum of all clients' words; returns it with the sum of the
+    weights.
+
+    Whole numbers are rounded to the nearest (up from the middle); a mean of booleans is whether any was true.
 
     Raises:
         UserError: these words are no sum of this layout.
 
     >>> total = to_fixed_point({"m": {"w": torch.tensor([1.0])}}, 1, 2)
     >>> total += to_fixed_point({"m": {"w": torch.tensor([5.0])}}, 3, 2)
-    >>> mean_from_fixed_point(total, SumLayout.of_groups({"m": {"w": torch.zeros(1)}}))
+    >>> mean_from_fixed_point(total, SumLayout.from_tensor_groups({"m": {"w": torch.zeros(1)}}))
     ({'m': {'w': tensor([4.])}}, 4)
     """
     if len(words) != layout.num_words:
@@ -188,12 +191,12 @@ def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> tuple[di
 
 
 def build_sum_message(words: FixedPointWords, layout: SumLayout) -> Message:
-    """What travels: the words, and which is what."""
+    """Builds the message that carries the words of a fixed-point sum and their layout."""
     return Message({"sum": {"layout": layout.serialize(), "words": torch.from_numpy(words.view(np.int64))}})
 
 
 def parse_sum_message(message: Message) -> tuple[FixedPointWords, SumLayout]:
-    """The inverse of `build_sum_message`.
+    """Reads the words and their layout from a message that `build_sum_message` built.
 
     Raises:
         UserError: it is none.

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA) of different ranks in one federation: what a client makes of the server's, and back.
+"""Lets clients with low-rank adapters (LoRA) of different ranks train in one federation: converts adapters between a
+client's rank and the server's.
 
 A LoRA layer computes W₀x + s·BAx with a frozen W₀, A of shape (r, n), B of shape (m, r) and a scale s = α/r (Hu et al.
 2022). Adapters are found by `peft`'s names: `NAME.lora_A...` and `NAME.lora_B...` (or `lora_embedding_A`), with `scaling` in
@@ -44,7 +45,10 @@ _LORA_A_NAME = re.compile(r"(.*\.)?lora_(embedding_)?A(\..*)?")
 @final
 @dataclass(frozen=True)
 class LoraTensorNames:
-    """The names of one layer's tensors: A, B, and their product, which only "svd" and "stack" know; and the layer's."""
+    """Holds the names of one LoRA layer's tensors (A, B, and their product), of the layer and of the adapter.
+
+    Only "svd" and "stack" use the product.
+    """
 
     a: str
     b: str
@@ -54,7 +58,7 @@ class LoraTensorNames:
 
 
 def find_adapters(names: Iterator[str] | Mapping[str, Any]) -> list[LoraTensorNames]:
-    """The adapters among names of tensors.
+    """Finds the LoRA adapters among the names of a network's tensors.
 
     >>> find_adapters({"up.lora_A.default.weight": 0, "up.lora_B.default.weight": 0, "up.bias": 0})[0].product
     'up.lora_AB.default.weight'
@@ -72,14 +76,15 @@ def find_adapters(names: Iterator[str] | Mapping[str, Any]) -> list[LoraTensorNa
 
 
 def adapter_mode(algorithm: Algorithm[Any, Any]) -> AdapterMode | None:
-    """How a method treats adapters of different ranks; None if it takes them as they are."""
+    """Returns how a method averages adapters of different ranks; None if it treats adapters like any other parameters."""
     mode: AdapterMode | None = getattr(algorithm, "adapters", None)
     return mode
 
 
-def architecture_without_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
-    """By what networks are told apart where a method needs one architecture: with adapters of different ranks, by all but
-    the ranks."""
+def architecture_key_without_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
+    """Returns the key by which networks count as one architecture; if the method averages adapters of different ranks,
+    ranks do not count.
+    """
     if adapter_mode(algorithm) is None:
         return net.architecture
     ranked = {pair.a: 0 for pair in find_adapters(net.module.state_dict())}
@@ -97,13 +102,13 @@ def architecture_without_ranks(algorithm: Algorithm[Any, Any], net: CachedModule
 
 
 def adapter_ranks(net: CachedModule) -> dict[str, int]:
-    """The rank of each layer with an adapter, by the name of its A."""
+    """Returns the rank of each adapter of a network, by the name of its matrix A."""
     state = net.module.state_dict()
     return {pair.a: state[pair.a].shape[0] for pair in find_adapters(state)}
 
 
 def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: AdapterMode) -> Architecture:
-    """The network that has the largest rank in each layer: the server's.
+    """Returns the client's network that has the largest rank in each layer, which the server takes as its own.
 
     Args:
         networks: by the client's id.
@@ -149,8 +154,10 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
 
 @contextmanager
 def message_at_client_rank(algorithm: Algorithm[Any, Any], client: Client, message: Message) -> Iterator[Message]:
-    """What came down with adapters of the client's own rank and scale. With "stack" the client's W₀ has what is added to it
-    inside the block."""
+    """Yields the server's message with adapters cut to the client's own rank and scale.
+
+    With "stack" the client's frozen weights W₀ include the server's additions inside the block.
+    """
     mode = adapter_mode(algorithm)
     if mode is None or client.model is None:
         yield message
@@ -184,8 +191,8 @@ def message_at_client_rank(algorithm: Algorithm[Any, Any], client: Client, messa
             base.data.copy_(value)
 
 
-def pack_adapters(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
-    """A reply as it travels: of the client's rank, with its scale in B."""
+def reply_with_scaled_adapters(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
+    """Multiplies the client's adapter scale into the matrices B of its reply, before the reply is sent."""
     if adapter_mode(algorithm) is None or client.model is None or message_error(reply):
         return reply
     module, groups = cached_module(client.model, client.train.device).module, dict[str, StateDict]()
@@ -198,14 +205,14 @@ def pack_adapters(algorithm: Algorithm[Any, Any], client: Client, reply: Message
 
 
 def _adapter_scale(module: nn.Module, pair: LoraTensorNames) -> float:
-    """s = α/r, as `peft` keeps it."""
+    """Returns the scale s = α/r of a layer's adapter, as `peft` stores it."""
     layer = module.get_submodule(pair.layer)
     scale = getattr(layer, "scaling", 1.0)
     return float(scale[pair.adapter] if isinstance(scale, Mapping) else scale)
 
 
 def _frozen_weight(module: nn.Module, pair: LoraTensorNames) -> tuple[nn.Parameter, bool]:
-    """W₀ of a layer, and whether it is the transpose of what B·A is added to.
+    """Returns the frozen weights W₀ of a layer, and whether they are stored as the transpose of what B·A is added to.
 
     Raises:
         UserError: it is not there, is trained, or is not what B·A is simply added to.
@@ -229,7 +236,10 @@ def _frozen_weight(module: nn.Module, pair: LoraTensorNames) -> tuple[nn.Paramet
 
 
 def init_server_adapters(algorithm: Algorithm[Any, Any], server_state: Any, model: Architecture | None) -> Any:
-    """The server's first state: B has the scale of the server's network, and with "stack" what is added to W₀ is zero."""
+    """Prepares the adapters of the server's first state: multiplies their scale into B.
+
+    With "stack" B is zero, and so is what is added to W₀.
+    """
     mode = adapter_mode(algorithm)
     if mode is None or model is None:
         return server_state
@@ -247,9 +257,11 @@ def init_server_adapters(algorithm: Algorithm[Any, Any], server_state: Any, mode
     return {group: init_group(part) if isinstance(part, Mapping) else part for group, part in server_state.items()}
 
 
-def unpack_adapters(algorithm: Algorithm[Any, Any], reply: Message, message: Message) -> Message:
-    """A reply as the server half takes it: in the form of what went down, so that replies of different ranks have a mean;
-    with "svd" the products besides.
+def reply_at_server_rank(algorithm: Algorithm[Any, Any], reply: Message, message: Message) -> Message:
+    """Converts a reply's adapters from the client's rank to the server's form, so that replies of different ranks can
+    be averaged.
+
+    With "svd" and "stack" the client's adapters are in the result as their products B·A.
 
     Raises:
         ValueError: its adapters do not fit; half a sentence.
@@ -283,10 +295,10 @@ def unpack_adapters(algorithm: Algorithm[Any, Any], reply: Message, message: Mes
     return Message(groups, reply.scalars)
 
 
-def unpacked_reply_spec(
+def reply_spec_at_server_rank(
     algorithm: Algorithm[Any, Any], reply_spec: Mapping[str, StateDictSpec]
 ) -> Mapping[str, StateDictSpec]:
-    """The form of an opened reply, from the one that the method takes."""
+    """Returns the names, shapes and types of a reply's tensors after `reply_at_server_rank`, by group."""
     if adapter_mode(algorithm) != "svd":
         return reply_spec
     groups: dict[str, StateDictSpec] = {}
@@ -300,7 +312,9 @@ def unpacked_reply_spec(
 
 
 def factorise_mean_adapters(algorithm: Algorithm[Any, Any], mean: Mapping[str, StateDict]) -> Mapping[str, StateDict]:
-    """The mean of opened replies in the form of the server's state: with "svd" the mean product is divided into A and B."""
+    """Converts the mean of unpacked replies to the form of the server's state: with "svd" it factorises the mean
+    product into A and B.
+    """
     if adapter_mode(algorithm) != "svd":
         return mean
     groups: dict[str, StateDict] = {}
@@ -314,7 +328,9 @@ def factorise_mean_adapters(algorithm: Algorithm[Any, Any], mean: Mapping[str, S
 
 
 def low_rank_factors(product: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B of the rank of `a` with the best approximation B·A of a matrix; the largest component first.
+    """Factorises a matrix into B·A, its best approximation of a given rank, the largest component first.
+
+    The rank is that of `a`.
 
     Args:
         product: shape (m, n).
@@ -337,5 +353,5 @@ def low_rank_factors(product: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """B·A, (m, n)."""
+    """Computes the product B·A of an adapter, shape (m, n)."""
     return (b.to(torch.float64) @ a.to(torch.float64)).to(a.dtype)

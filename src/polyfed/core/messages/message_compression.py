@@ -1,4 +1,4 @@
-"""Compressed messages: what `polyfed.core.messages.compressors` makes of the tensors of a message, and back.
+"""Compresses the tensors of a message with a compressor of `polyfed.core.messages.compressors`, and restores them.
 
 A reply is compressed against the message that it answers. A tensor has a counterpart there if group, name, shape and type
 are the same: then its change travels, otherwise the tensor itself. What goes down has no counterparts, since the server does
@@ -34,7 +34,7 @@ _EMPTY_MESSAGE = Message()
 
 
 def compress_message(message: Message, reference: Message, compressor: Compressor, seed: int) -> Message:
-    """A message as it travels.
+    """Compresses the tensors of a message before it is sent.
 
     Args:
         message: with tensors in this machine's memory.
@@ -84,8 +84,10 @@ def _reference_tensor(reference: Message, group: str, name: str) -> Tensor | Non
 def decompressed_specs(
     specs: Mapping[str, StateDictSpec], reference: Message, compressor: Compressor
 ) -> dict[str, dict[str, TensorForm]]:
-    """The forms of the tensors that a compressed message stands for, by its own forms alone: nothing is read, and nothing is
-    made.
+    """Returns the shapes and types of the tensors in a compressed message, from the shapes and types of its entries
+    alone.
+
+    No tensor is read or made.
 
     Raises:
         ValueError: no compressed message has these forms; half a sentence.
@@ -99,7 +101,7 @@ def decompressed_specs(
 
 
 def uncompressed_tensors(entries: StateDict) -> dict[str, Tensor]:
-    """Of a compressed group the tensors that travel as they are.
+    """Returns those tensors of a compressed group that travel uncompressed, by name.
 
     >>> uncompressed_tensors({"n:": torch.tensor(3), ":scales": torch.ones(1)})
     {'n': tensor(3)}
@@ -110,7 +112,9 @@ def uncompressed_tensors(entries: StateDict) -> dict[str, Tensor]:
 @final
 @dataclass(frozen=True)
 class _CompressedEntry:
-    """One tensor of a group: its name, how it travels, its form, and where its part of the group's entry begins and ends."""
+    """Describes one compressed tensor of a group: its name, encoding and form, and where its part of the shared entry
+    begins and ends.
+    """
 
     name: str
     kind: str
@@ -161,7 +165,7 @@ def _tensor_spec(shape_and_dtype: tuple[tuple[int | None, ...], torch.dtype]) ->
 
 
 def _promoted_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The type in which `torch.cat` puts tensors of these types together."""
+    """Returns the type to which `torch.cat` converts tensors of these types."""
     first, *remaining = dict.fromkeys(dtypes)
     for dtype in remaining:
         first = torch.promote_types(first, dtype)
@@ -169,8 +173,9 @@ def _promoted_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def decompress_message(message: Message, reference: Message, compressor: Compressor) -> Message:
-    """The message that `compress_message` was given, as far as it travelled. The arguments are not changed; what
-    travelled as it is is not copied.
+    """Restores the message that was given to `compress_message`, up to what compression left out.
+
+    The arguments are not changed; tensors that travelled uncompressed are not copied.
 
     Raises:
         ValueError: it is none of `compress_message` with these arguments; half a sentence.
@@ -199,8 +204,11 @@ def decompress_message(message: Message, reference: Message, compressor: Compres
 
 @final
 class BroadcastCompressor:
-    """Compresses what goes down, where nothing is known that the clients have: the values themselves. What several clients
-    get, as one global model, is compressed once and stays shared. Draws depend on the seed alone, not on who receives it.
+    """Compresses the server's messages to clients; a tensor that several clients get is compressed once and stays
+    shared.
+
+    Since the server does not know what clients have, values and not changes are compressed. Draws depend on the seed
+    alone, not on who receives the message.
 
     Args:
         compressor: None sends messages as they are.
@@ -213,7 +221,7 @@ class BroadcastCompressor:
         self._groups: dict[Any, tuple[StateDict, StateDict, StateDict]] = {}
 
     def __call__(self, message: Message) -> tuple[Message, Message]:
-        """The message as it travels, and as it arrives."""
+        """Returns the message as it is sent (compressed), and as the client receives it (restored)."""
         if self._compressor is None:
             return message, message
         sent, arrived = {}, {}
@@ -228,6 +236,6 @@ class BroadcastCompressor:
             _, sent[group], arrived[group] = self._groups[key]
         return Message(sent, message.scalars), Message(arrived, message.scalars)
 
-    def clear(self) -> None:
-        """Lets go of what was made."""
+    def clear_cache(self) -> None:
+        """Forgets the compressed tensors that were kept for further clients."""
         self._groups.clear()

@@ -1,1 +1,1 @@
-"""The training loop of one client or of a cohort, its configuration and its losses."""
+"""Trains one client, or many clients of one architecture at once: the training loop, its configuration and its losses."""

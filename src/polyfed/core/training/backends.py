@@ -1,4 +1,4 @@
-"""Trains one network, or many of one architecture at once, for the same loop of `fit`."""
+"""Implements the steps of the training loop `fit` for one network, and for many networks of one architecture at once."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,8 @@ from polyfed.core.vectorized.deferred_calls import (
     FitCall,
     FitCallResult,
     PerClientTerm,
+    copy_full_state,
     current_deferred_run,
-    full_state,
 )
 from polyfed.core.vectorized.stacked_module import Stacked
 
@@ -32,46 +32,53 @@ Member = TypeVar("Member")
 
 
 class TrainingBackend(ABC):
-    """Does for the training loop what differs between one network and a stack of them. A loss is one number a network."""
+    """Performs the steps of the training loop that differ between one network and many stacked networks.
+
+    A loss is one number per network: a scalar for one network, shape (k,) for k stacked networks.
+    """
 
     device: torch.device
 
     @abstractmethod
     def criterion(self, task: Task) -> Loss:
-        """The mean loss of a minibatch."""
+        """Returns the function that computes the mean loss of a minibatch from outputs and targets."""
 
     @abstractmethod
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
-        """The minibatches of each step; those whose gradients are accumulated come as one."""
+        """Yields the minibatches of each step; those whose gradients are accumulated form one list."""
 
     @abstractmethod
     def compute_outputs(self, batch: Minibatch) -> Tensor:
-        """Logits."""
+        """Computes the logits of a minibatch."""
 
     @abstractmethod
-    def compute_penalty(self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """A further term of the loss."""
+    def compute_penalty_per_client(
+        self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
+    ) -> Tensor:
+        """Computes the penalty that is added to each client's loss."""
 
     @abstractmethod
-    def compute_direction(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Leaves the direction of a step in the parameters' `grad`, and returns the loss to be reported."""
+    def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
+        """Computes the direction of a step by the method's own function, writes it to the parameters' `grad`, and
+        returns the loss to be reported.
+        """
 
     @abstractmethod
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Scales gradients down to this global norm."""
+        """Scales each client's gradients down so that their global norm is at most `max_norm`."""
 
     @abstractmethod
     def record_loss(self, loss: Tensor) -> None:
-        """Takes in the loss of the step that was made."""
+        """Adds the loss of a step to the sum from which `mean_loss` is computed."""
 
     @abstractmethod
     def mean_loss(self) -> float:
-        """Over all examples seen."""
+        """Returns the mean training loss over the examples seen; for several networks, the mean of the networks' means."""
 
 
 @final
 class SingleClientBackend(TrainingBackend):
-    """One network with one client's examples."""
+    """Trains one network on one client's examples."""
 
     def __init__(
         self,
@@ -90,12 +97,15 @@ class SingleClientBackend(TrainingBackend):
         self._loss_sum, self._num_seen, self._rows_of_step = torch.zeros((), device=self.device), 0, 0
 
     def criterion(self, task: Task) -> Loss:
-        """The task's loss, or the client's own."""
+        """Returns the loss function of the task, or the client's own loss function if it has one."""
         client_loss, options = None if self._client is None else self._client.loss, self._options
         return build_loss(self._examples, task, client_loss, options.label_smoothing, options.class_weights)
 
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
-        """Epoch by epoch, each in an order of its own, until patience ends."""
+        """Yields the minibatches of each step, epoch by epoch, each epoch in a new random order.
+
+        It ends early when the validation loss has not improved for `patience` epochs.
+        """
         options, data, number, steps_left = (
             self._options,
             self._examples,
@@ -133,66 +143,79 @@ class SingleClientBackend(TrainingBackend):
         return build_early_stopping(self._model, self._client, self.criterion(self._task), patience)
 
     def compute_outputs(self, batch: Minibatch) -> Tensor:
-        """Shape (batch, ...)."""
+        """Computes the logits of a minibatch, shape (batch, ...)."""
         return logits_of(call_network(self._model, batch.x))
 
-    def compute_penalty(self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """A scalar."""
+    def compute_penalty_per_client(
+        self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
+    ) -> Tensor:
+        """Computes the penalty that is added to the client's loss, as a scalar."""
         if not isinstance(term, PerClientTerm):
             return term()
         return term(self._model if term.takes_network else parameters)
 
-    def compute_direction(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """As the method finds it."""
+    def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
+        """Lets the method's function write the direction of a step to the parameters' `grad`, and returns the loss to
+        be reported.
+        """
         return gradient(self._model, loss_of) if isinstance(gradient, PerClientTerm) else gradient(loss_of)
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """By torch."""
+        """Scales the gradients down so that their global norm is at most `max_norm`."""
         nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def record_loss(self, loss: Tensor) -> None:
-        """Weighs it by the examples of the step."""
+        """Adds the loss of a step to the sum for `mean_loss`, weighted by the number of examples of the step."""
         self._loss_sum += loss * self._rows_of_step
         self._num_seen += self._rows_of_step
 
     def mean_loss(self) -> float:
-        """One number."""
+        """Returns the mean training loss over all examples seen."""
         return float(self._loss_sum) / self._num_seen
 
 
 @final
 class CohortBackend(TrainingBackend):
-    """Stacked networks with the streams of their clients' minibatches."""
+    """Trains k clients' stacked networks at once, each on its own client's minibatches."""
 
     def __init__(self, networks: Stacked, batches: CohortBatches, label_smoothing: float) -> None:
         self.device, self._networks, self._batches = batches.device, networks, batches
         self._label_smoothing, self._rows = label_smoothing, torch.empty(0)
 
     def criterion(self, task: Task) -> Loss:
-        """The task's loss of each client, (k,)."""
+        """Returns the function that computes the mean loss of each client's examples in a batch, shape (k,)."""
         return self._networks.criterion(task, self._label_smoothing)
 
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
-        """Those who have made all their steps are left out, so that neither gradient nor momentum moves them."""
+        """Yields the minibatches of each step for the clients that still train.
+
+        Clients that have made all their steps are left out, so that neither gradient nor momentum moves them.
+        """
         for batches, rows in self._batches:
             self._networks.keep_first_clients(len(rows), optimizer)
             self._rows = rows
             yield [[batch] for batch in batches]
 
     def compute_outputs(self, batch: Minibatch) -> Tensor:
-        """Shape (k·rows, ...)."""
+        """Computes the logits of all clients' minibatches, shape (k·rows, ...)."""
         self._networks.valid_rows = batch.valid_rows
         return logits_of(self._networks(batch.x))
 
-    def compute_penalty(self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Of each client, (k,)."""
+    def compute_penalty_per_client(
+        self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
+    ) -> Tensor:
+        """Computes the penalty that is added to each client's loss, shape (k,)."""
         assert isinstance(term, PerClientTerm)
         if term.takes_network:
             return term.function(self._networks, self._active_tensors(term))
         return torch.vmap(term.function)(list(parameters), self._active_tensors(term))
 
-    def compute_direction(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Of all clients at once: what a method does to parameters number by number, it does to stacks of them."""
+    def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
+        """Lets the method's function write the direction of a step to `grad` for all clients at once; returns each
+        client's loss, shape (k,).
+
+        The function works on stacked parameters as it does on single ones, element by element.
+        """
         assert isinstance(gradient, PerClientTerm)
         return gradient.function(self._networks, loss_of, self._active_tensors(gradient))
 
@@ -200,15 +223,17 @@ class CohortBackend(TrainingBackend):
         return [tensor[: self._networks.num_clients] for tensor in term.tensors]
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Each client's by its own norm."""
+        """Scales each client's gradients down so that their own global norm is at most `max_norm`."""
         self._networks.clip_gradients(max_norm)
 
     def record_loss(self, loss: Tensor) -> None:
-        """Of each client."""
+        """Adds each client's loss of a step, shape (k,), to the sums for `mean_loss`."""
         self._networks.record_losses(loss, self._rows)
 
     def mean_loss(self) -> float:
-        """Over all clients; `Stacked.mean_losses` has each one's."""
+        """Returns the mean over clients of each client's mean training loss; `Stacked.mean_losses` returns them one by
+        one.
+        """
         return float(self._networks.mean_losses().mean())
 
 
@@ -220,7 +245,9 @@ def create_backend(
     batches_per_step: int,
     seed: int,
 ) -> TrainingBackend:
-    """Returns the backend of a stack of networks for `CohortBatches`, else that of one network."""
+    """Builds the backend that trains many stacked networks if `examples` is a `CohortBatches`, else the one that trains
+    one network.
+    """
     if isinstance(examples, CohortBatches):
         assert isinstance(model, Stacked)
         return CohortBackend(model, examples, options.label_smoothing)
@@ -245,7 +272,8 @@ def fit_with_cohort(
     *,
     train_alone: bool,
 ) -> tuple[float, int] | None:
-    """Trains this network together with the cohort's.
+    """Trains this client's network together with those of other clients, if `fit` runs where calls are gathered and the
+    network can be stacked.
 
     Returns:
         The loss and the number of steps, with the trained weights already in `model`; None if it must be trained alone:
@@ -269,12 +297,12 @@ def fit_with_cohort(
         ):
             return None
         return FitCall(
-            model, full_state(model), trained, data, options, lr, seed, task, penalty, gradient, batches_per_step,
+            model, copy_full_state(model), trained, data, options, lr, seed, task, penalty, gradient, batches_per_step,
             reported_loss,
         )  # fmt: skip
 
-    result = deferred_run.next_result(make_call)
+    result = deferred_run.result_of_next_call(make_call)
     if not isinstance(result, FitCallResult):
         return None
-    result.copy_into(model, *(term.tensors for term in (penalty, gradient) if isinstance(term, PerClientTerm)))
+    result.copy_into_network(model, *(term.tensors for term in (penalty, gradient) if isinstance(term, PerClientTerm)))
     return result.loss, result.steps

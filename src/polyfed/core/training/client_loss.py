@@ -1,4 +1,4 @@
-"""The loss by which networks are evaluated: the one that training minimises."""
+"""Builds the loss by which a client's network is evaluated: the loss that its training minimises."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from polyfed.core.training.losses import build_loss
 
 
 def client_training_loss(client: Client, method: Any = None) -> Loss:
-    """What training minimises at a client, without a method's further terms, for outputs and targets on the CPU.
+    """Returns the loss function that training minimises at a client, without a method's penalties; it takes outputs and
+    targets on the CPU.
 
     Args:
         client: whose own loss it is, if it has one; else the task's.

@@ -1,4 +1,5 @@
-"""Trains many clients at once, and computes their outputs, by the calls that `deferred_calls` has gathered.
+"""Trains many clients of one architecture at once, or computes their outputs, from the calls that `deferred_calls`
+gathered.
 
 Networks are computed together only where a trial has shown that each then gets what it gets alone: in a network that polyfed
 does not know, examples of a batch may meet, a decision may hang on a number, or chance may be drawn from elsewhere.
@@ -41,10 +42,10 @@ _OBSTACLES: dict[Hashable, str | None] = {}  # architecture, and how it is used 
 
 
 def group_fit_calls(calls: Sequence[FitCall]) -> list[list[int]]:
-    """Which calls can be carried out together: places in `calls`, each in one group.
+    """Groups calls of `fit` that can be carried out together; returns the positions in `calls` of each group.
 
-    They have one architecture, the same options, and terms that are the same function. Those with a minibatch of one
-    example, which BatchNorm may refuse, are by themselves.
+    The calls of a group have one architecture, the same options, and terms that are the same function. Calls with a
+    minibatch of one example, which BatchNorm may refuse, are grouped apart.
     """
     groups_by_key: list[tuple[Hashable, FitCall, list[int]]] = []
     for place, call in enumerate(calls):
@@ -108,7 +109,7 @@ def _batch_sizes(call: FitCall) -> BatchSizes:
 
 @grad_enabled()
 def train_cohort(calls: Sequence[FitCall]) -> list[FitCallResult]:
-    """Trains the networks of one of the `group_fit_calls` at once, each as it would be alone, up to rounding.
+    """Trains the networks of one group of `group_fit_calls` at once, each as if alone, up to rounding.
 
     Raises:
         CannotStackError: these networks cannot be computed together.
@@ -151,13 +152,13 @@ def _stack_terms(terms: Sequence[PerClientTerm | None]) -> PerClientTerm | None:
 
 
 def _first_obstacle(calls: Sequence[FitCall] | Sequence[PredictCall]) -> str | None:
-    """The first that is known of any of the networks; a hook, say, may be in one alone."""
+    """Returns the first known reason why one of the calls' networks (a hook, say) cannot be stacked, or None."""
     modules = {id(call.module): call.module for call in calls}.values()
     return next((reason for module in modules if (reason := stacking_obstacle(module))), None)
 
 
 def cohort_training_obstacle(calls: Sequence[FitCall]) -> str | None:
-    """Why networks of this architecture cannot be trained together, found out once a process; None if they can."""
+    """Returns why a trial (one per process) shows that networks cannot be trained together; None if they can."""
     call, data = calls[0], calls[0].examples
     if reason := _first_obstacle(calls):
         return reason
@@ -177,7 +178,7 @@ _READS_NUMBERS = {
 
 @final
 class _RefuseScalarReads(TorchFunctionMode):
-    """Refuses operations that read a number out of a tensor: what is decided by it would be decided for all clients."""
+    """Raises an error when a network reads a number from a tensor: a choice by it would be made for all clients."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -188,7 +189,7 @@ class _RefuseScalarReads(TorchFunctionMode):
 
 
 def _try_training_together(calls: Sequence[FitCall]) -> str | None:
-    """Whether one minibatch of each of two clients gives the same outputs, gradients and buffers together and alone."""
+    """Trains a minibatch of two clients together and alone; returns why results differ, or None."""
     module, trained = calls[0].module, calls[0].trained_names
     rows = [min(4, len(call.examples)) for call in calls]
     rows = [max(min(2, rows[0]) if has_batch_statistics(module) else 1, rows[0] - 1), rows[1]]
@@ -228,7 +229,7 @@ def _try_training_together(calls: Sequence[FitCall]) -> str | None:
 def _train_step_together(
     calls: Sequence[FitCall], batches: Sequence[tuple[Tensor, Tensor]], loss: Callable[[Tensor, Tensor], Tensor]
 ) -> list[list[Tensor]]:
-    """What `_try_training_together` finds with both clients in one batch, filled up with other rows."""
+    """Computes outputs, gradients and buffers of both clients' minibatches in one filled-up batch."""
     module, trained = calls[0].module, calls[0].trained_names
     rows = [len(y) for _, y in batches]
     max_rows = max(rows)
@@ -269,7 +270,7 @@ def _plain_attribute_values(module: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _are_close(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
-    """Up to rounding, measured by the largest number: a gradient that should be zero is noise."""
+    """Returns whether tensors are equal up to rounding, relative to the largest value in `expected`."""
     if len(expected) != len(actual):
         return False
     scale = max((float(t.abs().max()) for t in expected if t.numel() and t.is_floating_point()), default=0.0)
@@ -281,7 +282,7 @@ def _are_close(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
 
 
 def group_predict_calls(calls: Sequence[PredictCall]) -> list[list[int]]:
-    """Which calls for outputs can be carried out together: places in `calls`, each in one group."""
+    """Groups calls of `predict_sets` that can be computed together; returns positions in `calls`."""
     places_by_key: dict[Hashable, list[int]] = {}
     for place, call in enumerate(calls):
         forms = tuple((input_spec_of(data.x), data.device) for data in call.sets)
@@ -296,8 +297,9 @@ def group_predict_calls(calls: Sequence[PredictCall]) -> list[list[int]]:
 
 @torch.no_grad()
 def predict_cohort(calls: Sequence[PredictCall]) -> list[list[Tensor]]:
-    """Outputs of one of the groups of `group_predict_calls`: for each call those of its sets, as `predict` gives them
-    up to rounding. Where all networks are one, its weights are not stacked.
+    """Computes the outputs of a group of `group_predict_calls`: for each call, one tensor per set of examples.
+
+    They equal those of `predict` up to rounding. If all networks have the same weights, the weights are not stacked.
 
     Raises:
         CannotStackError: these networks cannot be computed together.
@@ -364,7 +366,7 @@ _ROWS_AT_ONCE = 512  # of examples that are computed at once
 
 @torch.no_grad()
 def _try_predicting_together(calls: Sequence[PredictCall]) -> str | None:
-    """Whether the outputs for one example and for two of another client are the same together and alone."""
+    """Computes outputs of two clients' networks together and alone, and returns why they differ; None if they agree."""
     module = calls[0].module
     few_examples = [[data.select(torch.arange(min(k + 1, len(data)), device=data.device)) for data in call.sets]
            for k, call in enumerate(calls)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The settings of local training that methods share; `polyfed.core.training.loop.fit` trains by them."""
+"""Defines the hyper-parameters of local training that methods share, by which `polyfed.core.training.loop.fit` trains."""
 
 import dataclasses
 import fnmatch
@@ -25,8 +25,9 @@ Schedule = Literal["constant", "cosine", "exponential"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining(ABC):
-    """Hyper-parameters of local training; every method that trains on clients has them. Defaults without a paper are
-    polyfed's choice.
+    """Holds the hyper-parameters of local training, which every method that trains on clients has.
+
+    Defaults without a paper are polyfed's choice.
 
     Args:
         local_epochs: passes over the client's training examples in a round.
@@ -111,7 +112,7 @@ class LocalTraining(ABC):
             raise UserError(f"{type(self).__name__}: {error}") from None
 
     def _freeze(self) -> None:
-        """Lists and mappings, as files hold them, become such as can be hashed; with what is in them checked."""
+        """Checks lists and mappings in the fields, and replaces them by types that can be hashed."""
         for field in ("optimizer_options", "lr_by_name"):
             value = getattr(self, field)
             self._require(value is None or isinstance(value, Mapping), field, "a mapping from names, or none")
@@ -130,7 +131,10 @@ class LocalTraining(ABC):
             object.__setattr__(self, "class_weights", tuple(weights))
 
     def _check_kinds(self) -> None:
-        """A whole number given as 1.5 or "3", or a choice that is none, would fail late, inside a client, or not at all."""
+        """Raises an error if a field's value has the wrong type or is not one of the choices.
+
+        Otherwise 1.5 or "3" for a whole number would fail late, inside a client, or not at all.
+        """
         for field, hint in _field_types(type(self)).items():
             if get_origin(hint) is Literal:
                 value, choices = getattr(self, field), get_args(hint)
@@ -161,14 +165,16 @@ class LocalTraining(ABC):
             self._require_number(field, lambda value: 0 < value < math.inf, "positive")
 
     def _require_number(self, field: str, holds: Callable[[float], bool], requirement: str) -> None:
-        """None passes where the field's type has it."""
+        """Raises an error if a field is not a number that meets the requirement; None passes where the field's type
+        allows it.
+        """
         value, none = getattr(self, field), NoneType in get_args(_field_types(type(self))[field])
         self._require(
             (none and value is None) or holds(value), field, f"{requirement}, or none" if none else requirement
         )
 
     def lr_at(self, round_number: int, rounds: int) -> float:
-        """The learning rate of a round, counted from 1.
+        """Returns the learning rate of a round; rounds count from 1.
 
         >>> from polyfed.algorithms import FedAvg
         >>> [round(FedAvg(lr=1.0, schedule="cosine").lr_at(t, 4), 3) for t in (1, 2, 3, 4)]
@@ -183,13 +189,16 @@ class LocalTraining(ABC):
         return lr * (self.decay**past if self.schedule == "exponential" else 1.0)
 
     def criterion(self, client: Client) -> Loss:
-        """What training minimises at a client: the task's loss with these weights of classes and smoothing, or the client's
-        own."""
+        """Returns the loss function that training minimises at a client: the client's own, or the task's with class
+        weights and label smoothing.
+        """
         return build_loss(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
 
     def lr_factor(self, *names: str) -> float:
-        """By what the learning rate of the parameter of this name is multiplied; one with several names (tied weights) has
-        the factor of the first pattern that any of them fits.
+        """Returns the factor by which `lr_by_name` multiplies the learning rate of a parameter, given its name or
+        names.
+
+        A parameter with several names (tied weights) has the factor of the first pattern that any of them fits.
 
         >>> from polyfed.algorithms import FedAvg
         >>> method = FedAvg(lr_by_name={"head.*": 10.0, "*.bias": 2.0})
@@ -211,6 +220,6 @@ TRANSFERABLE_FIELDS = tuple(field.name for field in dataclasses.fields(LocalTrai
 
 @lru_cache
 def _field_types(method: type[LocalTraining]) -> dict[str, Any]:
-    """The declared types of a method's fields."""
+    """Returns the declared type of each field of a method."""
     hints = get_type_hints(method)
     return {field.name: hints[field.name] for field in dataclasses.fields(method)}

@@ -1,4 +1,4 @@
-"""Local training: `fit` is the only training loop."""
+"""Trains a client's network: `fit` is the only training loop."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -30,8 +30,12 @@ ReportedLoss = Literal["task", "loss", "total"]
 @final
 @dataclass(frozen=True)
 class ForwardPass:
-    """One minibatch in `fit`: `inputs` as the model got them; its `outputs` (logits), shape (batch, ...); `targets`; and the
-    `representation`, the input of the module that `fit` was asked to watch, None if of none."""
+    """Holds one minibatch and its outputs for a loss function: `inputs`, `outputs`, `targets`, and maybe a
+    `representation`.
+
+    `inputs` are as the model got them; `outputs` are logits, shape (batch, ...); `representation` is the input of the
+    module that `fit` was asked to watch, None if it watches none.
+    """
 
     inputs: Inputs
     outputs: Tensor
@@ -42,14 +46,18 @@ class ForwardPass:
 @final
 @dataclass(frozen=True)
 class FitResult:
-    """What `fit` found: `loss`, the mean of the reported loss over all examples seen; `steps` of the optimiser."""
+    """Holds the result of `fit`: `loss`, the mean of the reported loss over all examples seen, and `steps`, the number
+    of optimiser steps.
+    """
 
     loss: float
     steps: int
 
 
 def reply_scalars(client: Client, loss: float) -> dict[str, float]:
-    """The numbers of a reply: by how many examples it counts in a weighted mean, and the training loss."""
+    """Returns the scalars of a client's reply: the number of examples, which weighs it in a mean, and the training
+    loss.
+    """
     return {"num_examples": len(client.train), "train_loss": loss}
 
 
@@ -70,7 +78,9 @@ def fit(
     reported_loss: ReportedLoss = "loss",
     lr_factor: Callable[[str], float] | None = None,
 ) -> FitResult:
-    """Trains `model` in place by minibatches. Gradients are recorded whatever the caller's mode (`torch.no_grad`).
+    """Trains `model` in place by minibatches, and returns the loss and the number of steps.
+
+    Gradients are recorded whatever the caller's mode (`torch.no_grad`).
 
     Args:
         model: takes a batch of `examples` (transformed inputs) and returns logits, shape (batch, outputs), as described in
@@ -138,13 +148,17 @@ def fit(
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def backward_pass(batch: Minibatch, share: float, *, with_penalty: bool) -> Tensor:
-        """Adds the gradient of the loss of these examples, a `share` of a step's; the share of the loss to be reported."""
+        """Adds the gradient of the loss of a batch to `grad`, and returns its share of the loss to be reported."""
         x, y = batch.x, batch.y
         with autocast:
             outputs = backend.compute_outputs(batch)
             value = criterion(outputs, y) if loss is None else loss(ForwardPass(x, outputs, y, captured.get("input")))
         value = value if share == 1 else value * share
-        total = value + backend.compute_penalty(penalty, parameters) if penalty is not None and with_penalty else value
+        total = (
+            value + backend.compute_penalty_per_client(penalty, parameters)
+            if penalty is not None and with_penalty
+            else value
+        )
         torch.autograd.backward(total.sum() if total.dim() else total)
         if reported_loss == "task" and loss is not None:
             with torch.no_grad(), autocast:
@@ -155,7 +169,9 @@ def fit(
         with temporary_rng_seed(derive_seed(seed, "dropout"), backend.device):
             for drawn in backend.iter_minibatches(optimizer):
                 step_loss = partial(loss_of, drawn)
-                reported_value = step_loss(0) if gradient is None else backend.compute_direction(gradient, step_loss)
+                reported_value = (
+                    step_loss(0) if gradient is None else backend.write_direction_to_grad(gradient, step_loss)
+                )
                 if steps <= options.warmup_steps:
                     for parameter_group, full in zip(optimizer.groups, full_rates, strict=True):
                         parameter_group.lr = full * min(1.0, (steps + 1) / (options.warmup_steps + 1))
@@ -183,7 +199,7 @@ def _supports_cohort(options: LocalTraining) -> bool:
 
 
 def _capture_input(model: nn.Module, name: str, captured: dict[str, Tensor]) -> RemovableHandle:
-    """Puts the input of a module into `captured` at each call."""
+    """Registers a hook that stores the input of a module in `captured` at each call."""
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         captured["input"] = args[0] if args else first_leaf(kwargs)
@@ -194,7 +210,7 @@ def _capture_input(model: nn.Module, name: str, captured: dict[str, Tensor]) -> 
 def _group_by_lr(
     model: nn.Module, lr: float, options: LocalTraining, lr_factor: Callable[[str], float] | None
 ) -> list[ParameterGroup]:
-    """The trained parameters in groups of one learning rate each."""
+    """Groups the trained parameters by learning rate, for the optimiser."""
     groups: dict[float, list[nn.Parameter]] = {}
     named = all_names_by_first_name(model.module if isinstance(model, Stacked) else model) if options.lr_by_name else {}
     for name, parameter in model.named_parameters():

@@ -1,5 +1,7 @@
-"""What local training minimises, and which examples it draws: the task's loss with weights of classes, or the client's own
-loss; each example once an epoch, or examples by weight."""
+"""Builds the loss that local training minimises, and decides which examples it draws.
+
+The loss is the task's, with class weights, or the client's own; examples are drawn once an epoch, or by weight.
+"""
 
 import copy
 import math
@@ -26,7 +28,7 @@ def build_loss(
     label_smoothing: float = 0.0,
     class_weights: ClassWeights = None,
 ) -> Loss:
-    """The loss of a minibatch: (outputs, targets) -> a number.
+    """Returns the function that computes the loss of a minibatch from outputs and targets, as a scalar.
 
     Args:
         examples: the client's training examples, whose labels "balanced" counts.
@@ -82,8 +84,8 @@ def _resolve_class_weights(class_weights: Any, labels: Tensor, outputs: int, tas
 
 
 def import_loss(path: str) -> Loss:
-    """A loss of the user's by `module:name`: a function of outputs and targets, or a class that is made without arguments,
-    such as an `nn.Module`.
+    """Imports a loss of the user's, given as `module:name`: a function of outputs and targets, or a class such as an
+    `nn.Module` that is made without arguments.
 
     Raises:
         UserError: as `polyfed.core.io.trusted_code.import_object`, or the class needs arguments.
@@ -122,7 +124,8 @@ def _checked_client_loss(loss: Loss, device: torch.device) -> Loss:
 
 
 def sampling_weights(examples: Examples, task: Task, sampler: str) -> Tensor | None:
-    """By what weights examples are drawn, with replacement, float64 of shape (n,); None draws each once.
+    """Returns the weights by which examples are drawn with replacement, float64 of shape (n,); None if each example is
+    drawn once an epoch.
 
     Args:
         examples: those to draw from.
@@ -152,8 +155,10 @@ def sampling_weights(examples: Examples, task: Task, sampler: str) -> Tensor | N
 
 
 def build_early_stopping(model: nn.Module, client: Client, loss: Loss, patience: int) -> Callable[[], bool]:
-    """Whether to stop, asked after each epoch: the loss on the client's validation examples was not below its least for
-    `patience` epochs in a row. It leaves the network in the mode for training.
+    """Returns a function that is called after each epoch and returns whether training should stop.
+
+    It should when the loss on the client's validation examples was not below its least for `patience` epochs in a row.
+    The network stays in the mode for training.
 
     Raises:
         UserError: the client has no validation examples.

@@ -1,1 +1,1 @@
-"""Clients of one architecture as one stacked network."""
+"""Computes the networks of many clients of one architecture as one stacked network."""

@@ -1,4 +1,6 @@
-"""Minibatches of many clients side by side, in the order in which each client alone would see them."""
+"""Draws the minibatches of many clients side by side, each in the order in which the client would see them if trained
+alone.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +21,11 @@ BatchSizes = tuple[tuple[int, ...], ...]  # of each step, its minibatches
 @final
 @dataclass(frozen=True, eq=False)
 class Minibatch:
-    """One minibatch of k clients: `x` (k·rows, ...), of one client of any structure, `y` likewise, and how many of each
-    client's rows are `valid_rows`, (k,); the others only fill the batch. None where all are."""
+    """Holds one minibatch of each of k clients: inputs `x` and targets `y`, both (k·rows, ...).
+
+    `valid_rows` says how many of each client's rows are examples, (k,); the others only fill the batch; None if all
+    are. For one client `x` may have any structure.
+    """
 
     x: Any  # Inputs
     y: Tensor
@@ -30,7 +35,9 @@ class Minibatch:
 @final
 @dataclass(frozen=True, eq=False)
 class ValidRows:
-    """How many rows of each client's are real, (k,): for what decides on the CPU, and for what is computed on the device."""
+    """Holds how many rows of each client's part of a batch are examples, not filling, (k,): once on the CPU and once on
+    the device.
+    """
 
     cpu_counts: Sequence[int]
     device_counts: Tensor
@@ -40,7 +47,7 @@ class ValidRows:
 def plan_batch_sizes(
     num_examples: int, batch_size: int, epochs: int, steps: int | None, batches_per_step: int, at_least_two: bool
 ) -> BatchSizes:
-    """The sizes of the minibatches of each step of one client, as `fit` makes them.
+    """Computes the sizes of the minibatches of each training step of one client, as `fit` makes them.
 
     >>> plan_batch_sizes(5, 2, 1, None, 1, False), plan_batch_sizes(5, 2, 1, 2, 2, False)
     (((2,), (2,), (1,)), ((2, 2), (1,)))
@@ -55,8 +62,9 @@ def plan_batch_sizes(
 
 @final
 class CohortBatches:
-    """The minibatches of many clients, step by step. Clients come in the order of falling numbers of steps, so that those
-    who still train are always the first.
+    """Yields the minibatches of many clients, step by step.
+
+    Clients come in the order of falling numbers of steps, so that those who still train are always the first.
 
     Args:
         examples, seeds, batch_sizes: of each client; the seeds are those that `fit` would get.
@@ -93,7 +101,7 @@ class CohortBatches:
         self._counts = self._examples_by_step.to(self.device)
 
     def _order(self, client: int) -> Tensor:
-        """The rows of the common store in the order in which the client sees them."""
+        """Returns the rows of the common store in the order in which the client sees them."""
         number, generator = len(self._examples[client]), self._generators[client]
         num_seen = sum(map(sum, self._plans[client]))
         epochs = [torch.randperm(number, generator=generator) for _ in range(-(-num_seen // number))]
@@ -103,7 +111,7 @@ class CohortBatches:
         return order.to(self.device) if index is None else index[order.to(self.device)]
 
     def __iter__(self) -> Iterator[tuple[list[Minibatch], Tensor]]:
-        """For each step its minibatches, and how many examples of each client they hold, (k,)."""
+        """Yields for each step the minibatches of all clients, and how many examples of each client they hold, (k,)."""
         for step, counts in enumerate(self._examples_by_step):
             active = int(counts.count_nonzero())
             batches: list[Minibatch] = []
@@ -125,7 +133,7 @@ class CohortBatches:
             yield batches, self._counts[step, :active]
 
     def _batch_from_store(self, step: int, k: int, active: int, most: int) -> tuple[Tensor, Tensor]:
-        """By one index operation, from the store that all clients' examples are in."""
+        """Builds a minibatch of all clients by one index operation, from the store that holds all clients' examples."""
         assert self._store is not None
         _, firsts, columns = self._on_device
         places = firsts[step, k, :active].unsqueeze(1) + columns[:most]
@@ -136,7 +144,7 @@ class CohortBatches:
         return (x if transform is None else transform(x)), y
 
     def _batch_client_by_client(self, step: int, k: int, active: int, most: int) -> tuple[Tensor, Tensor]:
-        """Client by client, each with its own transform and augmentation."""
+        """Builds a minibatch of all clients client by client, each with its own transform and augmentation."""
         xs, ys = [], []
         for client in range(active):
             sizes = self._plans[client][step]
@@ -147,7 +155,7 @@ class CohortBatches:
         return torch.cat(xs), torch.cat(ys)
 
     def _draw_batches_of_step(self, client: int, num_seen: int, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The client's minibatches of this step, drawn as `fit` draws them alone."""
+        """Draws one client's minibatches of a step as `fit` would draw them for the client alone."""
         pending, generator, data = self._pending_batches[client], self._generators[client], self._examples[client]
         if not pending:
             first = num_seen % len(data)
@@ -159,8 +167,10 @@ class CohortBatches:
 
 
 def _batch_layout(plans: Sequence[BatchSizes], batches_per_step: int) -> tuple[Tensor, Tensor]:
-    """How many examples the k-th minibatch of a step has, and how many the client has seen before: both (steps, each,
-    clients), 0 where a client has no more steps."""
+    """Computes how many examples each minibatch of each step has, and how many the client has seen before it.
+
+    Both have shape (steps, batches per step, clients), with 0 where a client has no more steps.
+    """
     steps = len(plans[0])
     sizes, firsts = (torch.zeros(len(plans), steps, batches_per_step, dtype=torch.int64) for _ in range(2))
     layout_by_sizes: dict[BatchSizes, tuple[Tensor, Tensor]] = {}
@@ -177,8 +187,12 @@ def _batch_layout(plans: Sequence[BatchSizes], batches_per_step: int) -> tuple[T
 
 
 def _common_store(examples: Sequence[Examples]) -> tuple[Tensor, Tensor, list[Tensor | None]] | None:
-    """Inputs and targets of all clients in two tensors, and where each client's rows are; None where examples are augmented,
-    their transforms differ or may look at more than one example, or they are too large to be copied."""
+    """Copies the inputs and targets of all clients into two tensors, and returns them with the rows of each client;
+    None if that is not possible.
+
+    It is not where examples are augmented, transforms differ or may look at more than one example, or the examples are
+    too large to be copied.
+    """
     first = examples[0]
     is_rowwise = first.transform is None or isinstance(first.transform, Normalise)
     if not is_rowwise or any(data.augment is not None or data.transform != first.transform for data in examples):

@@ -1,4 +1,4 @@
-"""Calls of many clients gathered until all have made them, so that they can be carried out together.
+"""Gathers the calls of `fit` and `predict` that many clients make, so that they can be carried out together.
 
 A client half runs until it asks for what takes long, training (`fit`) or outputs (`predict`). There it is parked: the call
 is kept and the half is left. When the calls have been carried out, the half runs again from its start, and gets at the same
@@ -23,8 +23,10 @@ Tensors = Sequence[Tensor]
 @final
 @dataclass(frozen=True, eq=False)
 class PerClientTerm:
-    """A function that is the same for all clients, and the tensors of one client that it is given last. Of a penalty or a
-    direction in this form many clients' can be computed at once.
+    """Holds a penalty or a direction as a function that is the same for all clients, and one client's tensors as its
+    last argument.
+
+    So those of many clients can be computed at once.
 
     Args:
         function: two clients' are equal (`==`) only if they are the same function.
@@ -45,19 +47,19 @@ class PerClientTerm:
     num_rows: int = 0
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """The function of these arguments and the client's tensors."""
+        """Calls the function with these arguments and the client's tensors."""
         return self.function(*arguments, self.tensors)
 
 
 @final
 class CallDeferred(BaseException):  # not an error: no `except Exception` of a method may take it
-    """Leaves a client half at a call that is carried out with others'."""
+    """Interrupts a client's code at a call that will be carried out together with those of other clients."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class FitCall:
-    """A call of `fit`: its arguments, and all parameters and buffers of the network when it was made."""
+    """Holds one call of `fit`: its arguments, and the network's parameters and buffers at the time of the call."""
 
     module: nn.Module
     state: Mapping[str, Tensor]
@@ -76,7 +78,9 @@ class FitCall:
 @final
 @dataclass(frozen=True, eq=False)
 class PredictCall:
-    """A call of `predict_sets`: the network when it was made, and the sets of examples."""
+    """Holds one call of `predict_sets`: the network's parameters and buffers at the time of the call, and the sets of
+    examples.
+    """
 
     module: nn.Module
     state: Mapping[str, Tensor]
@@ -86,15 +90,20 @@ class PredictCall:
 @final
 @dataclass(frozen=True, eq=False)
 class FitCallResult:
-    """What became of a `FitCall`."""
+    """Holds the result of a `FitCall`: the trained network's parameters and buffers, the client's tensors, the loss and
+    the number of steps.
+    """
 
     state: Mapping[str, Tensor]
     tensors: Tensors
     loss: float
     steps: int
 
-    def copy_into(self, module: nn.Module, *tensors: Tensors) -> None:
-        """Leaves the network, and the tensors of the client's own functions, as training alone would have left them."""
+    def copy_into_network(self, module: nn.Module, *tensors: Tensors) -> None:
+        """Copies the trained parameters and buffers into the network, and the changed tensors into the client's own.
+
+        They are then as training the client alone would have left them.
+        """
         copy_named_tensors(module, self.state)
         with torch.no_grad():
             for target, source in zip((t for group in tensors for t in group), self.tensors, strict=True):
@@ -105,9 +114,11 @@ class FitCallResult:
 @final
 @dataclass(eq=False)
 class DeferredRun:
-    """One client half that is run until it is through: what became of its calls, in their order. `runs_alone` is set
-    once one of its calls must be carried out by itself; then all later ones are. With `stop_at_first_call` it is left
-    there instead."""
+    """Runs one client's code repeatedly until all of its calls have results, which it keeps in the order of the calls.
+
+    `runs_alone` is set once one of its calls must be carried out by itself; then all later ones are. With
+    `stop_at_first_call` the code is left there instead.
+    """
 
     results: list[FitCallResult | list[Tensor]] = field(default_factory=list)
     runs_alone: bool = False
@@ -115,15 +126,18 @@ class DeferredRun:
     stop_at_first_call: bool = False
     _next: int = 0
 
-    def restart(self) -> None:
-        """Before the half is run, again or for the first time."""
+    def restart_calls(self) -> None:
+        """Starts again at the first call; to be called before each run of the client's code."""
         self._next, self.pending_call = 0, None
 
-    def next_result(self, make_call: Callable[[], FitCall | PredictCall | None]) -> FitCallResult | list[Tensor] | None:
-        """What became of the half's next call; None if it is to be carried out here.
+    def result_of_next_call(
+        self, make_call: Callable[[], FitCall | PredictCall | None]
+    ) -> FitCallResult | list[Tensor] | None:
+        """Returns the result of the next call that the client's code makes; None if the caller has to carry it out
+        itself.
 
         Raises:
-            Parked: the call is to be carried out with others'.
+            CallDeferred: the call is to be carried out with others'.
         """
         if self._next < len(self.results):
             self._next += 1
@@ -141,13 +155,15 @@ _CURRENT_RUN: ContextVar[DeferredRun | None] = ContextVar("the client half that 
 
 
 def current_deferred_run() -> DeferredRun | None:
-    """The client half that is run, where calls are gathered."""
+    """Returns the `DeferredRun` that gathers calls at present; None outside `deferring_calls`."""
     return _CURRENT_RUN.get()
 
 
 @contextmanager
 def deferring_calls(run: DeferredRun | None) -> Iterator[None]:
-    """Inside the block calls of `fit` and `predict_sets` are gathered; not at all for None."""
+    """Gathers in `run` the calls of `fit` and `predict_sets` that are made inside the block; gathers nothing if `run`
+    is None.
+    """
     token = _CURRENT_RUN.set(run)
     try:
         yield
@@ -156,13 +172,13 @@ def deferring_calls(run: DeferredRun | None) -> Iterator[None]:
 
 
 def copy_named_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies tensors into those parameters and buffers that they name and that differ."""
+    """Copies tensors into the module's parameters and buffers of the same names, where they differ."""
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in state and not torch.equal(tensor, state[name]):
                 tensor.copy_(state[name])
 
 
-def full_state(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers, where the module is."""
+def copy_full_state(module: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of all parameters and buffers of a module by name, on the module's device."""
     return {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}

@@ -1,4 +1,4 @@
-"""Layers of many networks at once: each client's examples meet the client's own weights.
+"""Computes the layers of many clients' networks at once: each client's examples with the client's own weights.
 
 Examples of k clients lie in one batch, (k·rows, ...), client after client, and weights are stacked, (k, ...). What has no
 weights (activations, pooling, reshaping) works on that batch as it is, whoever's examples they are.
@@ -20,8 +20,10 @@ Layer = Callable[[Any, Weights, Tensor], Any]
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """x·Wᵀ + b of each client, (k, rows, in) to (k, rows, out). Its gradients come in the layout of the weights, which saves
-    a copy of all of them at every step."""
+    """Computes a linear layer, x·Wᵀ + b, of each client at once, from (k, rows, in) to (k, rows, out).
+
+    Its gradients come in the layout of the weights, which saves a copy of all of them at every step.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,17 +50,17 @@ def _linear(part: nn.Linear, weights: Weights, x: Tensor) -> Tensor:
 
 
 def _side_by_side(x: Tensor, clients: int) -> Tensor:
-    """(k·rows, channels, ...) to (rows, k·channels, ...)."""
+    """Rearranges a batch from (k·rows, channels, ...) to (rows, k·channels, ...): clients side by side as channels."""
     return x.reshape(clients, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
 def _below_one_another(x: Tensor, clients: int) -> Tensor:
-    """(rows, k·channels, ...) back to (k·rows, channels, ...)."""
+    """Rearranges a batch from (rows, k·channels, ...) back to (k·rows, channels, ...)."""
     return x.reshape(len(x), clients, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
 
 
 def _convolution(part: _ConvNd, weights: Weights, x: Tensor) -> Tensor:
-    """One convolution in which each client's channels are a group."""
+    """Computes a convolution of all clients at once, as one convolution in which each client's channels are a group."""
     weight, bias = weights["weight"], weights.get("bias")
     clients = len(weight)
     convolve: Callable[..., Tensor] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[weight.dim() - 3]
@@ -97,7 +99,10 @@ def _batch_norm(part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: T
 def _batch_norm_of_valid_rows(
     part: _BatchNorm, weights: Weights, x: Tensor, num_valid_rows: Tensor, keeps: bool
 ) -> Tensor:
-    """BatchNorm of (k, rows, channels, ...) by the statistics of each client's first `num_valid_rows` rows, (k,)."""
+    """Computes BatchNorm of each client by the statistics of the client's first `num_valid_rows` rows.
+
+    Shapes: (k, rows, channels, ...); `num_valid_rows` is (k,).
+    """
     each = (len(x), 1, -1, *(1 for _ in x.shape[3:]))  # a number of each client's channel
     over = (1, *range(3, x.dim()))
     counted = torch.arange(x.shape[1], device=x.device) < num_valid_rows.unsqueeze(1)
@@ -117,7 +122,9 @@ def _batch_norm_of_valid_rows(
 
 
 def _apply_scale_and_bias(x: Tensor, weights: Weights, form: tuple[int, ...]) -> Tensor:
-    """x·w + b, where weights of `form` belong to the trailing dimensions of (k, ..., *form)."""
+    """Computes x·w + b with each client's weights of shape `form`, which match the trailing dimensions of x, (k, ...,
+    *form).
+    """
     weight, bias = weights.get("weight"), weights.get("bias")
     if weight is None:
         return x
@@ -153,8 +160,11 @@ def _embedding(part: nn.Embedding, weights: Weights, tokens: Tensor) -> Tensor:
 
 
 def max_pool_channels_last(part: nn.MaxPool2d, x: Tensor) -> Any:
-    """Max pooling with channels last: in the layout in which stacked channels are, torch's takes several times as long, more
-    than the convolution before it."""
+    """Computes max pooling of tensors whose channels are last in memory.
+
+    Stacked channels are in that layout, for which torch's takes several times as long, more than the convolution before
+    it.
+    """
     return nn.MaxPool2d.forward(part, x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
 
 

@@ -1,4 +1,4 @@
-"""The LSTM of many networks at once: torch's own takes the weights of one network."""
+"""Computes the LSTM layers of many networks at once, since torch's own LSTM takes the weights of one network."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 
 class _StackedLSTMLayer(torch.autograd.Function):
-    """One layer, step after step (Hochreiter and Schmidhuber 1997, as in `torch.nn.LSTM`), of k networks at once:
+    """Computes one LSTM layer of k networks at once, step after step (Hochreiter and Schmidhuber 1997, as in
+    `torch.nn.LSTM`).
+
     c ← σ(f)·c + σ(i)·tanh(g), h ← σ(o)·tanh(c), where (i, f, g, o) = W·(x, h, 1).
 
     The derivative is written out, since recording two dozen small operations a step takes longer than computing them. There
@@ -89,7 +91,9 @@ class _StackedLSTMLayer(torch.autograd.Function):
 def run_stacked_lstm(
     part: nn.LSTM, weights: Mapping[str, Tensor], x: Tensor, hx: None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Outputs and last states as `part` gives them, for the clients' examples one below another."""
+    """Computes the outputs and last states of all clients' LSTMs, in the form that `part` returns, with the clients'
+    examples one below another.
+    """
     if hx is not None:
         raise NotImplementedError("an LSTM that is given its first state")
     clients = len(weights["weight_ih_l0"])

@@ -1,4 +1,6 @@
-"""Many networks of one architecture as one: each weight is stacked over the clients, and their examples share a batch."""
+"""Computes many networks of one architecture as one: each weight is stacked over the clients, and their examples share
+a batch.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,11 +21,11 @@ ModuleTensors = Mapping[str, Tensor]
 
 
 class CannotStackError(Exception):
-    """Why networks of an architecture cannot be computed together; half a sentence."""
+    """Reports why networks of an architecture cannot be computed together, as half a sentence."""
 
 
 def stacking_obstacle(module: nn.Module) -> str | None:
-    """The first thing in a network that keeps many of its kind from being computed together, None if nothing is known.
+    """Returns the first part of a network that prevents computing many such networks together; None if none is known.
 
     >>> stacking_obstacle(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), stacking_obstacle(nn.Bilinear(2, 2, 1))
     (None, 'Bilinear has weights of its own')
@@ -43,7 +45,8 @@ def stacking_obstacle(module: nn.Module) -> str | None:
 
 @final
 class Stacked(nn.Module):
-    """k networks of one architecture; `forward` takes (k·rows, ...), client after client, and returns as many outputs.
+    """Computes k networks of one architecture at once; `forward` takes all clients' inputs one below another, (k·rows,
+    ...), and returns as many outputs.
 
     Use it as a context: inside, the layers of `module` compute with the stacked weights; after it, with their own again.
 
@@ -123,7 +126,7 @@ class Stacked(nn.Module):
         return layer(part, weights, *inputs)
 
     def _drop(self, part: nn.Dropout, x: Tensor) -> Tensor:
-        """Each client's mask is drawn as its network alone draws it."""
+        """Applies dropout, with each client's mask as the client's network alone would draw it."""
         if not part.training:
             return x
         max_rows, noise = len(x) // self.num_clients, torch.ones_like(x)
@@ -134,24 +137,27 @@ class Stacked(nn.Module):
         return x * noise
 
     def forward(self, x: Tensor) -> Any:
-        """What the clients' networks answer to the clients' examples."""
+        """Computes the outputs of each client's network for the client's own examples in the batch."""
         return self.module(x)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The stacked parameters that are trained."""
+        """Yields the names and stacked tensors of the parameters that are trained."""
         return ((name, tensor) for name, tensor in self._active_tensors.items() if isinstance(tensor, nn.Parameter))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The stacked buffers."""
+        """Yields the names and stacked tensors of the buffers."""
         buffer_names = {name for name, _ in self.module.named_buffers()}
         return ((name, tensor) for name, tensor in self._active_tensors.items() if name in buffer_names)
 
     def keep_first_clients(self, num_clients: int, optimizer: Optimizer | None = None) -> None:
-        """Goes on with the first `num_clients` only: the others have made all their steps, and nothing of them moves."""
+        """Drops all clients but the first `num_clients` from the stack, so that later steps do not change the others.
+
+        The others have made all their steps.
+        """
         if num_clients == self.num_clients:
             return
         for name, tensor in self._active_tensors.items():
@@ -165,7 +171,7 @@ class Stacked(nn.Module):
         self.num_clients = num_clients
 
     def criterion(self, task: Task, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """The mean loss of each client's examples in a batch, (k,)."""
+        """Returns the function that computes the mean loss of each client's examples in a batch, shape (k,)."""
 
         def loss_by_client(outputs: Tensor, targets: Tensor) -> Tensor:
             if task == "classification":
@@ -187,14 +193,16 @@ class Stacked(nn.Module):
         return loss_by_client
 
     def valid_row_mask(self, max_rows: int) -> Tensor:
-        """Which of `max_rows` rows of each client are real, (k, most)."""
+        """Returns a mask of which of each client's `max_rows` rows are examples, not filling; shape (k, max_rows)."""
         assert self.valid_rows is not None
         return torch.arange(
             max_rows, device=self.valid_rows.device_counts.device
         ) < self.valid_rows.device_counts.unsqueeze(1)
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Scales each client's gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does alone."""
+        """Scales each client's gradients down to a global norm of at most `max_norm`, as
+        `torch.nn.utils.clip_grad_norm_` does for one network.
+        """
         grads = [p.grad for _, p in self.named_parameters() if p.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in grads])
         factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
@@ -202,31 +210,34 @@ class Stacked(nn.Module):
             grad.mul_(factor.view(-1, *(1 for _ in grad.shape[1:])))
 
     def record_losses(self, loss: Tensor, rows: Tensor) -> None:
-        """Takes in each client's loss of a step of so many examples, (k,)."""
+        """Adds each client's loss of a step, (k,), weighted by its number of examples, to the sums for `mean_losses`."""
         self.loss_sums[: self.num_clients] += loss * rows
         self.example_counts[: self.num_clients] += rows
 
     def mean_losses(self) -> Tensor:
-        """Of each client over all examples that it has seen, (k,)."""
+        """Returns each client's mean loss over all examples that it has seen, shape (k,)."""
         return self.loss_sums / self.example_counts
 
     def client_tensors(self, client: int) -> dict[str, Tensor]:
-        """Parameters and buffers of one client: views of the stack."""
+        """Returns the parameters and buffers of one client by name, as views of the stacked tensors."""
         return {name: tensor[client] for name, tensor in self.stacked_tensors.items()}
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Returns whether the network computes batch statistics (BatchNorm) in training; a minibatch then needs two examples."""
+    """Returns whether the network computes batch statistics (BatchNorm) in training; a minibatch then needs two
+    examples.
+    """
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def sum_per_client(network: nn.Module, numbers: Tensor) -> Tensor:
-    """The sum over each client's numbers: of a stack (k,), of one network a number."""
+    """Sums the numbers of each client: shape (k,) for stacked networks, a scalar for one network."""
     return numbers.reshape(network.num_clients, -1).sum(1) if isinstance(network, Stacked) else numbers.sum()
 
 
 def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
-    """A number of each client, (k,) or one, in the form in which it multiplies a parameter.
+    """Reshapes one number per client, (k,), or a single number, so that it can be multiplied by a parameter of the
+    shape of `like`.
 
     >>> (reshape_to_broadcast(torch.ones(4), torch.zeros(4, 3, 2)).shape,
     ...  reshape_to_broadcast(torch.ones(()), torch.zeros(3)).shape)
@@ -236,14 +247,16 @@ def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
 
 
 def get_network_rng_states(network: nn.Module, device: torch.device) -> list[Tensor]:
-    """Where the random numbers stand that a network draws as it runs; of stacked ones, each client's."""
+    """Returns the states of the random number generators that a network draws from as it runs: one, or one per stacked
+    client.
+    """
     return (
         [chance.state for chance in network.dropout_rngs] if isinstance(network, Stacked) else [get_rng_state(device)]
     )
 
 
 def set_network_rng_states(network: nn.Module, device: torch.device, states: Sequence[Tensor]) -> None:
-    """Goes back to where `get_network_rng_states` was."""
+    """Restores the generators' states that `get_network_rng_states` returned."""
     if isinstance(network, Stacked):
         for rng, rng_state in zip(network.dropout_rngs, states, strict=True):
             rng.state = rng_state

@@ -15,7 +15,7 @@ from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.evaluate import split_metric_column
 from polyfed.core.evaluation.metrics import METRICS, metric_by_name
 from polyfed.core.messages.compressors import parse_compressor
-from polyfed.core.messages.lora import unpack_adapters, unpacked_reply_spec
+from polyfed.core.messages.lora import reply_at_server_rank, reply_spec_at_server_rank
 from polyfed.core.messages.message_compression import decompressed_specs, uncompressed_tensors
 from polyfed.core.state_dict import spec_mismatch
 from polyfed.deploy.protocol.piggyback import EVALUATION_KEY
@@ -191,7 +191,7 @@ def reply_spec_error(
         for group, form in specs.items()
     }
     try:
-        meta = dict(unpack_adapters(server.algorithm, Message(meta, scalars), message).tensors)
+        meta = dict(reply_at_server_rank(server.algorithm, Message(meta, scalars), message).tensors)
         try:
             reply_spec = server.algorithm.reply_spec(server_state, message, Message(meta, scalars))
         except RuntimeError:  # the method needs values, such as FedFomo's list of clients: small tensors are read
@@ -213,7 +213,7 @@ def reply_spec_error(
         return None
     except Exception as error:  # no site's reply may end the run of the others
         return f"the method cannot check the shapes of its reply ({type(error).__name__})"
-    reply_spec = unpacked_reply_spec(server.algorithm, reply_spec)
+    reply_spec = reply_spec_at_server_rank(server.algorithm, reply_spec)
     if specs.keys() != reply_spec.keys():
         return sanitize_line(f"the reply holds the groups {sorted(specs)[:9]}, expected {sorted(reply_spec)}")
     differences = ((group, spec_mismatch(meta[group], form)) for group, form in reply_spec.items())

@@ -16,7 +16,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import is_code_trusted, load_function, trust_code
 from polyfed.core.io.validation import parse_yaml
-from polyfed.core.messages.lora import architecture_without_ranks
+from polyfed.core.messages.lora import architecture_key_without_ranks
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.server.server import Deployment, DeploymentServer
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
@@ -158,7 +158,7 @@ def _check_and_build_server(
     models: dict[str, Architecture] = {}
     if "one_architecture" in needs:
         model: Architecture = _load_server_function(deployment, "model", f"{name} needs one architecture")
-        models = {architecture_without_ranks(algorithm, cached_module(model)): model}
+        models = {architecture_key_without_ranks(algorithm, cached_module(model)): model}
     if "architectures" in needs:
         factories: Sequence[Architecture] = _load_server_function(
             deployment, "architectures", f"{name} needs all architectures"

@@ -1,1 +1,1 @@
-"""Reads the runs that a report shows, and computes its figures."""
+"""Reads the runs that a report shows, and computes the numbers that it shows of them."""

@@ -1,4 +1,4 @@
-"""Parses a comparison's answers: for each site whether to join, to stay alone, or that nothing is decided."""
+"""Reads the answers of a comparison: whether each site should join the federation, train alone, or cannot be advised."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ ANSWER_LABELS: Mapping[AnswerKind, str] = {"join": "Join", "stay": "Stay alone",
 @final
 @dataclass(frozen=True)
 class SiteAnswer:
-    """Holds the answer of a comparison to one site.
+    """Holds a comparison's advice to one site (join, train alone, or undecided), and the numbers that the advice rests
+    on.
 
     Args:
         client: the site; None for the mean over sites.
@@ -50,7 +51,9 @@ class SiteAnswer:
             )
 
     def explanation(self) -> str:
-        """Returns the sentence without the site's name and the answer, which stand before it on the page."""
+        """Returns the advice's sentence without the site's name and the answer, which the page shows before the
+        sentence.
+        """
         text = self.sentence.removeprefix(f"{'mean over clients' if self.client is None else self.client}: ")
         if self.kind == "undecided":  # what a simple model does alone is said before
             before, _, after = text.partition("not decided: ")
@@ -60,7 +63,8 @@ class SiteAnswer:
 
 
 def parse_site_answers(results: Mapping[str, Any]) -> list[SiteAnswer]:
-    """Returns the answers to the sites in the comparison's order; empty where it has none.
+    """Reads the answer to each site from the content of `comparison.json`, in its order; the list is empty if the
+    comparison has no answers.
 
     Raises:
         UserError: one of them is damaged.
@@ -69,7 +73,8 @@ def parse_site_answers(results: Mapping[str, Any]) -> list[SiteAnswer]:
 
 
 def parse_mean_answer(results: Mapping[str, Any]) -> SiteAnswer | None:
-    """Returns the answer for the mean over sites, or None.
+    """Reads the answer for the mean over all sites from the content of `comparison.json`; None if there is no such
+    answer.
 
     Raises:
         UserError: it is damaged.

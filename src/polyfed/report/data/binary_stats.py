@@ -27,8 +27,8 @@ _POINTS = 10
 @final
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """Holds a point of a calibration curve: mean probability, share of positives with its interval, and the number of
-    examples (mean over seeds).
+    """Holds one point of a calibration curve: the mean predicted probability of a group of examples, the share of
+    positives among them with its interval, and the number of examples (mean over seeds).
     """
 
     mean_probability: float
@@ -39,8 +39,9 @@ class CalibrationPoint:
 
 
 def roc_curve_and_area(predictions: BinaryPredictions) -> tuple[Floats, float] | None:
-    """Computes the ROC curve, (61,) sensitivities at `FALSE_ALARM_GRID`, and its area; None if all examples are of one
-    class.
+    """Computes the ROC curve of binary predictions and the area under it; None if all examples are of one class.
+
+    The curve has shape (61,): the sensitivity at each false positive rate of `FALSE_ALARM_GRID`.
 
     Examples of equal probability are decided together.
 
@@ -66,10 +67,12 @@ def roc_curve_and_area(predictions: BinaryPredictions) -> tuple[Floats, float] |
     return curve, float(np.sum(np.diff(false_alarms) * (sensitivity[1:] + sensitivity[:-1]) / 2))
 
 
-def hits_and_false_alarms(predictions: BinaryPredictions) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Counts true and false positives at each of `THRESHOLDS`; an example is called positive from the threshold on.
+def count_hits_and_false_alarms(predictions: BinaryPredictions) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Counts the true positives and the false positives at each of `THRESHOLDS`.
 
-    >>> hits, alarms = hits_and_false_alarms((np.array([0.9, 0.2]), np.array([True, False])))
+    An example counts as positive if its probability is at least the threshold.
+
+    >>> hits, alarms = count_hits_and_false_alarms((np.array([0.9, 0.2]), np.array([True, False])))
     >>> hits[[9, 89, 90]].tolist(), alarms[[9, 89]].tolist()
     ([1, 1, 0], [1, 0])
     """
@@ -79,7 +82,9 @@ def hits_and_false_alarms(predictions: BinaryPredictions) -> tuple[NDArray[np.in
 
 
 def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: float) -> list[CalibrationPoint]:
-    """Groups examples by probability into up to ten groups of equal size; fewer than 20 examples give none.
+    """Computes the points of a calibration curve: examples of similar probability form up to ten groups of equal size.
+
+    The list is empty for fewer than 20 examples.
 
     Args:
         predictions_by_seed: one a seed. They are of the same examples, so that an interval counts those of one part.
@@ -101,14 +106,15 @@ def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: 
 
 
 def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, float]:
-    """Computes the interval of a share (Wilson 1927); NaN without examples.
+    """Computes the confidence interval of a share by Wilson's method (1927); both ends are NaN if there are no
+    examples.
 
     >>> [round(end, 3) for end in wilson_interval(8, 10, 0.95)]
     [0.49, 0.943]
     """
     if examples <= 0:
         return math.nan, math.nan
-    z2 = normal_quantile(level) ** 2
+    z2 = z_of_confidence_level(level) ** 2
     share = hits / examples
     middle = (share + z2 / (2 * examples)) / (1 + z2 / examples)
     half = math.sqrt(z2 * (share * (1 - share) / examples + z2 / (4 * examples**2))) / (1 + z2 / examples)
@@ -116,17 +122,21 @@ def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, 
 
 
 def auc_interval(area: float, yes: float, no: float, level: float) -> tuple[float, float]:
-    """Computes the interval of an AUC by the number of examples (Hanley and McNeil 1982), within 0 and 1.
+    """Computes the confidence interval of an AUC from the numbers of positive and negative examples, within 0 and 1.
+
+    Source: Hanley and McNeil 1982.
 
     >>> [round(end, 3) for end in auc_interval(0.9, 50, 50, 0.95)]
     [0.837, 0.963]
     """
     first, second = area / (2 - area), 2 * area**2 / (1 + area)
     variance = area * (1 - area) + (yes - 1) * (first - area**2) + (no - 1) * (second - area**2)
-    half = normal_quantile(level) * math.sqrt(max(variance, 0.0) / (yes * no))
+    half = z_of_confidence_level(level) * math.sqrt(max(variance, 0.0) / (yes * no))
     return max(0.0, area - half), min(1.0, area + half)
 
 
-def normal_quantile(level: float) -> float:
-    """Returns the half-width of an interval in standard deviations."""
+def z_of_confidence_level(level: float) -> float:
+    """Returns z, the standard deviations to each side of the mean that hold a share `level` of a normal distribution:
+    1.96 for 0.95.
+    """
     return NormalDist().inv_cdf((1 + level) / 2)

@@ -1,4 +1,4 @@
-"""Reads the predictions of a group's runs on their test examples, by method, seed and client."""
+"""Reads the predictions that a group's runs stored for their test examples, by method, seed and client."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,9 @@ _MANY_CLIENTS = 100  # clients from which only these two are read
 @final
 @dataclass(frozen=True, eq=False)
 class BinaryQuestion:
-    """Describes a binary question of the task: one class against the others, or one label; `column` is its output."""
+    """Describes one yes/no question of a classification task: is an example of this class, or does it have this label?
+    `column` is the column of the network's outputs that answers.
+    """
 
     name: str
     column: int
@@ -32,7 +34,7 @@ class BinaryQuestion:
 @final
 @dataclass(frozen=True, eq=False)
 class GroupPredictions:
-    """Holds the predictions of several methods, seeds and clients.
+    """Holds the stored predictions of several methods for the clients' test examples, by method, seed and client.
 
     Attributes:
         task: "classification", "multilabel" or "regression".
@@ -58,12 +60,14 @@ class GroupPredictions:
 
     @property
     def is_binary(self) -> bool:
-        """Returns whether the task has two classes."""
+        """Returns whether the task is a classification into exactly two classes."""
         return self.task == "classification" and len(self.class_names) == 2
 
     @cached_property
     def binary_questions(self) -> tuple[BinaryQuestion, ...]:
-        """Returns the binary questions: for two classes whether it is the second, else one per class or label."""
+        """Returns the yes/no questions of the task: for two classes, whether an example is of the second; otherwise one
+        question per class or label.
+        """
         if self.task == "regression":
             return ()
         columns = [1] if self.is_binary else range(len(self.class_names))
@@ -72,7 +76,10 @@ class GroupPredictions:
     def binary_predictions(
         self, method: str, seed: int, clients: Sequence[str], question: BinaryQuestion
     ) -> BinaryPredictions:
-        """Returns probabilities and truths of all test examples of these clients, each predicted by its own network.
+        """Returns, for all test examples of the given clients, the predicted probability of the answer "yes" and the
+        true answer.
+
+        Each client's examples are predicted by that client's own network.
 
         Examples with an output that is not finite are left out.
         """
@@ -87,7 +94,9 @@ class GroupPredictions:
         return score, np.asarray(positive.numpy(), dtype=np.bool_)
 
     def confusion_matrix(self, method: str, seed: int, clients: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Counts test examples by true class (rows) and most probable class (columns), shape (K, K)."""
+        """Counts the test examples of some clients by true class (rows) and most probable class (columns); shape (K, K)
+        for K classes.
+        """
         size = len(self.class_names)
         matrix = np.zeros((size, size), np.int64)
         for client in clients:
@@ -97,12 +106,14 @@ class GroupPredictions:
         return matrix
 
     def column_names(self) -> list[str]:
-        """Returns the names of further columns of the examples, such as "sex", ascending."""
+        """Returns the names of the further columns that come with the test examples, such as "sex", in ascending order."""
         return sorted({name for table in self.prediction_tables.values() for name in table.columns})
 
     def column_values(self, name: str, clients: Sequence[str], seed: int) -> list[Any]:
-        """Returns a column of the clients' test examples, in the order of `binary_predictions`; None for clients without
-        it.
+        """Returns the values of one further column, such as "sex", for the clients' test examples, in the order of
+        `binary_predictions`.
+
+        A client that lacks the column has None for each example.
         """
         cells: list[Any] = []
         for client in clients:
@@ -114,8 +125,9 @@ class GroupPredictions:
 def read_group_predictions(
     run_group: RunGroup, class_names: Sequence[str] | None = None
 ) -> tuple[GroupPredictions | None, str]:
-    """Reads the predictions of a group's runs at the rounds whose scores are shown; returns None and a sentence if there
-    are none.
+    """Reads the predictions of a group's runs at the rounds whose scores the page shows.
+
+    Returns the predictions and an empty text, or None and a sentence that says why there are no predictions.
 
     Args:
         run_group: as gathered.
@@ -181,14 +193,16 @@ def _group_predictions(
 
 
 def _methods_to_show(run_group: RunGroup) -> list[MethodRuns]:
-    """Returns the methods to show: the leader, training alone, those that answers advise, and the next best."""
+    """Selects the methods whose predictions the page shows: the best, training alone, the methods that the answers
+    advise, and the next best.
+    """
     advised = {
         answer.get("method")
         for answer in run_group.comparison_results.get("answers") or ()
         if isinstance(answer, Mapping)
     }
     ranked = sorted(run_group.methods, key=lambda x: (x.label not in advised, -run_group.ranking_key(x)))
-    order = [method for method in (run_group.best_method, run_group.local_method) if method is not None]
+    order = [method for method in (run_group.best_method_besides_local, run_group.local_method) if method is not None]
     order += [method for method in ranked if method not in order]
     return order[: 2 if len(run_group.clients) > _MANY_CLIENTS else MAX_METHODS]
 

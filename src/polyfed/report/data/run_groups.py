@@ -1,5 +1,5 @@
-"""Groups the runs of run directories and comparisons: runs that differ only in their seed are one method, and methods on
-the same data, clients and networks are one group.
+"""Groups runs that can be compared: runs that differ only in their seed are one method, and methods on the same data,
+clients and networks are one group.
 """
 
 import json
@@ -19,9 +19,9 @@ from polyfed.report.data.run_records import (
     DIGITS,
     RunRecord,
     mean_of_defined,
-    norms_and_warnings,
-    read_rounds,
+    read_round_records,
     read_run_record,
+    update_norms_and_warnings,
 )
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.settings import EXECUTION_FIELDS
@@ -38,7 +38,7 @@ _IGNORED_SETTINGS = {
 @final
 @dataclass(frozen=True, eq=False)
 class MethodRuns:
-    """Holds the runs of one method with its settings, one per seed and at least one.
+    """Holds the runs of one method with the same settings: one run per seed, at least one.
 
     Attributes:
         label: the method's name; where several lines have it, what tells them apart is added.
@@ -50,14 +50,15 @@ class MethodRuns:
     statistics: Mapping[str, Any]
 
     @cached_property
-    def mean_by_run(self) -> tuple[float, ...]:
-        """Returns the mean over clients of each run."""
+    def mean_score_by_run(self) -> tuple[float, ...]:
+        """Returns the mean score over clients of each run, in the order of `runs`."""
         return tuple(mean_of_defined(list(run.score_by_client.values())) for run in self.runs)
 
     @cached_property
     def mean_learning_curve(self) -> Mapping[str, tuple[float, ...]]:
-        """Returns columns over the rounds that all runs have evaluated: `rounds`; `megabytes` and `seconds` (means over
-        runs); `mean`, `low` and `high` of the mean score.
+        """Computes the learning curve of the method over the rounds that all of its runs have evaluated.
+
+        Columns: `rounds`; `megabytes` and `seconds` (means over runs); `mean`, `low` and `high` of the mean score.
         """
         tables = [{point[0]: point for point in run.learning_curve} for run in self.runs]
         rounds = sorted(set.intersection(*(set(table) for table in tables)))
@@ -79,9 +80,7 @@ class MethodRuns:
 @final
 @dataclass(frozen=True, eq=False)
 class ClientGain:
-    """Holds the gain of a participant over training alone, positive where it is better: the mean over seeds, and the
-    lowest and highest seed.
-    """
+    """Holds how much better a client scores than with training alone: mean over seeds, lowest and highest seed."""
 
     client: str
     mean: float
@@ -92,7 +91,7 @@ class ClientGain:
 @final
 @dataclass(frozen=True, eq=False)
 class RunGroup:
-    """Holds methods that answer the same question; training alone comes last.
+    """Holds the methods that were run on the same data, clients and networks; training alone comes last.
 
     Attributes:
         title: what the data are.
@@ -113,66 +112,66 @@ class RunGroup:
 
     @property
     def local_method(self) -> MethodRuns | None:
-        """Returns training alone, or None if it was not run."""
+        """Returns the runs of the method that trains each client alone; None if it was not run."""
         return next((method for method in self.methods if method.label == self.local_label), None)
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
-        """Returns the seeds, ascending."""
+        """Returns the seeds of all runs of the group, in ascending order."""
         return tuple(sorted({run.seed for method in self.methods for run in method.runs}))
 
     @cached_property
     def clients(self) -> tuple[str, ...]:
-        """Returns the clients' ids, ascending."""
+        """Returns the ids of all clients of the group's runs, in ascending order."""
         return tuple(
             sorted({client for method in self.methods for run in method.runs for client in run.score_by_client})
         )
 
     def participant_name(self, client: str, seed: int) -> str:
-        """Returns the name under which the page shows a client of a seed."""
+        """Returns a client's name on the page: its id, and the seed too if each seed has other clients."""
         return client if self.same_clients or len(self.seeds) == 1 else f"{client}, seed {seed}"
 
     @cached_property
     def common_seeds(self) -> tuple[int, ...]:
-        """Returns the seeds for which every method that has scores has a mean; other means cannot be compared."""
+        """Returns the seeds in which every method with any scores has a mean score."""
         scored_seeds = [
-            {run.seed for run, value in zip(method.runs, method.mean_by_run, strict=True) if value == value}
+            {run.seed for run, value in zip(method.runs, method.mean_score_by_run, strict=True) if value == value}
             for method in self.methods
         ]
         return tuple(sorted(set.intersection(*filter(None, scored_seeds)) if any(scored_seeds) else ()))
 
     def runs_of_common_seeds(self, method: MethodRuns) -> list[RunRecord]:
-        """Returns a method's runs of the common seeds, or all runs if there is no common seed."""
+        """Returns the method's runs with the common seeds, or all of its runs if there is none."""
         return [run for run in method.runs if run.seed in self.common_seeds or not self.common_seeds]
 
     def mean_score(self, method: MethodRuns) -> float:
-        """Returns the mean over clients and common seeds; for a finished comparison its stored mean."""
+        """Returns the method's mean score over clients and common seeds (as stored, for a finished comparison)."""
         if self.comparison_results:
             stored_mean = method.statistics["mean"]
             return math.nan if stored_mean is None else round(stored_mean, DIGITS)
         return mean_of_defined(
             [
                 value
-                for run, value in zip(method.runs, method.mean_by_run, strict=True)
+                for run, value in zip(method.runs, method.mean_score_by_run, strict=True)
                 if run in self.runs_of_common_seeds(method)
             ]
         )
 
     def ranking_key(self, method: MethodRuns) -> float:
-        """Returns a key that is higher for a better mean, and lowest of all without a mean."""
+        """Returns a number to sort methods by: higher for a better mean score, minus infinity without one."""
         mean_score = self.mean_score(method)
         return -math.inf if math.isnan(mean_score) else self.score_format.positive_if_better(mean_score)
 
     @cached_property
-    def best_method(self) -> MethodRuns | None:
-        """Returns the best method beside training alone, or None if no other has a mean."""
+    def best_method_besides_local(self) -> MethodRuns | None:
+        """Returns the method with the best mean score, not counting training alone; None without any."""
         others = [m for m in self.methods if m is not self.local_method and self.ranking_key(m) > -math.inf]
         stated_label = self.comparison_results.get("leader") or self.comparison_results.get("best")
         stated = [method for method in others if method.label == stated_label]
         return max(stated or others, key=self.ranking_key, default=None)
 
     def score_by_participant(self, method: MethodRuns) -> dict[str, float]:
-        """Returns the score of each participant, a mean over common seeds where it is in several; NaN without any."""
+        """Returns the method's score by client's name on the page, a mean over common seeds; NaN if undefined."""
         values_by_name: dict[str, list[float | None]] = {}
         for run in self.runs_of_common_seeds(method) if self.same_clients else method.runs:
             for client, value in run.score_by_client.items():
@@ -180,7 +179,7 @@ class RunGroup:
         return {name: mean_of_defined(values) for name, values in sorted(values_by_name.items())}
 
     def gains_over_local(self, method: MethodRuns) -> list[ClientGain]:
-        """Returns each participant's gain, largest first, each seed against the local run of that seed.
+        """Computes how much better each client scores than with training alone in that seed, the largest gain first.
 
         Participants that lack one of the scores are left out. Empty without local runs.
         """
@@ -203,7 +202,9 @@ class RunGroup:
 
 
 def read_run_groups(folders: Sequence[Path]) -> tuple[list[RunGroup], list[str]]:
-    """Reads run directories with their baselines, and comparisons; returns groups, and a sentence on each run left out.
+    """Reads the runs in the given run directories and comparisons, and groups those whose scores can be compared.
+
+    Baselines in a run directory are read too. Returns the groups, and a sentence on each run that was left out.
 
     Raises:
         UserError: a folder is neither, or none of its runs has been evaluated yet.
@@ -239,7 +240,7 @@ def read_run_groups(folders: Sequence[Path]) -> tuple[list[RunGroup], list[str]]
 
 
 def _run_directories(folder: Path) -> Iterator[Path]:
-    """Yields a run directory and its baselines, or the runs so far of an unfinished comparison."""
+    """Yields the run directories in a folder: a run and its baselines, or an unfinished comparison's runs."""
     if (folder / comparison.DESCRIPTION).exists():
         yield from sorted(path.parent for path in folder.glob("*/seed-*/config.yaml"))
         return
@@ -253,7 +254,7 @@ def _run_directories(folder: Path) -> Iterator[Path]:
 
 
 def _comparability_key(run: RunRecord) -> str:
-    """Returns a key that is equal for runs whose scores may be compared."""
+    """Returns a text that is equal for two runs exactly if their scores may be compared."""
     shared_settings = {key: value for key, value in run.config.items() if key not in _IGNORED_SETTINGS}
     if "data" not in shared_settings and run.folder is not None:  # the clients were made in Python
         shared_settings["fingerprint"] = read_manifest(run.folder).get("data_fingerprint")
@@ -315,7 +316,7 @@ def _data_title(config: Mapping[str, Any]) -> str:
 
 
 def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord]) -> RunGroup:
-    """Returns the group of an unfinished comparison, from the runs that it has."""
+    """Builds the group of an unfinished comparison from the runs that exist so far."""
     description = comparison.read_description(folder)
     runs_by_label: dict[str, list[RunRecord]] = {}
     for run in runs:
@@ -336,7 +337,7 @@ def _unfinished_comparison_group(folder: Path, runs: Sequence[RunRecord]) -> Run
 
 
 def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:
-    """Returns the group of a finished comparison; adds a note for each run that cannot be read."""
+    """Builds the group of a finished comparison; appends to `notes` a sentence for each run that cannot be read."""
     results = comparison.load_comparison(folder).results
     try:
         score_fields = {name: results.get(f"score_{name}") for name in ("label", "unit")}
@@ -386,8 +387,8 @@ def _runs_of_comparison(
             for number, score, bytes_moved, seconds in run["curve"]
         )
         try:
-            norms, warnings = norms_and_warnings(
-                read_rounds(path / "metrics.jsonl") if path is not None and has_directory else ()
+            norms, warnings = update_norms_and_warnings(
+                read_round_records(path / "metrics.jsonl") if path is not None and has_directory else ()
             )
         except UserError:  # `changes` tells of it
             norms, warnings = {}, ()

@@ -1,4 +1,7 @@
-"""Reads a run directory for the page. A damaged `metrics.jsonl` is an error, not a run that has not begun."""
+"""Reads from a run directory what the report's page shows of the run.
+
+A damaged `metrics.jsonl` is an error, not a run that has not begun.
+"""
 
 import json
 import math
@@ -25,7 +28,7 @@ _SECONDS = ("seconds_clients", "seconds_server")  # runs of early versions have 
 @final
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """Holds what the page shows of one run.
+    """Holds what the page shows of one run: its configuration, scores, learning curve, traffic and warnings.
 
     Attributes:
         folder: the run directory; None for a run that was kept in memory.
@@ -62,18 +65,20 @@ class RunRecord:
 
     @property
     def score_name(self) -> str:
-        """Returns the name of the score."""
+        """Returns the name of the metric that the run is judged by."""
         return self.score_format.name
 
     @property
     def megabytes_and_seconds(self) -> tuple[float, float]:
-        """Returns megabytes and seconds up to `scored_round`."""
+        """Returns the megabytes sent and the seconds spent up to `scored_round`."""
         last_point = next(point for point in reversed(self.learning_curve) if point[0] == self.scored_round)
         return last_point[2], last_point[3]
 
 
 def mean_of_defined(values: Sequence[float | None]) -> float:
-    """Returns the mean of the values that are defined, rounded so that equal means are equal; NaN if there are none.
+    """Returns the mean of the values that are neither None nor NaN; NaN if there are none.
+
+    The mean is rounded so that equal means are equal.
 
     >>> mean_of_defined([1.0, None, 2.0]), mean_of_defined([]), mean_of_defined([0.1, 0.2, -0.3])
     (1.5, nan, 0.0)
@@ -83,7 +88,7 @@ def mean_of_defined(values: Sequence[float | None]) -> float:
 
 
 def read_run_record(folder: Path) -> RunRecord | None:
-    """Reads a run directory; returns None if no round has been evaluated.
+    """Reads the record of a run from its run directory; None if the run has evaluated no round.
 
     Raises:
         UserError: its configuration or a round is damaged.
@@ -98,7 +103,7 @@ def read_run_record(folder: Path) -> RunRecord | None:
     score_names = [
         name for name in (score_fields.get("name"), deciding_metric, *DEFAULT_METRIC.values()) if isinstance(name, str)
     ]
-    records = read_rounds(folder / "metrics.jsonl", score_names)
+    records = read_round_records(folder / "metrics.jsonl", score_names)
     names = {name for record in records for row in record["clients"].values() for name in row}
     score = next((name for name in score_names if name in names), None)
     if score is None:
@@ -115,7 +120,7 @@ def read_run_record(folder: Path) -> RunRecord | None:
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"seed and rounds in {folder / 'config.yaml'} must be whole numbers: {error}") from error
     failures = sum(len(record.get("failures", ())) for record in records)
-    norms, warnings = norms_and_warnings(records)
+    norms, warnings = update_norms_and_warnings(records)
     return RunRecord(
         folder,
         config,
@@ -134,16 +139,22 @@ def read_run_record(folder: Path) -> RunRecord | None:
     )
 
 
-def norms_and_warnings(
+def update_norms_and_warnings(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[int, dict[str, float]], tuple[str, ...]]:
-    """Returns the norm of each client's update by round, and the warnings about the rounds; early versions have neither."""
+    """Returns the norm of each client's update by round, and the warnings of the rounds, from the records of
+    `metrics.jsonl`.
+
+    Both are empty for runs of early versions.
+    """
     norms = {record["round"]: round_norms for record in records if (round_norms := norms_by_client(record))}
     return norms, tuple(sentence for record in records for sentence in record.get("warnings", ()))
 
 
 def _deciding_metric(config: Mapping[str, Any]) -> str | None:
-    """Returns the first metric of a configuration, or None."""
+    """Returns the metric by which a run is judged, the first in its configuration; None if the configuration names no
+    metric.
+    """
     metrics = config.get("metrics")
     first = metrics[0] if isinstance(metrics, list) and metrics else metrics
     if isinstance(first, str) and ":" in first:  # one of the user's, which is called by the last word of `module:name`
@@ -151,8 +162,9 @@ def _deciding_metric(config: Mapping[str, Any]) -> str | None:
     return first if isinstance(first, str) else None
 
 
-def read_rounds(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Reads and checks the records of a `metrics.jsonl`; a last line that was cut off while it was written is left out.
+def read_round_records(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Reads and checks the records of the rounds in a `metrics.jsonl` file; a last line that was only partly written is
+    left out.
 
     Args:
         path: the file.
@@ -166,7 +178,7 @@ def read_rounds(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, A
 
 
 def _round_error(record: Any, score_names: Set[str]) -> str:
-    """Returns why `record` is not a valid `RoundRecord`, or an empty text."""
+    """Returns a text that says why `record` is not a valid `RoundRecord`; empty if it is valid."""
     if not isinstance(record, Mapping):
         return "it is no round"
     number = record.get("round")
@@ -196,7 +208,7 @@ def _round_error(record: Any, score_names: Set[str]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether `value` is a number that fits a float; NaN and true are none."""
+    """Returns whether `value` is a number that a float can hold; False for NaN and for booleans."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

@@ -1,4 +1,4 @@
-"""Describes a score for people: its label, its unit, and which way is better."""
+"""Describes how a score is written for people: its label, its unit, and whether higher is better."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from polyfed.core.io.number_format import NumberUnit, format_number
 @final
 @dataclass(frozen=True)
 class ScoreFormat:
-    """Describes a score's label, unit and direction.
+    """Describes how a score is written and compared: its label, its unit, and whether higher is better.
 
     Args:
         name: of its column.
@@ -21,7 +21,7 @@ class ScoreFormat:
         higher_is_better: False for errors and losses.
 
     >>> brier = score_format_of("brier")
-    >>> brier.label, brier.positive_if_better(-0.1), brier.best_of([0.2, 0.1])
+    >>> brier.label, brier.positive_if_better(-0.1), brier.best_value([0.2, 0.1])
     ('Brier score', 0.1, 0.1)
     """
 
@@ -31,20 +31,22 @@ class ScoreFormat:
     higher_is_better: bool = True
 
     def positive_if_better(self, difference: float) -> float:
-        """Returns a difference of two scores, positive where the first is better."""
+        """Returns a difference of two scores with the sign set so that it is positive if the first score is better."""
         return difference if self.higher_is_better else -difference
 
-    def best_of(self, values: list[float]) -> float:
-        """Returns the best of at least one value."""
+    def best_value(self, values: list[float]) -> float:
+        """Returns the best of the given scores: the highest, or the lowest if lower is better; there must be at least
+        one.
+        """
         return max(values) if self.higher_is_better else min(values)
 
     @property
     def highest_or_lowest(self) -> str:
-        """Returns "highest" or "lowest", whichever the best value is."""
+        """Returns the word "highest" or "lowest", whichever describes the best score."""
         return "highest" if self.higher_is_better else "lowest"
 
     def format_magnitude(self, difference: float) -> str:
-        """Returns the size of a difference, without its sign.
+        """Returns the size of a difference of scores as text with its unit, without the sign.
 
         >>> score_format_of("accuracy").format_magnitude(-0.051), score_format_of("auc").format_magnitude(0.02)
         ('5.1 points', '0.020')
@@ -53,7 +55,7 @@ class ScoreFormat:
         return text.replace(" %", " points")
 
     def format_signed(self, difference: float) -> str:
-        """Returns a difference with its sign.
+        """Returns a difference of scores as text with its sign and unit.
 
         >>> score_format_of("accuracy").format_signed(-0.051)
         '−5.1 points'
@@ -63,7 +65,7 @@ class ScoreFormat:
 
 
 def score_format_of(name: str, overrides: Mapping[str, Any] | None = None) -> ScoreFormat:
-    """Returns the format of a score.
+    """Returns the label, unit and direction of a score with the given name.
 
     Args:
         name: of the score.

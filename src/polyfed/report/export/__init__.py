@@ -1,1 +1,1 @@
-"""Exports a trained network as a folder that needs neither polyfed nor the data."""
+"""Exports a trained network as a folder that can be used without polyfed and without the data."""

@@ -1,4 +1,4 @@
-"""Writes an exported folder whole or not at all, and reads it again."""
+"""Exports a client's trained network to a folder, and opens such a folder for predictions."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.threads import single_torch_thread
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
 from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format
-from polyfed.report.export.model_card import model_card
+from polyfed.report.export.model_card import build_model_card
 from polyfed.report.export.trained_model import (
     TrainedModel,
     build_network,
@@ -54,7 +54,7 @@ _MEANINGS = {
 
 
 class ExportedSignature(TypedDict):
-    """Describes the part of an exported folder's `signature.json` that polyfed reads again."""
+    """Describes the fields of an exported folder's `signature.json` that polyfed reads again."""
 
     client: str
     task: str
@@ -73,9 +73,11 @@ def export_model(
     format: Format = "torchscript",
     network: Architecture | None = None,
 ) -> Path:
-    """Writes a client's trained network to a new folder, from which it can be used without polyfed and without the data:
-    the network with its preprocessing as TorchScript or ONNX, its weights, its signature, and a model card (README.md). For
-    rows of a table also `inputs.py`, which reads them.
+    """Exports a client's trained network to a new folder, which can be used without polyfed and without the data.
+
+    The folder holds the network with its preprocessing as TorchScript or ONNX, its weights, its signature, and a model
+    card (README.md). For rows of a table it also holds `inputs.py`, which reads them. The folder is written whole or
+    not at all.
 
     Args:
         run: what `federate` returned, the directory of a run, or a site's folder of a run.
@@ -119,7 +121,7 @@ def export_model(
 
 
 def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
-    """Returns the files' contents by name."""
+    """Builds the content of each file of the exported folder, by file name."""
     content, shape, checked = serialize_network(trained, format)
     file, version_by_package = NETWORK_FILES[format], package_versions()
     meaning = _MEANINGS[trained.signature["task"]]
@@ -145,7 +147,7 @@ def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
     file_contents = {
         SIGNATURE: encode_json(signature),
         WEIGHTS: safetensors.torch.save(weights),
-        CARD: model_card(trained, file, outputs, checked=checked, versions=version_by_package).encode(),
+        CARD: build_model_card(trained, file, outputs, checked=checked, versions=version_by_package).encode(),
     }
     if file is not None and content is not None:
         file_contents[file] = content
@@ -160,7 +162,9 @@ def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
 
 
 def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
-    """Writes a folder beside its place and gives it its name when all is on the disk."""
+    """Writes the files to a temporary folder beside `target`, and renames it to `target` when all files are on the
+    disk.
+    """
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
     try:
         create_private_folder(partial, parents=True)
@@ -179,14 +183,15 @@ def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
 
 
 def is_exported_folder(folder: Path) -> bool:
-    """Returns whether `export_model` wrote a folder."""
+    """Returns whether a folder was written by `export_model`."""
     return (folder / SIGNATURE).is_file()
 
 
 @final
 class ExportedModel:
-    """An exported folder of a network on a table, opened for predictions. Its network is built as in a run: by polyfed, or
-    as code that the caller allowed.
+    """Opens an exported folder of a network on a table, and predicts with it.
+
+    The network is built as in a run: by polyfed, or by code that the caller allowed.
 
     Args:
         folder: that `export_model` wrote.
@@ -238,7 +243,9 @@ class ExportedModel:
         self._network = build_network(network_spec, weights, folder, None, method, description)
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """As `polyfed.simulation.results.saved_model.SavedModel.predict`."""
+        """Predicts every row of a table; arguments and results are those of
+        `polyfed.simulation.results.saved_model.SavedModel.predict`.
+        """
         if self._network is not None:
             return SavedModel(self._network, self._prepared, self._client).predict(table)
         stored = encode_table(table, self._prepared.columns)

@@ -1,4 +1,4 @@
-"""Exports a network as TorchScript or ONNX, and compares the file's outputs with the network's."""
+"""Exports a network as TorchScript or ONNX, and compares the exported file's outputs with the network's."""
 
 import importlib
 import io
@@ -27,7 +27,7 @@ _OUTPUT = "outputs"
 
 
 def validate_format(name: str) -> None:
-    """Checks that a format is known and its packages are installed.
+    """Raises an error if an export format is unknown or needs a package that is not installed.
 
     Raises:
         UserError: which, and what to do.
@@ -44,12 +44,12 @@ def validate_format(name: str) -> None:
 
 @final
 class _OutputsDifferError(Exception):
-    """Says that an exported file gives other outputs than the network."""
+    """Reports that an exported file gives other outputs than the network."""
 
 
 @single_torch_thread()
 def serialize_network(trained: TrainedModel, name: str) -> tuple[bytes | None, tuple[int, ...], bool]:
-    """Exports a network in a format.
+    """Exports a network as the bytes of a file in the given format, and compares the file's outputs with the network's.
 
     Args:
         trained: with its network.
@@ -92,7 +92,9 @@ NetworkFunction = Callable[..., Tensor]
 
 
 def _check_same_outputs(module: StandaloneModule, run_exported: NetworkFunction, trained: TrainedModel) -> None:
-    """Checks that the exported file gives the network's outputs, also for batches of other sizes than it was traced on."""
+    """Raises an error if the exported file gives other outputs than the network, also for batches of other sizes than
+    in the export.
+    """
     for number in CHECKED_BATCH_SIZES:
         inputs = random_inputs(trained, number, seed=number)
         expected, actual = module(*inputs), run_exported(*inputs)
@@ -115,7 +117,7 @@ def _to_torchscript(module: StandaloneModule, trained: TrainedModel) -> tuple[by
 
 @contextmanager
 def _without_fused_attention() -> Iterator[None]:
-    """Replaces torch's fused attention of transformer layers by operations that ONNX has."""
+    """Switches off torch's fused attention inside the block, since ONNX lacks this operation."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,5 +1,8 @@
-"""Trained networks and comparisons in MLflow: each client's network as a model with a signature, which MLflow serves without
-polyfed; each run of a comparison as a run of its own below that of the comparison."""
+"""Logs trained networks and comparisons to MLflow.
+
+Each client's network becomes a model with a signature, which MLflow serves without polyfed. Each run of a comparison
+becomes a child run of the comparison's run.
+"""
 
 import importlib
 import inspect
@@ -34,7 +37,9 @@ _PARENT = "mlflow.parentRunId"
 
 
 def log_models_to_mlflow(folder: Path) -> int:
-    """Logs the clients' networks of a run directory that MLflow tracks, unless its run there has them.
+    """Logs the clients' networks of a finished run to the MLflow run that tracks it, unless they are logged already.
+
+    Returns the number of logged networks; one that cannot be exported is left out, with a warning.
 
     Args:
         folder: of a run that has ended; its `mlflow.json` names the run of MLflow.
@@ -81,8 +86,11 @@ def _log_exported_model(exported: Path, code: Path, name: str) -> None:
 
 
 def mlflow_signature(exported: Path) -> Any:
-    """An exported folder's signature as MLflow's: a column each of a table, numbers as double and categories as string; a
-    tensor each of other inputs, the batch being the first axis; and a tensor of outputs."""
+    """Converts the signature of an exported folder to an MLflow signature.
+
+    A table has one column each, numbers as double and categories as string; other inputs are one tensor each, with the
+    batch as the first axis; the output is a tensor.
+    """
     models: Any = importlib.import_module("mlflow.models")
     schemas: Any = importlib.import_module("mlflow.types.schema")
     signature = parse_json(read_file(exported / SIGNATURE))
@@ -105,9 +113,12 @@ def mlflow_signature(exported: Path) -> Any:
     return models.ModelSignature(inputs=schemas.Schema(inputs), outputs=schemas.Schema(outputs))
 
 
-def track_comparison(results: Mapping[str, Any], folder: Path, names: Sequence[str]) -> None:
-    """Tracks a finished comparison: the rounds of each run; with MLflow also a run for the comparison, the mean scores and
-    gains of the methods, the results, and the networks of the first seed's runs.
+def log_comparison_to_trackers(results: Mapping[str, Any], folder: Path, names: Sequence[str]) -> None:
+    """Logs a finished comparison to TensorBoard or MLflow: the rounds of each run, and for MLflow also a run for the
+    whole comparison.
+
+    The comparison's run in MLflow has the mean scores and gains of the methods, the results, and the networks of the
+    first seed's runs.
 
     Args:
         results: its results.
@@ -132,7 +143,7 @@ def track_comparison(results: Mapping[str, Any], folder: Path, names: Sequence[s
 
 
 def _parent_run_id(results: Mapping[str, Any], folder: Path) -> str:
-    """MLflow's run of a comparison, with its results."""
+    """Creates or updates the MLflow run of a comparison with its results, and returns the run's id."""
     mlflow: Any = importlib.import_module("mlflow")
     server = mlflow.MlflowClient()
     run_id = read_mlflow_run_id(folder)

@@ -1,12 +1,10 @@
-"""Writes the model card of an exported network, `README.md`: what it is, what it was trained on, its scores, and its
-use.
-"""
+"""Writes the model card of an exported network (`README.md`): its purpose, training, scores, and use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from polyfed.core.declared_words import meaning_of
+from polyfed.core.declared_words import meaning_of_disclosure
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.core.training.config import LocalTraining
 from polyfed.report.export.standalone_module import onnx_input_names
@@ -15,10 +13,10 @@ from polyfed.report.export.trained_model import ClientScore, TrainedModel
 _SPLITS = {"train": "training", "val": "validation", "test": "test", "global_test": "common test set"}
 
 
-def model_card(
+def build_model_card(
     trained: TrainedModel, file: str | None, outputs: Mapping[str, Any], *, checked: bool, versions: Mapping[str, str]
 ) -> str:
-    """Returns the model card as Markdown.
+    """Returns the text of the model card of an exported network, as Markdown.
 
     Args:
         trained: what is exported.
@@ -97,7 +95,7 @@ def _never_trained_section(trained: TrainedModel, client: str) -> str:
 
 
 def _fields_to_state(method: Any) -> list[str]:
-    """Returns the fields of a method that differ from the defaults of local training."""
+    """Returns the hyper-parameters of a method that differ from the defaults of local training, as text."""
     defaults = {f.name: f.default for f in fields(LocalTraining)}
     names = [f.name for f in fields(method)]
     return [
@@ -197,7 +195,7 @@ def _disclosures_section(trained: TrainedModel) -> str:
         return "What the method discloses; see the records of the run."
     if not trained.disclosures:
         return "Nothing of the data or the network."
-    return "\n".join(f"- {word}: {meaning_of(word)}" for word in sorted(trained.disclosures))
+    return "\n".join(f"- {word}: {meaning_of_disclosure(word)}" for word in sorted(trained.disclosures))
 
 
 def _limits_section(client: str) -> str:
@@ -231,5 +229,5 @@ def _format_interval(interval: tuple[float, float]) -> str:
 
 
 def _escape_markdown(text: object) -> str:
-    """Escapes foreign text for a Markdown table."""
+    """Escapes text from outside polyfed for a cell of a Markdown table."""
     return sanitise_for_terminal(text).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

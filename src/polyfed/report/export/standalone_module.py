@@ -1,4 +1,4 @@
-"""Wraps a network and its preprocessing as one module of plain tensors, for TorchScript and ONNX."""
+"""Wraps a network and its preprocessing as one module that takes and returns plain tensors, for TorchScript and ONNX."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +17,11 @@ CHECKED_BATCH_SIZES = (1, 3, 5)  # of the examples on which a written network is
 
 @final
 class StandaloneModule(nn.Module):
-    """The client's network from stored inputs to its outputs: images of uint8 are normalised, rows of a table are scaled,
-    filled in and encoded, and targets of regression come in the table's unit."""
+    """Applies the preprocessing and the client's network to stored inputs, and returns the outputs.
+
+    Images of uint8 are normalised; rows of a table are scaled, filled in and encoded; targets of regression come in the
+    table's unit.
+    """
 
     def __init__(self, trained: TrainedModel) -> None:
         super().__init__()
@@ -32,14 +35,14 @@ class StandaloneModule(nn.Module):
         self.ready = nn.ModuleList(ready)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Returns the outputs, (batch, ...), for the signature's tensors in their order."""
+        """Returns the network's outputs, (batch, ...), for the input tensors in the order of the signature."""
         ready_inputs = tuple(ready(tensor) for ready, tensor in zip(self.ready, inputs, strict=True))
         outputs = logits_of(call_network(self.network, _build_input_tree(self.tree, ready_inputs)))
         return outputs if self.unit is None else self.unit(outputs)
 
 
 def _input_module(input_spec: ModelInput) -> nn.Module:
-    """Returns the module that turns a stored tensor into an input."""
+    """Returns the module that turns one stored tensor into the input of the network."""
     if (table := input_spec.get("prepared")) is not None:
         return _Rows(preprocessor_from_json(table))
     scale = input_spec["normalise"]
@@ -56,7 +59,7 @@ def _build_input_tree(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 @final
 class _Pixels(nn.Module):
-    """`Normalise`, with the same bits."""
+    """Normalises images as `Normalise` does, bit for bit, in operations that can be exported."""
 
     scale: Tensor
     offset: Tensor
@@ -74,7 +77,7 @@ class _Pixels(nn.Module):
 
 @final
 class _Rows(nn.Module):
-    """`Prepared`, with the same bits, of rows in float64: by operations that ONNX has for every type."""
+    """Prepares the rows of a table as `Prepared` does, bit for bit, in operations that ONNX has for float64."""
 
     own: Tensor
     marked: Tensor
@@ -111,7 +114,7 @@ class _Rows(nn.Module):
 
 @final
 class _Unit(nn.Module):
-    """Converts regression targets to the table's unit."""
+    """Converts scaled regression outputs back to the unit of the table's target column."""
 
     mean: Tensor
     spread: Tensor
@@ -128,8 +131,11 @@ class _Unit(nn.Module):
 
 
 def random_inputs(trained: TrainedModel, number: int, seed: int) -> tuple[Tensor, ...]:
-    """Inputs of the signature's form, of no client's data: random numbers; 0 and 1 where whole numbers are, which every
-    vocabulary has; missing cells and unknown categories too in rows of a table."""
+    """Draws random inputs for the network, of the signature's shapes and types, without any client's data.
+
+    Floating-point numbers are normal; whole numbers are 0 or 1, which every vocabulary has; rows of a table also have
+    missing cells and unknown categories.
+    """
     generator = torch.Generator().manual_seed(seed)
     if trained.preprocessor is not None:
         return (_random_rows(trained.preprocessor, number, generator),)
@@ -161,7 +167,7 @@ def _random_rows(preprocessor: TablePreprocessor, number: int, generator: torch.
 
 
 def onnx_input_names(signature: Signature) -> list[str]:
-    """What inputs are called in ONNX, whose exporter takes no name that begins with a figure, as those of a tuple do.
+    """Returns the names of the network's inputs for ONNX, where no name may begin with a digit.
 
     >>> onnx_input_names({"inputs": [{"name": "0"}, {"name": "image"}]})
     ['input_0', 'image']

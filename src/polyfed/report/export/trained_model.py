@@ -1,4 +1,4 @@
-"""Loads a client's personal network with its preprocessing and scores, from a run or a run directory."""
+"""Loads a client's trained network with its preprocessing and scores, from a run or a run directory."""
 
 import inspect
 import sys
@@ -53,7 +53,7 @@ TABLE_OPTIONS = (
 @final
 @dataclass(frozen=True)
 class ClientScore:
-    """Holds a score on a client's own test examples; `interval` may be None."""
+    """Holds one score of a network on the client's own test examples, with its confidence interval or None."""
 
     label: str
     value: float
@@ -63,7 +63,7 @@ class ClientScore:
 @final
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """Holds what is exported.
+    """Holds a client's trained network with everything that is exported with it.
 
     Attributes: `network`, in evaluation mode on the CPU; `signature`; `preprocessor`, of a table;
     `architecture_description`, with which the method builds its own kind of network, or None; `class_names`, empty if
@@ -88,19 +88,19 @@ class TrainedModel:
 
     @property
     def method_name(self) -> str:
-        """Returns the method's name; empty at a site."""
+        """Returns the name of the method that trained the network; empty at a site, where it is not known."""
         return "" if self.algorithm is None else registry_name(self.algorithm)
 
     @property
     def method_summary(self) -> str:
-        """Returns the first sentence of the method's module, which names its paper."""
+        """Returns the first sentence of the docstring of the method's module, which names the paper."""
         module = sys.modules.get(type(self.algorithm).__module__)
         text = inspect.getdoc(module) or inspect.getdoc(type(self.algorithm)) or ""
         return " ".join(text.split("\n\n")[0].split())
 
 
 def trained_model_of_run(run: Run, client: str) -> TrainedModel:
-    """Returns the network of a client of a run.
+    """Returns a client's trained network, with its preprocessing and scores, from a run in memory.
 
     Raises:
         UserError: no client has this id.
@@ -136,13 +136,13 @@ def trained_model_of_run(run: Run, client: str) -> TrainedModel:
 
 
 def _never_trained(records: Sequence[Mapping[str, Any]], client: str, last_round: int) -> bool:
-    """Returns whether a client trained in no round up to this one."""
+    """Returns whether a client trained in none of the rounds up to `last_round`."""
     rounds = [record for record in records if record["round"] <= last_round]
     return bool(rounds) and not any("seconds" in record["clients"].get(client, {}) for record in rounds)
 
 
 def _refuse_wrapped_network(algorithm: Algorithm[Any, Any]) -> None:
-    """Refuses a personal network with something of the client's data around it, which an export would give away."""
+    """Raises an error if the method adds something of the client's data to the network, which an export would disclose."""
     if isinstance(algorithm, WrapsNetwork):
         raise UserError(
             f"a network of {registry_name(algorithm)} holds representations of the client's training examples and is not "
@@ -151,7 +151,7 @@ def _refuse_wrapped_network(algorithm: Algorithm[Any, Any]) -> None:
 
 
 def read_trained_model(folder: Path, client: str | None, network: Architecture | None = None) -> TrainedModel:
-    """Loads the network of a client from a run directory, or at a site from its folder of a run. No data are read.
+    """Loads a client's trained network from a run directory, or from a site's folder of a run; reads no data.
 
     Args:
         folder: of the run, which has ended.
@@ -207,7 +207,7 @@ def read_trained_model(folder: Path, client: str | None, network: Architecture |
 
 
 def _find_model(folder: Path, client: str | None) -> tuple[Path, Signature]:
-    """Returns the weights of a client and what they belong to."""
+    """Returns the path of a client's weights, and the signature of the network that they belong to."""
     models = folder / "models"
     model_names = sorted(path.name.removesuffix(SIGNATURE_SUFFIX) for path in models.glob(f"*{SIGNATURE_SUFFIX}"))
     if not model_names:
@@ -235,7 +235,7 @@ def _find_model(folder: Path, client: str | None) -> tuple[Path, Signature]:
 
 
 def read_preprocessor(path: Path) -> TablePreprocessor | None:
-    """Reads the preprocessing from a file; None if there is no such file.
+    """Reads the fitted preprocessing of a table from a file; None if there is no such file.
 
     Raises:
         UserError: it is damaged.
@@ -249,7 +249,7 @@ def read_preprocessor(path: Path) -> TablePreprocessor | None:
 
 
 def read_architecture_description(path: Path) -> Mapping[str, Any]:
-    """With what a method builds its own kind of network.
+    """Reads the description from which a method builds a client's network, from a JSON file.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -273,7 +273,9 @@ def build_network(
     method: Any = None,
     description: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Builds a network with its weights in evaluation mode: by a factory, by its method, or by its spec.
+    """Builds a client's network with its trained weights, in evaluation mode.
+
+    It is built by `factory` if given, else by the method from its description, else from the spec.
 
     Raises:
         UserError: nothing says how to build it, it is code that nobody allowed, or the weights do not fit.

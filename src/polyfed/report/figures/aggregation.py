@@ -1,4 +1,4 @@
-"""Reads the aggregation weights α of a pFedLA or HeurpFedLA run from its directory.
+"""Reads the aggregation weights α that a pFedLA or HeurpFedLA run stored in its directory.
 
 Dimensions: R rounds, N clients, L layers. α[r, i, l, j] is the weight that client i gives to layer l of client j.
 """
@@ -20,7 +20,7 @@ _KEYS = ("alpha", "rows", "layers", "clients")
 @final
 @dataclass(frozen=True, eq=False)
 class AggregationWeights:
-    """Holds the aggregation weights of all rounds of a run.
+    """Holds, for every round, the weight that each client gives to each layer of every other client's network.
 
     Attributes:
         rounds: the rounds' numbers, (R,), ascending; 0 is before training.
@@ -36,7 +36,7 @@ class AggregationWeights:
 
 
 def read_aggregation_weights(run_directory: str | Path) -> AggregationWeights:
-    """Reads the weights of a run from its files `analysis/round-N.npz`.
+    """Reads the aggregation weights of every round of a run, from its files `analysis/round-N.npz`.
 
     Raises:
         UserError: there are no such files, or one of them is damaged or does not fit the others.
@@ -67,7 +67,7 @@ def read_aggregation_weights(run_directory: str | Path) -> AggregationWeights:
 
 
 def _read_weights_file(file: Path) -> dict[str, NDArray[Any]]:
-    """Reads and checks the arrays of one file."""
+    """Reads and checks the arrays of one round's file."""
     if not file.stem.removeprefix("round-").isdecimal():
         raise UserError(f"{file} is not named after a round; take it out of the folder")
     try:
@@ -87,7 +87,9 @@ def _read_weights_file(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def round_positions_by_third(aggregation: AggregationWeights) -> list[NDArray[np.int64]]:
-    """Returns the positions of the rounds in each third of training, as in the paper's Fig. 5.
+    """Divides the rounds into thirds of training, and returns the positions of the rounds in each third.
+
+    As in the paper's Fig. 5.
 
     Round 0 is before training and left out. Fewer than three rounds give fewer parts.
     """

@@ -1,4 +1,4 @@
-"""Measures the linear CKA between any two clients' representations of the same examples, before and after a run.
+"""Measures how similar any two clients' representations of the same examples are (linear CKA), before and after a run.
 
 FedHeNN's proximal term increases this similarity.
 """
@@ -37,7 +37,8 @@ _MOST = 256  # examples that `pairwise_cka` compares
 @final
 @dataclass(frozen=True, eq=False)
 class RepresentationAlignment:
-    """Holds the linear CKA between any two clients' representations of the same examples.
+    """Holds the similarity (linear CKA) of any two clients' representations of the same examples, before and after a
+    run.
 
     Attributes:
         clients: the N clients' ids, ascending.
@@ -45,7 +46,7 @@ class RepresentationAlignment:
         cka_after: float64, (N, N), of the personal networks after the last round.
 
     >>> found = RepresentationAlignment(("a", "b"), np.array([[1, 0.25], [0.25, 1]]), np.array([[1, 0.75], [0.75, 1]]))
-    >>> found.mean_cka_before, found.mean_cka_after
+    >>> found.mean_cka_of_initial_networks, found.mean_cka_of_trained_networks
     (0.25, 0.75)
     """
 
@@ -54,13 +55,13 @@ class RepresentationAlignment:
     cka_after: NDArray[np.float64]
 
     @property
-    def mean_cka_before(self) -> float:
-        """Returns the mean over pairs of different clients before training."""
+    def mean_cka_of_initial_networks(self) -> float:
+        """Returns the mean linear CKA over all pairs of different clients, for the networks before training."""
         return _mean_over_pairs(self.cka_before)
 
     @property
-    def mean_cka_after(self) -> float:
-        """Returns the mean over pairs of different clients after training."""
+    def mean_cka_of_trained_networks(self) -> float:
+        """Returns the mean linear CKA over all pairs of different clients, for the networks after training."""
         return _mean_over_pairs(self.cka_after)
 
 
@@ -72,7 +73,8 @@ def measure_alignment(
     clients: Sequence[Client] | None = None,
     module: str | Mapping[str, str] | None = None,
 ) -> RepresentationAlignment:
-    """Measures the alignment of the personal networks of a finished run, of any method with one network per client.
+    """Measures how similar the clients' networks of a finished run represent the same examples, for any method with one
+    network per client.
 
     Args:
         run: a run, or its directory, which is only read.
@@ -90,7 +92,7 @@ def measure_alignment(
     >>> from polyfed.simulation.federate import federate
     >>> from polyfed.testing import small_clients
     >>> found = measure_alignment(federate(small_clients(), "local", rounds=1, workers=0))
-    >>> found.clients, round(found.mean_cka_before, 6), found.mean_cka_after < 1
+    >>> found.clients, round(found.mean_cka_of_initial_networks, 6), found.mean_cka_of_trained_networks < 1
     (('client-0', 'client-1', 'client-2'), 1.0, True)
     """
     if not 2 <= rows <= _MOST:
@@ -135,7 +137,7 @@ def _mean_over_pairs(table: NDArray[np.float64]) -> float:
 
 
 def _clients_and_seed(folder: Path, clients: Sequence[Client] | None) -> tuple[list[Client], int]:
-    """Returns the clients sorted by id, and the seed of the run in `folder`."""
+    """Returns the clients of a run sorted by id, and the seed of the run in `folder`."""
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)
@@ -163,7 +165,7 @@ def _clients_and_seed(folder: Path, clients: Sequence[Client] | None) -> tuple[l
 
 
 def _load_personal_model(folder: Path, client: str, factory: Architecture) -> nn.Module:
-    """Loads the personal network of a client from the run directory."""
+    """Loads a client's personal network from the run directory."""
     file = folder / "models" / f"{safe_file_name(client)}.safetensors"
     try:
         return fill_module(build_module(factory, seed=0), read_safetensors(file))
@@ -175,7 +177,7 @@ def _load_personal_model(folder: Path, client: str, factory: Architecture) -> nn
 
 
 def _evenly_spaced_examples(examples: Examples, rows: int) -> Examples:
-    """Selects at most `rows` of the examples, evenly spaced."""
+    """Selects at most `rows` of the examples, at evenly spaced positions."""
     number = min(rows, len(examples))
     if number < 2:
         raise UserError(f"examples must be at least 2, got {len(examples)}; give more")
@@ -184,7 +186,7 @@ def _evenly_spaced_examples(examples: Examples, rows: int) -> Examples:
 
 
 def _test_examples(clients: Sequence[Client], rows: int) -> Examples:
-    """Selects test examples of all clients, prepared as for their networks.
+    """Selects test examples of all clients, each prepared as its owner's network needs it.
 
     Every client contributes the same number, plus or minus one, as far as it has them.
     """
@@ -207,7 +209,7 @@ def _test_examples(clients: Sequence[Client], rows: int) -> Examples:
 
 @contextmanager
 def _client_named_in_errors(client: str) -> Iterator[None]:
-    """Adds the client's id to errors of its network."""
+    """Adds the client's id to errors that are raised inside the block."""
     try:
         yield
     except UserError as error:

@@ -35,7 +35,8 @@ _INCH = 0.62  # of a unit of a graph
 @final
 @dataclass(frozen=True, eq=False)
 class SearchedCell:
-    """Describes one cell of one client, with E edges and K candidate operations.
+    """Describes one cell that the architecture search found for a client: its E edges, and the probabilities of its K
+    candidate operations at each edge.
 
     Attributes:
         stack: "base" or "personal".
@@ -59,18 +60,18 @@ class SearchedCell:
     chosen_operations: tuple[str, ...]
 
     def node_name(self, index: int) -> str:
-        """Returns the name of a node: c(k-1) and c(k-2) for the inputs, then 0, 1 and so on."""
+        """Returns the name of a node in the drawing: c(k-1) and c(k-2) for the inputs, then 0, 1 and so on."""
         return f"c(k-{index + 1})" if index < self.input_count else str(index - self.input_count)
 
     def edge_label(self, edge: tuple[int, int]) -> str:
-        """Returns the names of both ends of an edge."""
+        """Returns the names of the two nodes that an edge connects, such as "c(k-1) → 0"."""
         return f"{self.node_name(edge[0])} → {self.node_name(edge[1])}"
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ArchitectureSearchResult:
-    """Holds the cells of all clients.
+    """Holds the cells that the architecture search found for each client.
 
     Attributes:
         clients: the clients' ids, ascending.
@@ -81,7 +82,7 @@ class ArchitectureSearchResult:
     cells: tuple[tuple[SearchedCell, ...], ...]
 
     def cells_of(self, client: str) -> tuple[SearchedCell, ...]:
-        """Returns the cells of a client.
+        """Returns the cells of the client with the given id, base cells first.
 
         Raises:
             UserError: the run has no client of this id.
@@ -92,13 +93,13 @@ class ArchitectureSearchResult:
 
     @property
     def cell_titles(self) -> tuple[str, ...]:
-        """Returns the name of each cell: base cell 1, base cell 2, ..., personal cell 1, ..."""
+        """Returns the titles of a client's cells in their order: base cell 1, base cell 2, ..., personal cell 1, ..."""
         stacks = [cell.stack for cell in self.cells[0]]
         return tuple(f"{stack} cell {stacks[: k + 1].count(stack)}" for k, stack in enumerate(stacks))
 
 
 def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
-    """Reads the cells of a finished run of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas.
+    """Reads the cells that a finished run of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas found for each client.
 
     Args:
         run: a run, or its directory, of which only models/ID.json are read.
@@ -130,7 +131,7 @@ def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
 
 
 def draw_client_cells(result: ArchitectureSearchResult, client: str, path: str | Path) -> "Figure":
-    """Draws each cell of a client as a graph from left to right and writes the picture.
+    """Draws each cell of a client as a graph from left to right, and writes the picture to a file.
 
     Each edge is labelled with its most probable operation and that probability.
 
@@ -179,7 +180,9 @@ def _description_of(run: Run, client: str) -> Any:
 
 
 def _read_descriptions(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the content of each client's models/ID.json, and the files' paths."""
+    """Reads the description of each client's network from models/ID.json; returns the contents and the files' paths, by
+    client.
+    """
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.yaml")
     config = read_config(folder)
@@ -244,7 +247,7 @@ def _parse_cell(content: Mapping[str, Any]) -> SearchedCell:
 
 
 def _edge_probabilities(edge: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the probabilities of an edge by operation; an edge with one operation has none in the file."""
+    """Returns the probability of each operation at an edge; 1 for the operation of an edge that has only one."""
     names = [str(name) for name in edge.get("candidates", edge["operations"])]
     shares = [float(share) for share in edge.get("probabilities", [1.0])]
     if len(names) != len(shares) or len(set(names)) < len(names):
@@ -262,7 +265,7 @@ def _cell_layout(cell: SearchedCell) -> tuple[object, ...]:
 
 
 def _draw_graph(axes: "Axes", cell: SearchedCell, lanes: Sequence[float]) -> None:
-    """Draws nodes from left to right; each edge is an arc whose middle, with its label, has the height of its lane."""
+    """Draws the nodes of a cell from left to right, and each edge as an arc that is labelled at its middle."""
     from matplotlib.patches import Circle, FancyArrowPatch
 
     nodes = []
@@ -289,7 +292,7 @@ def _draw_graph(axes: "Axes", cell: SearchedCell, lanes: Sequence[float]) -> Non
 
 
 def _label_heights(cell: SearchedCell) -> list[float]:
-    """Returns the height of each edge's label, so that no two labels overlap.
+    """Returns the height at which each edge's label stands, chosen so that no two labels overlap.
 
     Edges between neighbouring nodes are straight lines at 0. Others pass above or below in turns, by the node that they
     start at, longer ones farther out.
@@ -307,18 +310,18 @@ def _label_heights(cell: SearchedCell) -> list[float]:
 
 
 def _node_centre(cell: SearchedCell, index: int) -> tuple[float, float]:
-    """Returns the centre of a node; two inputs stand one above the other."""
+    """Returns the coordinates of a node's centre in the drawing; two inputs stand one above the other."""
     if index < cell.input_count:
         return 0.0, (0.0 if cell.input_count == 1 else 2 * _LANE * (1 - 2 * index))
     return _STEP * (index - cell.input_count + 1), 0.0
 
 
 def _computed_node_count(cell: SearchedCell) -> int:
-    """Returns the number of nodes without the inputs."""
+    """Returns the number of the cell's nodes that are not inputs."""
     return max(j for _, j in cell.edges) + 1 - cell.input_count
 
 
 def _height_range(cell: SearchedCell, lanes: Sequence[float]) -> tuple[float, float]:
-    """Returns the lowest and the highest point of a graph."""
+    """Returns the lowest and the highest coordinate that the drawing of a cell reaches."""
     heights = [*lanes, *(_node_centre(cell, index)[1] for index in range(cell.input_count))]
     return min(heights) - _LANE, max(heights) + _LANE

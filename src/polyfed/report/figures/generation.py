@@ -1,5 +1,6 @@
-"""Draws warm starts of FLHA-GHN against training from scratch (its Figs. 3 and 7), and generates the weights of an untrained
-hypernetwork (Fig. 6)."""
+"""Draws how fast clients learn from weights that FLHA-GHN generated, against training from scratch (its Figs. 3 and 7),
+and generates weights by an untrained hypernetwork (Fig. 6).
+"""
 
 import dataclasses
 import math
@@ -24,7 +25,7 @@ _WARM, _SCRATCH = "#0072B2", "#D55E00"
 
 
 def draw_warm_start_curves(curves: Mapping[str, TrainingCurves]) -> "Figure":
-    """Draws the score of each unseen client by epoch, from generated weights and from scratch (Figs. 3 and 7).
+    """Draws the score of each unseen client by epoch: trained from generated weights, and from scratch (Figs. 3 and 7).
 
     Each unseen client has a panel. A dotted line marks the last score from scratch, a circle the epoch in which the warm
     start reaches it.
@@ -87,7 +88,7 @@ def generate_untrained_weights(
     form: GHNConfig | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Generates one parameter of a network by a hypernetwork that was not trained.
+    """Generates the values of one parameter of a network by a hypernetwork that was not trained (Fig. 6).
 
     Args:
         graph: the network's graph, for example from `graphs.extract`.

@@ -1,1 +1,1 @@
-"""Renders the HTML report."""
+"""Renders the HTML page of `polyfed report`."""

@@ -1,5 +1,5 @@
-"""Renders α_i of eq. 5 of FedPNAS for each client, and how far its gradient goes along the federated one (Proposition
-1).
+"""Renders how well each client's gradients agree in a FedPNAS run: before and after its adaptation (α_i of eq. 5), and
+with the federated gradient (Proposition 1).
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,10 @@ _ROWS = 64  # training examples of each
 
 
 def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any, key: str) -> Markup:
-    """Renders two charts with one bar per client: the cosine of its gradients before and after its step of adaptation
-    (α_i of normalised gradients), and of its own gradient with the federated one.
+    """Renders two bar charts with one bar per client: how well its gradients before and after its adaptation agree, and
+    its own gradient with the federated one.
+
+    Agreement is the cosine: the first chart shows α_i of normalised gradients.
 
     Args:
         folder: a finished run of `fedpnas` or `ca_fedpnas`, which is only read.

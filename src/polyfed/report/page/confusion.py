@@ -1,4 +1,4 @@
-"""Renders confusion tables: counts at a threshold for two classes, and by the most probable class for more."""
+"""Renders confusion tables: counts at a threshold for two classes, and counts by the most probable class for more."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,8 @@ def html_threshold_tables(
     level: float,
     threshold_index: int = HALF_INDEX,
 ) -> Markup:
-    """Renders the four counts of each method at a threshold, and one table of the shares that follow from them.
+    """Renders, for each method, the counts of true and false positives and negatives at a threshold, and a table of the
+    rates that follow from them.
 
     Args:
         performances: from `polyfed.report.page.performance.binary_performance`, each with its method's name.
@@ -69,7 +70,9 @@ def html_threshold_tables(
 
 
 def rates_at_threshold(performance: Mapping[str, Any], threshold_index: int) -> list[tuple[float, float]]:
-    """Returns sensitivity, specificity, and positive and negative predictive value, each as (count, total)."""
+    """Returns sensitivity, specificity, and positive and negative predictive value at a threshold, each as a pair
+    (count, total).
+    """
     hits, false_alarms, positives = (
         performance["hits"][threshold_index],
         performance["alarms"][threshold_index],
@@ -86,7 +89,7 @@ def rates_at_threshold(performance: Mapping[str, Any], threshold_index: int) -> 
 
 
 def format_share_with_interval(hits: float, examples: float, level: float) -> str:
-    """Returns a share with its interval as text.
+    """Returns a share of examples as text in per cent, with its confidence interval; "–" if there are no examples.
 
     >>> format_share_with_interval(8, 10, 0.95), format_share_with_interval(0, 0, 0.95)
     ('80.0 % (49.0 to 94.3 %)', '–')
@@ -98,7 +101,9 @@ def format_share_with_interval(hits: float, examples: float, level: float) -> st
 
 
 def html_confusion_matrix(matrix: Sequence[Sequence[float]], method: str, names: Sequence[str]) -> Markup:
-    """Renders counts by true class (rows) and predicted class; the larger the share of its row, the darker a cell."""
+    """Renders a confusion matrix as a table: true classes as rows, predicted classes as columns; a cell is the darker,
+    the larger its share of the row.
+    """
     rows = []
     for row in matrix:
         total = sum(row)

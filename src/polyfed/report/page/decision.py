@@ -1,4 +1,4 @@
-"""Renders the top of a comparison's page: what each site should do, what the answer rests on, and what it does not cover."""
+"""Renders the top of a comparison's page: the advice to each site, what it rests on, and what it does not cover."""
 
 import math
 from collections import Counter
@@ -29,21 +29,25 @@ _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should sta
 _LISTED = 30  # sites in the list; those beyond open
 
 
-def interval_level_of(run_group: RunGroup) -> float:
-    """Returns the confidence level of a comparison's intervals."""
+def confidence_level_of(run_group: RunGroup) -> float:
+    """Returns the confidence level of the intervals of a comparison, such as 0.95."""
     return float(run_group.comparison_results.get("level", 0.95))
 
 
 def has_answers(run_group: RunGroup) -> bool:
-    """Returns whether the group is a comparison with answers for sites or their mean; earlier versions wrote none."""
+    """Returns whether the group is a comparison with answers for its sites or their mean; False for comparisons of
+    earlier versions.
+    """
     return bool(run_group.comparison_results) and bool(
         run_group.comparison_results.get("answers") or run_group.comparison_results.get("mean_answer")
     )
 
 
 def html_decision(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> Markup:
-    """Renders what stands above the details: warnings, answers, the mean, omissions, limits, methods and two figures."""
-    results, level = run_group.comparison_results, interval_level_of(run_group)
+    """Renders the top section of a comparison's page: warnings, answers, the mean, omissions, limits, methods and two
+    figures.
+    """
+    results, level = run_group.comparison_results, confidence_level_of(run_group)
     answers, mean_answer = parse_site_answers(results), parse_mean_answer(results)
     failures = [f"{label} failed and is not compared: {why}" for label, why in (results.get("failed") or {}).items()]
     mean_text = ""
@@ -73,7 +77,7 @@ def html_decision(run_group: RunGroup, predictions: GroupPredictions | None, key
 
 
 def _simple_model_verdicts(results: Mapping[str, Any]) -> list[str]:
-    """Returns the comparison's verdicts on simple models against training alone."""
+    """Returns the comparison's sentences on whether simple models, such as logistic regression, beat training alone."""
     mean_sentence = (results.get("mean_answer") or {}).get("sentence")
     return [
         verdict
@@ -87,7 +91,10 @@ def _as_sentence(text: str) -> str:
 
 
 def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
-    """Renders one row per method and per simple model, the best first; pooled data, which no site has, come last."""
+    """Renders a table with one row per method and per simple model, the best first.
+
+    Training on pooled data, which no site has, comes last.
+    """
     score_format, percent = run_group.score_format, f"{100 * level:g} % interval"
     ranked: list[tuple[float, list[str]]] = []
     for method in run_group.methods:
@@ -128,7 +135,9 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
 
 
 def _score_cells(entry: Mapping[str, Any], scores: Sequence[float], run_group: RunGroup) -> list[str]:
-    """Returns the cells of a row: mean, its interval, gain, its interval, and the worst of `scores`."""
+    """Returns the cells of a method's row in the table: mean score, its interval, gain, its interval, and the worst of
+    `scores`.
+    """
     score_format = run_group.score_format
     worst = min if score_format.higher_is_better else max
     return [
@@ -200,8 +209,10 @@ def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level
 def _html_roc_or_learning_curves(
     run_group: RunGroup, predictions: GroupPredictions | None, level: float, key: str
 ) -> Markup:
-    """Renders ROC curves of all sites together for a task of two classes; for all others the learning curves."""
-    methods = [method for method in (run_group.best_method, run_group.local_method) if method is not None]
+    """Renders the ROC curves of all sites together for a task of two classes, and the learning curves for all other
+    tasks.
+    """
+    methods = [method for method in (run_group.best_method_besides_local, run_group.local_method) if method is not None]
     if predictions is not None and len(predictions.binary_questions) == 1:
         method_names = [x.label for x in methods if x.label in predictions.methods]
         styles = [2 * COLOUR_COUNT - 1 if name == predictions.local_label else 0 for name in method_names]

@@ -32,18 +32,20 @@ def _environment() -> "Environment":
 
 
 def render_template(name: str, **context: Any) -> Markup:
-    """Renders `templates/NAME.html.j2`; a variable that is missing is an error."""
+    """Renders the Jinja2 template `templates/NAME.html.j2` with the given variables; raises an error if a variable is
+    missing.
+    """
     return Markup(_environment().get_template(f"{name}.html.j2").render(**context))
 
 
 def _render_macro(name: str, *arguments: Any) -> Markup:
-    """Renders a macro of `macros.html.j2`."""
+    """Renders one macro of the template file `macros.html.j2` with the given arguments."""
     macro = getattr(_environment().get_template("macros.html.j2").module, name)
     return Markup(macro(*arguments).strip())
 
 
 def html_figure(chart: Markup, caption: str, numbers: Markup | str = "") -> Markup:
-    """Renders a chart with its caption, and the table of its numbers, which opens."""
+    """Renders a chart with its caption, and below it a table of its numbers that a reader can unfold."""
     return _render_macro("figure", chart, caption, numbers)
 
 
@@ -69,7 +71,7 @@ def html_table(
 
 
 def html_dropdown_panels(key: str, label: str, panels: Mapping[str, Markup]) -> Markup:
-    """Renders a menu over panels, of which one is shown; without a script all are shown.
+    """Renders a menu that shows one of several panels; without JavaScript all panels are shown.
 
     >>> html_dropdown_panels("k", "Layer", {"conv": Markup("<p>a</p>")})
     Markup('<p>a</p>')
@@ -78,17 +80,17 @@ def html_dropdown_panels(key: str, label: str, panels: Mapping[str, Markup]) -> 
 
 
 def html_legend(labels: Sequence[str], styles: Sequence[int] | None = None) -> Markup:
-    """Renders the labels of a chart's lines; without `styles` they are numbered from 0."""
+    """Renders the legend of a chart: the label and style of each line; `styles` defaults to 0, 1, 2 and so on."""
     return _render_macro("legend", labels, range(len(labels)) if styles is None else styles)
 
 
 def html_list(sentences: Sequence[str]) -> Markup:
-    """Renders a list of sentences; nothing if there are none."""
+    """Renders sentences as a bullet list; empty for no sentences."""
     return _render_macro("sentence_list", sentences)
 
 
 def html_paragraph(text: str) -> Markup:
-    """Renders a paragraph.
+    """Renders a text as a paragraph, with its special characters escaped.
 
     >>> html_paragraph("a < b")
     Markup('<p>a &lt; b</p>')
@@ -97,10 +99,10 @@ def html_paragraph(text: str) -> Markup:
 
 
 def html_columns(parts: Sequence[Markup]) -> Markup:
-    """Renders parts side by side where the screen is wide enough."""
+    """Renders several parts side by side where the screen is wide enough, otherwise one below the other."""
     return _render_macro("columns", parts)
 
 
 def html_block(content: Markup) -> Markup:
-    """Renders content as one block, such as a column."""
+    """Wraps content in one block element, such as a column."""
     return _render_macro("block", content)

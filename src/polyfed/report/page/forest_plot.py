@@ -1,4 +1,4 @@
-"""Draws forest plots: points with their intervals, one below the other."""
+"""Draws forest plots: values with their intervals, one row below the other."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ MAX_ROWS = 30  # rows that are drawn
 @final
 @dataclass(frozen=True)
 class IntervalMark:
-    """Holds a value with its interval.
+    """Holds one mark of a forest plot: a value with its interval.
 
     Args:
         label: what it is of; told on hover.
@@ -44,7 +44,7 @@ class IntervalMark:
 @final
 @dataclass(frozen=True)
 class ForestRow:
-    """Holds a row of the chart: its label, and one or a few marks."""
+    """Holds one row of a forest plot: its label, and one or several marks."""
 
     label: str
     marks: tuple[IntervalMark, ...]
@@ -60,7 +60,7 @@ def svg_forest_plot(
     signed: bool = False,
     show_zero: bool = False,
 ) -> Markup:
-    """Draws rows of marks; marks without a value are left out.
+    """Draws a forest plot as SVG; marks whose value is NaN are left out.
 
     Args:
         rows: at most `MAX_ROWS` are drawn, evenly.
@@ -144,7 +144,9 @@ def _svg_mark(
 
 
 def _evenly_spaced(size: int, max_count: int) -> list[int]:
-    """Returns at most `max_count` positions, evenly spaced, with the first and the last."""
+    """Returns at most `max_count` evenly spaced positions of a sequence of length `size`, the first and the last among
+    them.
+    """
     if size <= max_count:
         return list(range(size))
     return sorted({round(k * (size - 1) / (max_count - 1)) for k in range(max_count)})

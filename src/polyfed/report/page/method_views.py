@@ -1,4 +1,5 @@
-"""Renders what methods add to the page: aggregation weights, alignment, cells, coverage and warm starts.
+"""Renders the panels that single methods add to the page: aggregation weights, alignment, cells, coverage and warm
+starts.
 
 Each reads a run directory and changes nothing.
 """
@@ -44,8 +45,10 @@ MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
 
 
 def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANELS) -> Markup:
-    """Renders pFedLA's weights α: the matrix of each of the first `max_layers` layers after the last round, and the
-    weight of each client's own layer by round.
+    """Renders the aggregation weights α of a pFedLA run as heat maps and curves.
+
+    A heat map for each of the first `max_layers` layers shows the weights after the last round; curves show the weight
+    of each client's own layer by round.
 
     Raises:
         UserError: the directory has none.
@@ -96,11 +99,13 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
 
 
 def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
-    """Returns two heat maps of the CKA between any two clients' representations, before and after training."""
+    """Renders two heat maps of the similarity (linear CKA) of any two clients' representations, before and after
+    training.
+    """
     parts = []
     for when, values, mean in (
-        ("before", alignment.cka_before, alignment.mean_cka_before),
-        ("after", alignment.cka_after, alignment.mean_cka_after),
+        ("before", alignment.cka_before, alignment.mean_cka_of_initial_networks),
+        ("after", alignment.cka_after, alignment.mean_cka_of_trained_networks),
     ):
         title = f"CKA of two clients' representations {when} training"
         chart = svg_heat_map(values, alignment.clients, alignment.clients, key=f"{key}-{when}", title=title, high=1.0,
@@ -110,7 +115,9 @@ def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
 
 
 def html_architectures(search_result: ArchitectureSearchResult, key: str, max_clients: int = MAX_PANELS) -> Markup:
-    """Returns the cells of the first `max_clients` clients, drawn, and each operation's probability at each edge."""
+    """Renders the cells that the architecture search found for the first `max_clients` clients, as drawings and as heat
+    maps of each operation's probability at each edge.
+    """
     from matplotlib import rc_context
 
     panels = {}
@@ -160,7 +167,8 @@ def html_architectures(search_result: ArchitectureSearchResult, key: str, max_cl
 
 
 def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
-    """Renders the share of each network's parameters that a graph hypernetwork can generate, and why the rest stays local.
+    """Renders which share of each client's parameters a graph hypernetwork can generate, and why the rest stays with
+    the client.
 
     Args:
         clients: of the run, with their networks.
@@ -208,7 +216,9 @@ def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction)
 
 
 class WarmStartCurves(TypedDict):
-    """Describes what `polyfed warmstart` keeps of a client."""
+    """Describes what `polyfed warmstart` stores for each unseen client: the scores by epoch from generated weights and
+    from scratch.
+    """
 
     score: str
     warm: list[float | None]
@@ -216,8 +226,10 @@ class WarmStartCurves(TypedDict):
 
 
 def html_warm_starts(folder: Path, key: str) -> Markup:
-    """Renders the curves of unseen clients that `polyfed warmstart` trained from generated weights and from scratch;
-    empty without any.
+    """Renders the learning curves of unseen clients that `polyfed warmstart` trained from generated weights and from
+    scratch.
+
+    Empty if the run directory has no such curves.
 
     Raises:
         UserError: the file of the curves is damaged.

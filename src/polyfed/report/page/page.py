@@ -1,4 +1,4 @@
-"""Renders the page of `polyfed report`: one HTML file that needs neither a network nor other files."""
+"""Renders the page of `polyfed report`: one HTML file that needs no network connection and no other files."""
 
 from collections.abc import Sequence
 from importlib.resources import files
@@ -9,7 +9,7 @@ from markupsafe import Markup
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, join_with_and
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.page import sentences, subgroups
-from polyfed.report.page.decision import has_answers, html_decision, interval_level_of
+from polyfed.report.page.decision import confidence_level_of, has_answers, html_decision
 from polyfed.report.page.elements import html_dropdown_panels, html_list, html_paragraph, render_template
 from polyfed.report.page.performance import html_performance_section
 from polyfed.report.page.sections import (
@@ -26,7 +26,7 @@ _PREDICTIONS_HEADING = "ROC curves, calibration and confusion tables"
 
 
 def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes: Sequence[str], title: str) -> str:
-    """Renders the whole page as HTML.
+    """Renders the whole page of the report as one HTML text.
 
     Args:
         groups: groups of comparable runs, from `polyfed.report.data.run_groups.read_run_groups`.
@@ -60,7 +60,9 @@ def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes:
 
 
 def _page_heading(run_group: RunGroup) -> str:
-    """Returns the heading: the question, and the comparison's title unless it names a method that was not compared."""
+    """Returns the heading of the page: the question that was asked, and the comparison's title unless it names a method
+    that was not compared.
+    """
     results = run_group.comparison_results
     left_out_labels = [*(results.get("skipped") or {}), *(results.get("failed") or {})]
     names_absent_method = any(label.lower() in run_group.title.lower() for label in left_out_labels)
@@ -70,7 +72,7 @@ def _page_heading(run_group: RunGroup) -> str:
 def _html_group(
     run_group: RunGroup, extras: PageExtras, key: str, curves: dict[str, Any], *, is_single_group: bool
 ) -> Markup:
-    """Renders the section of a group; adds its learning curves to `curves` for the script."""
+    """Renders the section of one group of runs; stores its learning curves in `curves`, from which the script draws."""
     is_decided = has_answers(run_group)
     prediction_panels, view_panels = _prediction_panels(run_group, extras, key), _method_view_panels(extras, key)
     results, notes = sentences.result_sentences(run_group), sentences.comparison_notes(run_group)
@@ -112,10 +114,12 @@ def _html_group(
 
 
 def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> list[tuple[str, Markup]]:
-    """Returns headings and HTML of the panels made from predictions, or of the sentence why there are none."""
+    """Renders the panels that are made from test predictions, each with its heading; without predictions, one panel
+    says why.
+    """
     if extras.predictions is None:
         return [(_PREDICTIONS_HEADING, html_paragraph(extras.predictions_note))] if extras.predictions_note else []
-    level, predictions = interval_level_of(run_group), extras.predictions
+    level, predictions = confidence_level_of(run_group), extras.predictions
     panels = []
     if predictions.binary_questions:
         panels.append((_PREDICTIONS_HEADING, html_performance_section(predictions, level, key)))
@@ -132,7 +136,7 @@ def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> lis
 
 
 def _method_view_panels(extras: PageExtras, key: str) -> list[tuple[str, Markup]]:
-    """Returns headings and HTML of the panels that methods add; one panel of several methods has a menu."""
+    """Renders the panels that single methods add, each with its heading; a panel that several methods add has a menu."""
     panels = []
     for k, (heading, by_method) in enumerate(extras.method_views.items()):
         if len(by_method) == 1:

@@ -1,4 +1,4 @@
-"""Renders ROC curves, calibration curves and confusion tables from the predictions on test examples.
+"""Renders ROC curves, calibration curves and confusion tables from the predictions for the test examples.
 
 The first choice, all sites together, is drawn here; `curves.js` draws the others from the same numbers.
 """
@@ -16,9 +16,9 @@ from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     auc_interval,
     calibration_points,
-    hits_and_false_alarms,
-    normal_quantile,
+    count_hits_and_false_alarms,
     roc_curve_and_area,
+    z_of_confidence_level,
 )
 from polyfed.report.data.predictions import BinaryQuestion, GroupPredictions
 from polyfed.report.page.confusion import html_confusion_matrix, html_threshold_tables
@@ -39,8 +39,9 @@ NO_VERDICT = (
 )
 
 
-def performance_data(predictions: GroupPredictions, level: float) -> dict[str, Any]:
-    """Collects everything that a reader can choose, as numbers for the script.
+def performance_numbers_for_script(predictions: GroupPredictions, level: float) -> dict[str, Any]:
+    """Computes the numbers of every ROC curve, calibration curve and confusion table that a reader can select, as JSON
+    for the page's script.
 
     Returns:
         `sites`, `methods`, `classes`: names. `reference`: position of training alone, or -1. `cells`: by site, class and
@@ -64,7 +65,7 @@ def performance_data(predictions: GroupPredictions, level: float) -> dict[str, A
     return {
         "sites": [name for name, _ in sites], "methods": list(predictions.methods), "reference": local_position,
         "classes": [question.name for question in questions], "names": list(predictions.class_names), "cells": cells,
-        "matrices": matrices, "level": level, "z": round(normal_quantile(level), 6), "seeds": len(predictions.seeds),
+        "matrices": matrices, "level": level, "z": round(z_of_confidence_level(level), 6), "seeds": len(predictions.seeds),
         "others": predictions.class_names[0] if predictions.is_binary else "",
         "styles": [LOCAL_STYLE if k == local_position else k for k in range(len(predictions.methods))],
     }  # fmt: skip
@@ -73,7 +74,8 @@ def performance_data(predictions: GroupPredictions, level: float) -> dict[str, A
 def binary_performance(
     predictions: GroupPredictions, method: str, clients: Sequence[str], question: BinaryQuestion, level: float
 ) -> dict[str, Any] | None:
-    """Computes ROC curve, calibration and counts of a method on the test examples of some clients, for one class or label.
+    """Computes the ROC curve, calibration curve and counts of one method for one yes/no question, on the test examples
+    of some clients.
 
     Returns:
         None without test examples; else `n`, `yes`: numbers of examples and of positives, means over seeds. `area`: AUC with
@@ -105,7 +107,7 @@ def binary_performance(
         for g in calibration_points(parts, level)
     ]
     if predictions.is_binary or predictions.task == "multilabel":
-        positives_by_part = [hits_and_false_alarms(part) for part in parts]
+        positives_by_part = [count_hits_and_false_alarms(part) for part in parts]
         performance |= {name: [_round_number(v) for v in np.mean([pair[k] for pair in positives_by_part], axis=0)]
                   for k, name in enumerate(("hits", "alarms"))}  # fmt: skip
     return performance
@@ -117,7 +119,10 @@ def _mean_confusion_matrix(predictions: GroupPredictions, method: str, clients: 
 
 
 def _selectable_sites(predictions: GroupPredictions, question_count: int) -> list[str]:
-    """Returns the sites with the most test examples, by name; none where each seed deals other data."""
+    """Returns the sites that a reader can select, in ascending order: those with the most test examples.
+
+    Empty if an id is another client in each seed.
+    """
     if not predictions.same_clients or len(predictions.clients) == 1:
         return []
     max_sites = min(_SITES, max(1, _CELLS // (len(predictions.methods) * max(question_count, 1)) - 1))
@@ -130,10 +135,12 @@ def _selectable_sites(predictions: GroupPredictions, question_count: int) -> lis
 
 
 def html_performance_section(predictions: GroupPredictions, level: float, key: str) -> Markup:
-    """Renders the whole section, with its numbers for the script; a sentence for a regression task."""
+    """Renders the section with ROC curves, calibration curves and confusion tables; for a regression task it renders
+    one sentence.
+    """
     if not predictions.binary_questions:
         return html_paragraph("ROC curves and counts are of classes; these networks predict numbers.")
-    page_data = performance_data(predictions, level)
+    page_data = performance_numbers_for_script(predictions, level)
     shown_methods = [0, *([page_data["reference"]] if page_data["reference"] > 0 else [])]
     slots = [
         (page_data["cells"][0][0][m], page_data["methods"][m], page_data["styles"][m])
@@ -177,7 +184,7 @@ def _test_examples_sentence(page_data: dict[str, Any], performance: dict[str, An
 
 
 def _limit_notes(predictions: GroupPredictions, page_data: dict[str, Any]) -> list[str]:
-    """Returns sentences on what a reader cannot choose, and why."""
+    """Returns sentences that say what a reader cannot select on the page, and why."""
     notes = [NO_VERDICT, *predictions.notes]
     if not predictions.same_clients and len(predictions.clients) > 1:
         notes.append("Each seed deals other data, so that a site cannot be chosen.")
@@ -194,10 +201,10 @@ def _limit_notes(predictions: GroupPredictions, page_data: dict[str, Any]) -> li
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def svg_point(x: float, y: float) -> str:
-    """Returns the point of the frame for two shares.
+def unit_square_point(x: float, y: float) -> str:
+    """Returns the SVG coordinates of the point (x, y) of the unit square, as text.
 
-    >>> svg_point(0, 0), svg_point(1, 1)
+    >>> unit_square_point(0, 0), unit_square_point(1, 1)
     ('50.0 340.0', '398.0 10.0')
     """
     return f"{LEFT + x * (CHART_WIDTH - LEFT - RIGHT):.1f} {HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM):.1f}"
@@ -206,17 +213,20 @@ def svg_point(x: float, y: float) -> str:
 def svg_unit_square(
     key: str, title: str, description: str, x_label: str, y_label: str, elements: Sequence[str], script_name: str = ""
 ) -> Markup:
-    """Draws a square of shares from 0 to 100 % with its diagonal; the script finds it by `script_name`."""
+    """Draws the frame of a chart whose axes both run from 0 to 100 %, with its diagonal and the given elements.
+
+    The page's script finds the frame by `script_name`.
+    """
     parts = []
     for k in range(6):
         share = k / 5
-        x, y = (float(v) for v in svg_point(share, share).split())
+        x, y = (float(v) for v in unit_square_point(share, share).split())
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{CHART_WIDTH - RIGHT}M{x} {TOP}V{HEIGHT - BOTTOM}"/>')
         parts += [
             svg_text(LEFT - 6, y + 4, f"{20 * k} %", "end"),
             svg_text(x, HEIGHT - BOTTOM + 16, f"{20 * k} %", "middle"),
         ]
-    parts.append(f'<path class="diagonal" d="M{svg_point(0, 0)}L{svg_point(1, 1)}"/>')
+    parts.append(f'<path class="diagonal" d="M{unit_square_point(0, 0)}L{unit_square_point(1, 1)}"/>')
     parts.append(svg_text((LEFT + CHART_WIDTH - RIGHT) / 2, HEIGHT - 6, x_label, "middle"))
     parts.append(svg_text(-(TOP + HEIGHT - BOTTOM) / 2, 11, y_label, "middle", turned=True))
     attributes = f' data-frame="{script_name}"' if script_name else ""
@@ -224,17 +234,24 @@ def svg_unit_square(
 
 
 def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_index: int | None = 49) -> str:
-    """Draws a ROC curve, its band over seeds, and its point at a threshold (a position in `THRESHOLDS`; None: no point)."""
+    """Draws a method's ROC curve with its band over seeds, and a point at the threshold `THRESHOLDS[threshold_index]`;
+    no point if the index is None.
+    """
     group = [f'<g data-slot="{slot}" class="s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
     if performance["roc"] is not None:
         if "low" in performance:
-            edge = [svg_point(x, y) for x, y in zip(FALSE_ALARM_GRID, performance["high"], strict=True)]
-            edge += [svg_point(x, y) for x, y in zip(FALSE_ALARM_GRID[::-1], performance["low"][::-1], strict=True)]
+            edge = [unit_square_point(x, y) for x, y in zip(FALSE_ALARM_GRID, performance["high"], strict=True)]
+            edge += [
+                unit_square_point(x, y) for x, y in zip(FALSE_ALARM_GRID[::-1], performance["low"][::-1], strict=True)
+            ]
             group.append(f'<path class="band" d="M{"L".join(edge)}Z"/>')
-        line = [svg_point(0, 0), *(svg_point(x, y) for x, y in zip(FALSE_ALARM_GRID, performance["roc"], strict=True))]
+        line = [
+            unit_square_point(0, 0),
+            *(unit_square_point(x, y) for x, y in zip(FALSE_ALARM_GRID, performance["roc"], strict=True)),
+        ]
         group.append(f'<path class="line" d="M{"L".join(line)}"/>')
         if threshold_index is not None and "hits" in performance:
-            x, y = svg_point(
+            x, y = unit_square_point(
                 performance["alarms"][threshold_index] / (performance["n"] - performance["yes"]),
                 performance["hits"][threshold_index] / performance["yes"],
             ).split()
@@ -243,7 +260,7 @@ def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_
 
 
 def describe_auc(name: str, performance: dict[str, Any], level: float | None = None) -> str:
-    """Returns the AUC in words, with its interval if `level` is given."""
+    """Returns a method's AUC as text, with its confidence interval if `level` is given."""
     if performance["area"] is None:
         return f"{name}: no curve, since all test examples are of one class"
     area, low, high = performance["area"]
@@ -258,7 +275,7 @@ PerformanceSlots = Sequence[tuple[dict[str, Any], str, int]]
 def _roc_figure(
     slots: PerformanceSlots, key: str, page_data: dict[str, Any], predictions: GroupPredictions
 ) -> dict[str, Any]:
-    """Returns the ROC curves, their legend, caption and table for the template."""
+    """Builds the figure of the ROC curves for the template: the chart, its legend, caption and table."""
     lines = [svg_roc_curve(performance, style, k) for k, (performance, _, style) in enumerate(slots)]
     dot = " The dot is at the threshold chosen below." if any("hits" in slot[0] for slot in slots) else ""
     return {
@@ -276,7 +293,7 @@ def _roc_figure(
 
 
 def describe_averaging(predictions: GroupPredictions) -> str:
-    """Returns sentences on what a curve of several sites and seeds is made from."""
+    """Returns sentences that say which sites and seeds a curve is averaged over."""
     sites_sentence = "All sites: their test examples together, each with its own site's network."
     if len(predictions.seeds) == 1:
         return f"{sites_sentence} One training (seed {predictions.seeds[0]})."
@@ -289,17 +306,19 @@ def _sensitivity_at(performance: dict[str, Any], k: int) -> str:
 
 
 def _calibration_figure(slots: PerformanceSlots, key: str, page_data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the calibration curves, their legend, caption and table for the template."""
+    """Builds the figure of the calibration curves for the template: the chart, its legend, caption and table."""
     groups = []
     for k, (performance, name, style) in enumerate(slots):
         inside = [f'<g data-slot="{k}" class="mark s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
         if performance["groups"]:
-            inside.append(f'<path class="line" d="M{"L".join(svg_point(g[0], g[1]) for g in performance["groups"])}"/>')
+            inside.append(
+                f'<path class="line" d="M{"L".join(unit_square_point(g[0], g[1]) for g in performance["groups"])}"/>'
+            )
         for predicted, observed, low, high, examples in performance["groups"]:
-            x, y = svg_point(predicted, observed).split()
+            x, y = unit_square_point(predicted, observed).split()
             shares = f"predicted {100 * predicted:.1f} %, observed {100 * observed:.1f} %"
             tooltip = f"{name}: {shares} of {format_count(examples)}"
-            ends = f"M{svg_point(predicted, low)}L{svg_point(predicted, high)}"
+            ends = f"M{unit_square_point(predicted, low)}L{unit_square_point(predicted, high)}"
             inside.append(f'<g data-t="{escape(tooltip)}"><path class="line thin" d="{ends}"/>'
                           f'<circle cx="{x}" cy="{y}" r="4"/></g>')  # fmt: skip
         groups.append("".join([*inside, "</g>"]))

@@ -44,7 +44,8 @@ _CELLS = 5000  # cells of a table of classes
 @final
 @dataclass(frozen=True, eq=False)
 class PageExtras:
-    """Holds what the page shows of a group beside its scores.
+    """Holds what the page shows of a group of runs besides its scores: class counts, test predictions, and panels of
+    single methods.
 
     Attributes:
         class_counts: by seed, the number of training examples per class of each client.
@@ -66,7 +67,7 @@ class PageExtras:
 
 
 def html_methods_table(run_group: RunGroup) -> Markup:
-    """Renders the table with one row per method and, of a comparison with a target, what it costs to reach it."""
+    """Renders a table with one row per method; a comparison with a target score also shows the cost of reaching it."""
     unit, several_seeds, is_comparison = (
         run_group.score_format.unit,
         len(run_group.seeds) > 1,
@@ -134,7 +135,9 @@ def html_methods_table(run_group: RunGroup) -> Markup:
 
 
 def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
-    """Returns the target of a comparison in words, empty without one, and by method what it costs to reach it."""
+    """Returns a sentence on the target score of a comparison (empty without one), and for each method the cost of
+    reaching the target.
+    """
     target = run_group.comparison_results.get("target", {})
     if target.get("score") is None:
         return "", []
@@ -158,7 +161,7 @@ def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
 
 
 def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) -> Markup:
-    """Renders the mean score against rounds, megabytes and seconds; one legend chooses the lines of all three.
+    """Renders the mean score of each method against rounds, megabytes and seconds, as three charts with one legend.
 
     Args:
         run_group: the group.
@@ -228,7 +231,7 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
 
 
 def html_gains(run_group: RunGroup, key: str) -> Markup:
-    """Renders the gain of each client over training alone, one chart per method."""
+    """Renders how much better each client scores than with training alone, one chart per method."""
     unit, local_method = run_group.score_format.unit, run_group.local_method
     if local_method is None:
         reason = "has no score here" if run_group.comparison_results else "was not run"
@@ -274,7 +277,7 @@ def html_gains(run_group: RunGroup, key: str) -> Markup:
 
 
 def html_client_scores(run_group: RunGroup) -> Markup:
-    """Renders the table of each client's scores, with the best of each row in bold."""
+    """Renders a table of each client's score with each method; the best of each row is bold."""
     unit = run_group.score_format.unit
     order = sorted(
         run_group.methods, key=lambda method: (method is not run_group.local_method, -run_group.ranking_key(method))
@@ -342,20 +345,24 @@ def html_class_counts(extras: PageExtras, key: str) -> Markup:
 
 
 def _stored_statistic(method: MethodRuns, name: str, default: float) -> float:
-    """Returns a statistic that a finished comparison has of a method, NaN where it is not defined; else `default`."""
+    """Returns a statistic of a method that a finished comparison stored, NaN where it is not defined; returns `default`
+    without a comparison.
+    """
     value = method.statistics.get(name, default)
     return math.nan if value is None else float(value)
 
 
 def _line_style(run_group: RunGroup, position: int) -> int:
-    """Returns the style of a method's line; training alone has its own, grey and dashed."""
+    """Returns the number of the style of a method's line; training alone has its own style, grey and dashed."""
     if run_group.methods[position] is run_group.local_method:
         return 2 * COLOUR_COUNT - 1
     return position % (COLOUR_COUNT - 1) + position // (COLOUR_COUNT - 1) * COLOUR_COUNT
 
 
 def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
-    """Returns a method's learning curve for the script: short numbers, and null where it is not defined."""
+    """Returns a method's learning curve in the form that the page's script reads: rounded numbers, and null for
+    undefined values.
+    """
     table = {
         name: [None if math.isnan(v) else float(f"{v:.5g}") for v in values]
         for name, values in method.mean_learning_curve.items()
@@ -364,7 +371,7 @@ def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
 
 
 def _evenly_spaced(size: int, max_count: int = 30) -> list[int]:
-    """Returns at most `max_count` positions, evenly spaced, with the last."""
+    """Returns at most `max_count` evenly spaced positions of a sequence of length `size`, the last among them."""
     return sorted({round(k) for k in np.linspace(0, size - 1, min(size, max_count))}) if size else []
 
 
@@ -373,8 +380,10 @@ def _defined_scores(score_by_client: Mapping[str, float | None]) -> list[float]:
 
 
 def _best_columns(values: Sequence[float], score_format: ScoreFormat) -> set[int]:
-    """Returns the columns of the best value in a row, counted from its name; none where all values are equal."""
+    """Returns the columns with the best value of a table row, where column 0 is the row's name; empty if all values are
+    equal.
+    """
     defined = [value for value in values if not math.isnan(value)]
     if len(defined) < 2 or max(defined) == min(defined):
         return set()
-    return {k for k, value in enumerate(values, 1) if value == score_format.best_of(defined)}
+    return {k for k, value in enumerate(values, 1) if value == score_format.best_value(defined)}

@@ -1,4 +1,4 @@
-"""Writes sentences on a group's scores, without claims that one seed cannot support."""
+"""Writes the sentences of the page on a group's scores, without claims that one seed cannot support."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _NAMED = 3  # clients named in a sentence
 
 
 def unit_of_score(score: str) -> NumberUnit:
-    """Returns the unit in which a score is written: per cent for shares such as the accuracy, else none.
+    """Returns the unit in which a score is written: "%" for shares such as the accuracy, otherwise an empty text.
 
     >>> unit_of_score("accuracy"), unit_of_score("brier")
     ('%', '')
@@ -29,7 +29,7 @@ def unit_of_score(score: str) -> NumberUnit:
 
 
 def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
-    """Describes what was compared, in one sentence; `noun` is "client" or "site"."""
+    """Returns one sentence on what was compared; `noun` is "client" or "site"."""
     clients = count_with_noun(len(run_group.clients), noun)
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
     rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
@@ -42,7 +42,7 @@ def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
 
 
 def result_sentences(run_group: RunGroup) -> list[str]:
-    """Returns sentences on the results, the most important first."""
+    """Returns the sentences that sum up the results of a group, the most important first."""
     local_method = run_group.local_method
     scored_methods = [method for method in run_group.methods if not math.isnan(run_group.mean_score(method))]
     if not scored_methods:
@@ -73,7 +73,7 @@ def _failure_sentences(run_group: RunGroup) -> list[str]:
 
 
 def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRuns]) -> str:
-    """Returns the sentence on the best mean, over the seeds that all methods have."""
+    """Returns the sentence that names the method with the best mean score over the seeds that all methods have."""
     unit, local_method = run_group.score_format.unit, run_group.local_method
     best = max(scored_methods, key=run_group.ranking_key)
     best_mean = format_number(run_group.mean_score(best), unit)
@@ -102,7 +102,7 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
 
 
 def comparison_notes(run_group: RunGroup) -> list[str]:
-    """Returns sentences on what a comparison left out and why, and on how hyper-parameters and rounds were chosen."""
+    """Returns sentences on what a comparison left out and why, and on how it chose hyper-parameters and rounds."""
     results = run_group.comparison_results
     if not results:
         return []

@@ -1,4 +1,4 @@
-"""Computes and renders scores and gains of groups of test examples, by a column such as "sex"."""
+"""Computes and renders the scores of subgroups of the test examples, formed by a column such as "sex"."""
 
 import math
 from collections import Counter
@@ -32,7 +32,10 @@ _NOTHING = (math.nan, math.nan, math.nan)
 @final
 @dataclass(frozen=True, eq=False)
 class Subgroup:
-    """Holds the scores of a group of test examples as value, low and high; None where they are not defined.
+    """Holds the scores of a subgroup of test examples by method, each as (value, low, high), and the gains over
+    training alone.
+
+    None stands for a score that is not defined.
 
     Attributes:
         name: the value of the column.
@@ -48,8 +51,9 @@ class Subgroup:
 
 
 def rows_by_group(values: Sequence[Any]) -> dict[str, list[int]]:
-    """Groups the positions of examples by a column: by its values, by quarters if it has many numbers, with rare values
-    of a long list together.
+    """Groups the positions of examples by their values in a column, and returns the positions by the group's name.
+
+    A column with many different numbers is divided into quarters; rare values of a long list form one group.
 
     Missing values are the last group.
 
@@ -93,14 +97,15 @@ def _rows_by_quartile(value_by_row: dict[int, Any]) -> dict[str, list[int]]:
 
 
 def _quartile_label(low: float, high: float, first: bool, last: bool) -> str:
-    """Returns a short label for a quarter of numbers that are not whole; the chart has little room."""
+    """Returns a short label for a quarter of a column of fractional numbers; the chart has little room."""
     return f"up to {high:.4g}" if first else f"above {low:.4g}" if last else f"{low:.4g} to {high:.4g}"
 
 
 def score_subgroups(
     predictions: GroupPredictions, column: str, clients: Sequence[str], metric: Metric, level: float
 ) -> list[Subgroup]:
-    """Computes scores and gains of the groups of a column, and first of all examples together.
+    """Computes the scores of each subgroup that a column forms, and the gains over training alone; all examples
+    together come first.
 
     Args:
         predictions: the predictions. Where each seed deals other data, those of the first seed.
@@ -114,7 +119,7 @@ def score_subgroups(
     targets = torch.cat([tables[predictions.methods[0], seeds[0], c].targets for c in clients])
     outputs = {
         m: [torch.cat([tables[m, seed, c].outputs for c in clients]) for seed in seeds]
-        for m in best_method_and_local(predictions)
+        for m in leader_and_local_labels(predictions)
     }
     groups = {"all": list(range(len(targets))), **rows_by_group(predictions.column_values(column, clients, seeds[0]))}
     return [
@@ -123,8 +128,11 @@ def score_subgroups(
     ]
 
 
-def best_method_and_local(predictions: GroupPredictions) -> list[str]:
-    """Returns the leader and training alone; intervals of more methods would take long."""
+def leader_and_local_labels(predictions: GroupPredictions) -> list[str]:
+    """Returns the labels of the best method and of training alone, the methods for which subgroups are scored.
+
+    Intervals of more methods would take long.
+    """
     first, reference = predictions.methods[0], predictions.local_label
     return [first] if reference in (None, first) else [first, str(reference)]
 
@@ -152,7 +160,7 @@ def _score_subgroup(
 
 
 def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> ScoreInterval:
-    """Clips an interval of a share, an AUC or their difference to possible values."""
+    """Clips a score and its interval to the range that the metric can have."""
     if estimate is None or not math.isfinite(estimate[0]):
         return None
     if metric.unit != "%" and metric.name != "auc":
@@ -164,7 +172,8 @@ def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> Sc
 def html_subgroups(
     predictions: GroupPredictions, column: str, score_format: ScoreFormat, level: float, key: str
 ) -> Markup:
-    """Renders the groups of a column as a chart and a table, over all sites and, where these are few, for each site.
+    """Renders the scores of the subgroups that a column forms, as a chart and a table, for all sites together and,
+    where sites are few, for each site.
 
     Raises:
         UserError: there is no such column.
@@ -202,7 +211,7 @@ def _html_subgroup_panel(
     key: str,
 ) -> Markup:
     groups = score_subgroups(predictions, column, clients, metric, level)
-    method_names = best_method_and_local(predictions)
+    method_names = leader_and_local_labels(predictions)
     styles = {m: 2 * COLOUR_COUNT - 1 if m == predictions.local_label else 0 for m in method_names}
     rows = [
         ForestRow(
@@ -246,7 +255,7 @@ def _html_subgroup_panel(
 
 def _table_cells(group: Subgroup, predictions: GroupPredictions, score_format: ScoreFormat) -> list[str]:
     cells = []
-    for method in best_method_and_local(predictions):
+    for method in leader_and_local_labels(predictions):
         score = group.scores[method]
         cells += (
             ["–", "–"]
@@ -276,5 +285,5 @@ def _table_cells(group: Subgroup, predictions: GroupPredictions, score_format: S
 
 
 def _format_interval(low: str, high: str, unit: str) -> str:
-    """Returns an interval with its unit once."""
+    """Returns an interval as text, with its unit written once."""
     return f"{low.removesuffix(unit)} to {high}"

@@ -1,5 +1,7 @@
-"""Charts as inline SVG: lines with bands, sorted bars, heat maps. They are drawn for a phone's width and grow with the page;
-colours are CSS variables of `page.css`, so that the same chart suits light, dark and paper.
+"""Draws charts as inline SVG: lines with bands, sorted bars, heat maps.
+
+They are drawn for a phone's width and grow with the page; colours are CSS variables of `page.css`, so that the same
+chart suits light, dark and paper.
 
 Each is an image with a title and a description; values are told on hover (`data-t`, which `page.js` shows) and stand in a
 table beside the chart. Texts come as plain text and are escaped here.
@@ -30,7 +32,10 @@ _LABELLED = 40  # bars with a label and a number of their own
 @final
 @dataclass(frozen=True)
 class ChartLine:
-    """Holds a line of a chart: x, y with lowest and highest values (NaN leaves a gap), all of one length, and its style."""
+    """Holds one line of a chart: its points x and y, a band from `low` to `high`, and its style.
+
+    All sequences are of one length; NaN leaves a gap.
+    """
 
     label: str
     x: Sequence[float]
@@ -43,7 +48,7 @@ class ChartLine:
 @final
 @dataclass(frozen=True)
 class ChartBar:
-    """Holds a bar: its value, and the lowest and highest of the values whose mean it is."""
+    """Holds one bar of a chart: a mean, and the lowest and highest of the averaged values."""
 
     label: str
     value: float
@@ -61,7 +66,7 @@ def svg_line_chart(
     unit: NumberUnit = "",
     integer_x: bool = False,
 ) -> Markup:
-    """Draws lines, with a band from `low` to `high` where these differ.
+    """Draws a line chart; a line has a band where its `low` and `high` differ.
 
     A curve whose x is 0 throughout (what costs nothing) is a dashed level line at its last value. `data-line` of each group
     is the position of its curve, and `data-box` the frame in units and in values, for `page.js`. `integer_x`: x counts.
@@ -124,7 +129,7 @@ def svg_line_chart(
 def svg_bar_chart(
     bars: Sequence[ChartBar], *, key: str, title: str, x_label: str, unit: NumberUnit = "", signed: bool = False
 ) -> Markup:
-    """Draws bars from 0, one below the other in the given order; thin and without labels where they are many."""
+    """Draws a chart of horizontal bars that start at 0, in the given order; many bars are thin and have no labels."""
     shown = [bar for bar in bars if math.isfinite(bar.value)]
     if not shown:
         return svg_empty_chart(key, title, "nothing is known of any of them")
@@ -202,7 +207,7 @@ def svg_heat_map(
     sqrt_colours: bool = False,
     as_counts: bool = False,
 ) -> Markup:
-    """Draws a heat map.
+    """Draws a table of numbers as a heat map, one coloured cell per number.
 
     Args:
         values: (R, C); NaN stays empty.
@@ -286,7 +291,7 @@ def svg_heat_map(
 
 
 def png_data_url(pixels: NDArray[np.uint8]) -> str:
-    """Returns an RGB picture, (H, W, 3), as a data URL."""
+    """Returns a data URL with an RGB picture, (H, W, 3), encoded as PNG."""
     from matplotlib.image import imsave
 
     file = io.BytesIO()
@@ -297,7 +302,7 @@ def png_data_url(pixels: NDArray[np.uint8]) -> str:
 def svg_image(
     key: str, title: str, description: str, height: float, parts: Sequence[str], attributes: str = ""
 ) -> Markup:
-    """Returns parts of a drawing as an SVG element with a title and a description, whose ids begin with `key`."""
+    """Wraps the parts of a drawing in an SVG element with a title and a description, whose ids begin with `key`."""
     return Markup(
         f'<svg viewBox="0 0 {CHART_WIDTH} {height}" role="img" aria-labelledby="{key}-t {key}-d"{attributes}>'
         f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(description)}</desc>{"".join(parts)}</svg>'
@@ -305,7 +310,7 @@ def svg_image(
 
 
 def text_width(text: str) -> float:
-    """Returns an upper estimate of a text's width in units of the charts; fonts differ."""
+    """Returns an upper estimate of the width of a text in the units of the charts, since fonts differ."""
     wide_letters = sum(12.0 for letter in text if unicodedata.east_asian_width(letter) in "WF")
     return wide_letters + sum(
         9.5 if letter in "mwMW%@" else 6.8 for letter in text if unicodedata.east_asian_width(letter) not in "WF"
@@ -313,7 +318,7 @@ def text_width(text: str) -> float:
 
 
 def svg_empty_chart(key: str, title: str, reason: str) -> Markup:
-    """Draws a sentence that says why there is nothing to draw."""
+    """Draws a chart that only shows a sentence on why there is nothing to draw."""
     return svg_image(key, title, reason, 60, [svg_text(CHART_WIDTH / 2, 34, f"Nothing to draw: {reason}.", "middle")])
 
 
@@ -326,13 +331,13 @@ def svg_text(
     turned: bool = False,
     pivot: bool = False,
 ) -> str:
-    """Returns a text element, turned by 90° about the origin or about its own point."""
+    """Returns an SVG text element; it can be turned by 90° about the origin, or about its own point."""
     turn = "" if not turned else f' transform="rotate(-90 {x:.1f} {y:.1f})"' if pivot else ' transform="rotate(-90)"'
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
 def axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int = 5) -> list[float]:
-    """Returns round numbers that span an interval."""
+    """Returns round numbers for the ticks of an axis from `low` to `high`."""
     from matplotlib.ticker import MaxNLocator
 
     if low == high:
@@ -343,7 +348,7 @@ def axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int
 
 
 def format_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
-    """Returns a tick of an axis as text."""
+    """Returns the label of a tick of an axis, with its unit."""
     value = 0.0 if abs(value) < 1e-12 else value
     text = f"{100 * value if unit == '%' else value:{'+' if signed and value else ''}.4g}".replace("-", "−")
     return f"{text} %" if unit == "%" and not signed else text
@@ -352,7 +357,7 @@ def format_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
 def _segments_without_gaps(
     points: Sequence[tuple[float, float, float, float] | None],
 ) -> list[list[tuple[float, float, float, float]]]:
-    """Splits points into runs without a gap."""
+    """Splits a line's points at its gaps (None), and returns the segments."""
     segments: list[list[tuple[float, float, float, float]]] = [[]]
     for point in points:
         if point is None:

@@ -16,7 +16,8 @@ _ROUNDS = 8  # in the table
 
 
 def html_update_norms(run: RunRecord, key: str) -> Markup:
-    """Renders the norms of a run's updates, the largest first; empty without any.
+    """Renders the norms of the clients' updates by round as a line chart, the clients with the largest first; empty if
+    the run has no norms.
 
     Args:
         run: as read.
@@ -57,7 +58,9 @@ def html_update_norms(run: RunRecord, key: str) -> Markup:
 
 
 def _outlier_sentences(run: RunRecord) -> list[str]:
-    """Returns a sentence for each client whose norm was many times the median of the others' in some round."""
+    """Returns a sentence for each client whose update in some round had a norm many times the median of the other
+    clients' norms.
+    """
     largest: dict[str, tuple[float, int, int]] = {}
     for number in sorted(run.update_norms):
         for client, times in find_outlying_norms(run.update_norms[number]).items():

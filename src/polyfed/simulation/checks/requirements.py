@@ -20,7 +20,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
 from polyfed.core.examples.pytree import named_leaves
-from polyfed.core.messages.lora import adapter_mode, architecture_without_ranks, network_with_largest_ranks
+from polyfed.core.messages.lora import adapter_mode, architecture_key_without_ranks, network_with_largest_ranks
 from polyfed.core.nn.module_cache import (
     build_module,
     cached_module,
@@ -111,7 +111,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
     if ids_without_model:
         raise UserError(f"{name} trains each client's own network, but client {ids_without_model[0]!r} has model=None")
     architecture_by_client = {
-        client.id: architecture_without_ranks(algorithm, cached_module_of(client)) for client in clients
+        client.id: architecture_key_without_ranks(algorithm, cached_module_of(client)) for client in clients
     }
     check_network_tensors_and_layers(clients, algorithm)
     check_single_example_batches(clients, algorithm, {"batch_size": None})

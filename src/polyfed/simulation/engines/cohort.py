@@ -102,7 +102,7 @@ class CohortEngine(Engine):
         """Runs a client's task up to its next deferred call; returns its result, or None if it waits for a stacked
         computation."""
         started = time.perf_counter()
-        pending.deferred_run.restart()
+        pending.deferred_run.restart_calls()
         try:
             with deferring_calls(pending.deferred_run):
                 (result,) = self._single_engine.run([pending.task])

@@ -27,7 +27,7 @@ from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.machine.allocator import tune_malloc
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
-from polyfed.core.messages.lora import message_at_client_rank, pack_adapters
+from polyfed.core.messages.lora import message_at_client_rank, reply_with_scaled_adapters
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import reset_for_eval
@@ -79,7 +79,7 @@ class InProcessEngine(Engine):
                     )
                     if task.phase == "local":
                         reply, client_state = algorithm.local_update(message, client_state, client, task.seed)
-                        reply = pack_adapters(algorithm, client, reply)
+                        reply = reply_with_scaled_adapters(algorithm, client, reply)
                         check_serializable(client_state, "the private state")
                         _check_finite(algorithm, reply, client_state)
                         if not message_error(reply):  # an invalid reply is rejected later, unchanged

@@ -217,7 +217,7 @@ class Federation:
             if block and size + added_bytes > max_bytes:
                 yield block
                 block, tensor_ids, size, added_bytes = [], set(), 0, sum(parts.values())
-                compressor.clear()
+                compressor.clear_cache()
             block.append(self.build_task(phase, client_info.id, round_number, message, checkpoint, compressor))
             tensor_ids.update(parts)
             size += added_bytes
@@ -252,7 +252,7 @@ class Federation:
         return (
             reply
             if message_error(reply)
-            else lora.unpack_adapters(self.algorithm, self.decompress_reply(reply, message), message)
+            else lora.reply_at_server_rank(self.algorithm, self.decompress_reply(reply, message), message)
         )
 
     def decompress_reply(self, reply: Message, message: Message) -> Message:
@@ -290,7 +290,9 @@ class Federation:
         if missing_scalars := sorted(self.algorithm.scalars_needed - reply.scalars.keys()):
             return f"{missing_scalars[0]} is missing, a number that the method needs; a site must not hold it back"
         try:
-            specs = lora.unpacked_reply_spec(self.algorithm, self.algorithm.reply_spec(server_state, message, reply))
+            specs = lora.reply_spec_at_server_rank(
+                self.algorithm, self.algorithm.reply_spec(server_state, message, reply)
+            )
         except ValueError as flaw:
             return str(flaw)
         except Exception as error:  # a method may fail in any way on a reply that is not of its form

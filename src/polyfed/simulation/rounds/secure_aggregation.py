@@ -13,7 +13,7 @@ from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.declared_words import consent_needed
+from polyfed.core.declared_words import words_needing_consent
 from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import (
     FixedPointWords,
@@ -55,7 +55,7 @@ def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[s
     >>> disclosures_to_allow(IFCA(), secure=False)
     ['weights']
     """
-    return sorted(consent_needed(effective_disclosures(algorithm, secure)))
+    return sorted(words_needing_consent(effective_disclosures(algorithm, secure)))
 
 
 def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
@@ -100,7 +100,7 @@ def encode_sum_part(reply: Message, algorithm: Algorithm[Any, Any], cohort_size:
     assert uses_default_mean(algorithm)
     weight = reply.scalars["num_examples"] if algorithm.weighted else 1
     groups = {group: reply.tensors[group] for group in algorithm.groups if group in reply.tensors}
-    return build_sum_message(to_fixed_point(groups, weight, cohort_size), SumLayout.of_groups(groups))  # type: ignore[arg-type]  # whole: encode checks
+    return build_sum_message(to_fixed_point(groups, weight, cohort_size), SumLayout.from_tensor_groups(groups))  # type: ignore[arg-type]  # whole: encode checks
 
 
 def sum_part_error(

@@ -133,9 +133,9 @@ def _run_plan(plan: ComparisonPlan, console: Console | None, logger: Sequence[st
     show_comparison(comparison, console or Console())
     if logger and comparison.out is not None:
         # imported late: most comparisons do without
-        from polyfed.report.export.mlflow_models import track_comparison
+        from polyfed.report.export.mlflow_models import log_comparison_to_trackers
 
-        track_comparison(comparison.results, comparison.out, logger)
+        log_comparison_to_trackers(comparison.results, comparison.out, logger)
         print_line(console or Console(), f"tracked with {', '.join(logger)}")
     if comparison.failed:
         raise RoundError(

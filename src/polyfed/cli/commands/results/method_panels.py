@@ -108,8 +108,8 @@ def _alignment(inputs: PanelInputs) -> Markup:
     alignment = measure_alignment(_folder(inputs), clients=clients)
     print_line(
         inputs.console,
-        f"{inputs.run.method}: mean CKA between two clients: {alignment.mean_cka_before:.2f} before, "
-        f"{alignment.mean_cka_after:.2f} after",
+        f"{inputs.run.method}: mean CKA between two clients: {alignment.mean_cka_of_initial_networks:.2f} before, "
+        f"{alignment.mean_cka_of_trained_networks:.2f} after",
     )
     return method_views.html_alignment(alignment, inputs.key)
 
