@@ -84,8 +84,8 @@ def _reference_tensor(reference: Message, group: str, name: str) -> Tensor | Non
 def decompressed_specs(
     specs: Mapping[str, StateDictSpec], reference: Message, compressor: Compressor
 ) -> dict[str, dict[str, TensorForm]]:
-    """Returns the shapes and types of the tensors in a compressed message, from the shapes and types of its entries
-    alone.
+    """Returns the shapes and types of the tensors that a compressed message will be restored to, from its entries'
+    shapes and types alone.
 
     No tensor is read or made.
 

@@ -164,7 +164,7 @@ class RunGroup:
 
     @cached_property
     def best_method_besides_local(self) -> MethodRuns | None:
-        """Returns the method with the best mean score, not counting training alone; None without any."""
+        """Returns the method with the best mean score, not counting training alone; None if there is none."""
         others = [m for m in self.methods if m is not self.local_method and self.ranking_key(m) > -math.inf]
         stated_label = self.comparison_results.get("leader") or self.comparison_results.get("best")
         stated = [method for method in others if method.label == stated_label]
