@@ -307,7 +307,9 @@ class AlgorithmContract(ABC):
     def test_private_state_is_not_sent(self, algorithm: Algorithm[Any, Any]) -> None:
         """A reply must be valid, and must not contain the client's private tensors, inputs or labels, nor share memory
         with them."""
-        published = self.published | (frozenset[str]() if (card := card_of_method(algorithm)) is None else card.published)
+        published = self.published | (
+            frozenset[str]() if (card := card_of_method(algorithm)) is None else card.published
+        )
         federation = self._federation(algorithm)
         with single_torch_thread():
             server_state = algorithm.server_init(federation.server_context())
