@@ -349,7 +349,7 @@ def test_who_wants_nothing_else_gets_nothing_else(plain, monkeypatch):
 def test_another_flower_is_served_by_its_own_supernode(plain, capsys, monkeypatch):
     started = []
     monkeypatch.setattr(supernode, "SiteProcess", lambda: SimpleNamespace(
-        start=lambda: started.append(1), close=lambda: started.append(0)))  # fmt: skip
+        start_if_stopped=lambda: started.append(1), stop=lambda: started.append(0)))  # fmt: skip
     monkeypatch.setattr(private_api, "version", lambda name: "1.43.0")
     with pytest.raises(_ExecutedError):
         supernode.main(WORDS)
@@ -360,7 +360,7 @@ def test_another_flower_is_served_by_its_own_supernode(plain, capsys, monkeypatc
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(supernode, "SiteProcess", lambda: SimpleNamespace(
-        start=lambda: None, close=lambda: None, configure=lambda config: None))  # fmt: skip
+        start_if_stopped=lambda: None, stop=lambda: None, set_node_config=lambda config: None))  # fmt: skip
     monkeypatch.setattr(signal, "signal", lambda *words: None)
     monkeypatch.setattr(supernode, "send_logs_to_stderr", lambda: None)
     write_key_pair(tmp_path / "key")
