@@ -196,7 +196,7 @@ def test_one_rank_needs_no_option(mode):
 
 AVERAGING = {
     "fedavg": {}, "fedprox": {"mu": 0.1}, "fedavg_ft": {}, "fedrep": {"local_epochs": 1}, "fedbn": {}, "per_fedavg": {},
-    "pfedme": {"k": 2}, "fedhenn_homo": {"final": "cohort", "local_epochs": 1, "rad_size": 20, "rad_batch": 8},
+    "pfedme": {"k": 2}, "fedhenn_homo": {"averaged_over": "cohort", "local_epochs": 1, "rad_size": 20, "rad_batch": 8},
 }  # fmt: skip
 SLOW = {"pfedme", "fedavg_ft", "fedbn", "fedhenn_homo", "per_fedavg", "fedprox"}
 
