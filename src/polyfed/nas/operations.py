@@ -21,7 +21,9 @@ class GroupedNorm(nn.BatchNorm2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the normalised feature maps, (group, channels, height, width)."""
+        """Normalises the feature maps of one group of images; input and output have shape (images in the group,
+        channels, height, width).
+        """
         if self.training and x.numel() == x.shape[1]:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return super().forward(x)

@@ -123,7 +123,7 @@ class AlgorithmContract(ABC):
         return small_clients(number)
 
     def public(self) -> Any:
-        """Builds public examples, for a method that requires them; they are as many as FedHeNN takes by default."""
+        """Builds the public examples, which the server and all clients share, for a method that requires them."""
         return torch.randn(5000, 6, generator=torch_generator(8)), torch.zeros(5000, dtype=torch.int64)
 
     def _federate(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client] | None = None, **options: Any) -> Run:
@@ -249,8 +249,9 @@ class AlgorithmContract(ABC):
                         torch.testing.assert_close(dict(tree), dict(message.tensors[group]))
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
-        """The order of the clients and of their replies must not change a bit of the result, and neither must scalars
-        outside `scalars_needed`."""
+        """The result must be the same to the last bit in whatever order the clients and their replies come, and
+        whatever scalars the replies hold that the method does not name in `scalars_needed`.
+        """
         federation = self._federation(algorithm)
         with single_torch_thread():
             server_state = algorithm.server_init(federation.server_context())

@@ -243,7 +243,6 @@ ALLOWED = {  # file -> how many such calls, and why
     "simulation/storage/integrity.py": (1, "a stream of `open_file`"),
     "deploy/trial/local_trial.py": (1, "a log that is written"),
     # No file at all.
-    "simulation/monitoring/trackers.py": (1, "a logger is opened"),
     "simulation/federate.py": (1, "a run directory is opened"),
     "deploy/server/server.py": (1, "a run directory is opened"),
     "deploy/server/server_config.py": (1, "a run directory is opened"),

@@ -58,7 +58,7 @@ class SearchResult:
 
     @cached_property
     def scored_clients(self) -> frozenset[str]:
-        """Returns the clients over which the loss is averaged: the largest set of clients with a loss in any run."""
+        """Returns the clients over which the loss is averaged: those of the run in which the most clients have a loss."""
         return max(
             (frozenset(run.validation_losses_by_client) for runs in self.runs_by_label.values() for run in runs),
             key=len,

@@ -17,7 +17,8 @@ def reference_key(name: str) -> str:
 
 
 def name_of_method_or_reference(key: str) -> str:
-    """Returns the name of a simple model without the brackets of its key, or the label of a method unchanged.
+    """Returns the name to show for a key: a simple model's key such as "(ridge)" loses its brackets, and a method's
+    label stays as it is.
 
     >>> name_of_method_or_reference("(ridge)"), name_of_method_or_reference("local")
     ('ridge', 'local')

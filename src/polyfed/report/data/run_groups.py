@@ -133,7 +133,7 @@ class RunGroup:
 
     @cached_property
     def common_seeds(self) -> tuple[int, ...]:
-        """Returns the seeds in which every method with any scores has a mean score."""
+        """Returns the seeds for which all methods have a mean score; methods without any scores are ignored."""
         scored_seeds = [
             {run.seed for run, value in zip(method.runs, method.mean_score_by_run, strict=True) if value == value}
             for method in self.methods

@@ -33,7 +33,9 @@ class Progress(ABC):
         """Shows a sentence to the user."""
 
     def warn(self, sentence: str) -> None:
-        """Warns of a serious problem, beyond showing the sentence with `say`; does nothing by default."""
+        """Draws attention to a serious problem, for example by an alert; does nothing by default, since the caller also
+        shows the sentence with `say`.
+        """
         return
 
     @abstractmethod
