@@ -44,7 +44,7 @@ import pickle, sys
 import polyfed as pf
 assert not hasattr(pf, "fedrate")
 assert "torch" not in sys.modules
-assert pf.UserError and pf.algorithms.FedAvg and pf.search.operations and pf.testing.AlgorithmContract
+assert pf.UserError and pf.algorithms.FedAvg and pf.nas.operations and pf.testing.AlgorithmContract
 assert "torch" in sys.modules
 from polyfed import Client, federate
 from polyfed import *
