@@ -200,7 +200,7 @@ def test_nothing_is_written_in_another_way():
         "data/plot.py": "into memory",
     }
     # A project of Flower's is a tree of files that a user asks for, and its trial runs beside it.
-    projects = {f"deploy/{name}.py" for name in ("project", "trial", "link", "flower")}
+    projects = {f"deploy/{name}.py" for name in ("trial/project", "trial/local_trial", "flower/superlink")}
     for file in SOURCE.rglob("*.py"):
         name = str(file.relative_to(SOURCE))
         if name == "core/io/atomic_files.py" or name in projects:
