@@ -105,7 +105,7 @@ _DECLARATION_OF = {
     "number of examples": "'num_examples' in scalars_needed",
     **dict.fromkeys(NETWORK_FACTS, "'architecture' in discloses"),
 }
-"""How a method declares a fact that its replies reveal."""
+"""Maps a fact that replies may reveal to the declaration that it needs."""
 
 
 class AlgorithmContract(ABC):

@@ -19,7 +19,7 @@ from polyfed.core.state_dict import StateDict
 from polyfed.core.training.config import LocalTraining
 
 _RANGE_FACTOR = 3.0
-"""By how many times the range of a client's inputs public examples may go beyond it."""
+"""Limits public examples: they may exceed the range of a client's inputs by this many times that range."""
 
 
 @dataclass(frozen=True, kw_only=True)

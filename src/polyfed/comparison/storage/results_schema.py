@@ -42,7 +42,7 @@ class AnswerEntry(TypedDict, total=False):
     rarest: int | None
     """Test examples of the rarest class, where they limit the score."""
     basis: str
-    """What the answer rests on: "120 test examples, 4 of the rarer class"."""
+    """Describes the data behind the answer: "120 test examples, 4 of the rarer class"."""
     gains: dict[str, GainEntry]
     """Gains over each model that the client has alone, by its name."""
     sentence: str | None
@@ -78,7 +78,7 @@ class RunEntry(TypedDict, total=False):
     rounds: dict[str, int]
     """Each client's own last round, only where each client stops alone; `round` is then the last of them."""
     scores: Required[dict[str, Score]]
-    """By client, at the compared round; empty without one."""
+    """Holds the values by client id, at the compared round; empty if no round is compared."""
     mean: Score
     """Mean over clients; None if a client lacks a score that another method has."""
     validation: Score
@@ -158,7 +158,7 @@ class MethodEntry(TypedDict, total=False):
     evaluated: str
     """The network that is scored, where fields decide it; mostly empty."""
     runs: Required[dict[str, RunEntry]]
-    """By seed, as text."""
+    """Holds the values by seed, written as text."""
     statistics: Required[MethodStatisticsEntry]
 
 
@@ -198,7 +198,7 @@ class MethodTuningEntry(TypedDict, total=False):
     tried: list[dict[str, Any]]
     """Each with its "fields", "loss" and "validation" score."""
     by_client: dict[str, dict[str, Any]]
-    """What each client of `local` chose."""
+    """Holds the choice of each client of `local`."""
     rounds: dict[str, int]
     """The number of rounds that each client of `local` chose."""
 
@@ -258,7 +258,7 @@ class ComparisonResults(TypedDict, total=False):
     """Number of times that each client's examples were split again, one seed each."""
     class_names: list[str] | None
     data: dict[str, dict[str, ClientSizesEntry]]
-    """By seed and client."""
+    """Holds the values by seed and client id."""
     budget: Required[BudgetEntry]
     target: Required[TargetEntry]
     reference: Required[str | None]
@@ -284,11 +284,11 @@ class ComparisonResults(TypedDict, total=False):
     predictions: bool
     """False if the compared rounds' predictions were not kept; then there are no intervals."""
     methods: Required[dict[str, MethodEntry]]
-    """By label, in the order of the table; the label is also the folder."""
+    """Holds the methods by label, in the order of the table; the label also names the folder."""
     skipped: Required[dict[str, str]]
-    """By method, why it does not suit the clients."""
+    """Says for each method that was left out why it does not suit the clients."""
     failed: dict[str, str]
-    """By method, why a run of it failed."""
+    """Says for each failed method why its run failed."""
     notes: Required[list[str]]
     """Sentences on what else to bear in mind."""
     tuning: Required[TuningEntry | None]
@@ -319,12 +319,12 @@ class ComparisonDescription(TypedDict, total=False):
     changes the results."""
 
     choices: str
-    """What learning rates and rounds are chosen by."""
+    """Names the examples by which learning rates and rounds are chosen."""
     title: str
     seeds: list[int]
     experiment: ExperimentEntry | None
     reading: CriteriaEntry
-    """How results are read: budget and target."""
+    """Holds the budget and the target by which the results are read."""
     search: dict[str, list[Any] | str] | None
     searched_at: str
     """The budget that a search chose for; "best" if it is missing."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 NumberUnit = Literal["%", "", "count"]
-"""How a number is written: a share in per cent, with three decimals, or as a whole number."""
+"""Names the format of a number: a share in per cent, with three decimals, or as a whole number."""
 
 
 def format_number(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:

@@ -41,7 +41,7 @@ class Compressor(ABC):
     shared_entry: ClassVar[str]
     """The name of the group's entry with what its compressed tensors have in common."""
     needs_reference: ClassVar[bool]
-    """Whether only tensors that have one are compressed."""
+    """Says whether a tensor is compressed only if the receiver already has a reference tensor for it."""
 
     @abstractmethod
     def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:

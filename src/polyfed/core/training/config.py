@@ -215,7 +215,7 @@ def _is_number(value: Any) -> bool:
 
 
 TRANSFERABLE_FIELDS = tuple(field.name for field in dataclasses.fields(LocalTraining) if field.name != "buffers")
-"""What one method takes over from another to train as it does; how buffers are treated is a method's own."""
+"""Names the fields that one method copies from another to train like it; the policy for buffers is not copied."""
 
 
 @lru_cache

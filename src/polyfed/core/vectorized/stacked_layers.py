@@ -204,4 +204,4 @@ STACKED_LAYERS: Mapping[type[nn.Module], tuple[Layer, Callable[[Any], bool]]] = 
 """Layers with weights of which many clients' can work at once, and whether this one can."""
 
 USES_BATCH_STATISTICS = (_batch_norm,)
-"""Those in which a client's examples meet, so that they are also given how many of its rows are real."""
+"""Lists the layers that compute statistics over a client's batch, and so also need its number of real rows."""

@@ -313,7 +313,7 @@ CELL_METRICS: Mapping[str, Callable[[PaperCell, Any], float | None]] = {
     "parameters": _parameter_count,
     "fresh_deviation": _untrained_weight_deviation,
 }
-"""What a cell can be."""
+"""Maps the name of a cell's metric to the function that measures it."""
 
 
 def _measure_once(
