@@ -56,13 +56,6 @@ class NewDisclosure(str):
 
     A site is asked for its consent to it, and refuses the method if it adds noise.
 
-    Args:
-        word: the new word.
-        meaning: what the server learns of a client, in a few words.
-
-    Raises:
-        TypeError: the word is no name, or polyfed has it already, or the meaning is empty.
-
     >>> sorted({"weights", NewDisclosure("gaze", "where the client's people look")})
     ['gaze', 'weights']
     """
@@ -70,7 +63,15 @@ class NewDisclosure(str):
     meaning: str
 
     def __new__(cls, word: str, meaning: str) -> "NewDisclosure":
-        """Checks the word and its meaning, and returns the word."""
+        """Checks the word and its meaning, and returns the word.
+
+        Args:
+            word: the new word.
+            meaning: what the server learns of a client, in a few words.
+
+        Raises:
+            TypeError: the word is no name, or polyfed has it already, or the meaning is empty.
+        """
         if not word.isidentifier() or word in DISCLOSURES:
             reason = "polyfed has this word already" if word in DISCLOSURES else "a word such as 'gaze' is needed"
             raise TypeError(f"NewDisclosure({word!r}, ...): {reason}")
