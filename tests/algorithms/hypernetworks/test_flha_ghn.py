@@ -92,7 +92,7 @@ def test_with_a_lookup_table_it_is_unweighted_fedavg(monkeypatch):
     shared = {**OPTIONS, "schedule": "cosine", "buffers": "local", "local_epochs": 2}
     runs = [
         pf.federate(everyone, method, rounds=3, seed=4, workers=0)
-        for method in (FLHAGHN(**shared, refine_epochs=0), FedAvg(**shared, weighted=False))
+        for method in (FLHAGHN(**shared, graph="layers_and_norms", refine_epochs=0), FedAvg(**shared, weighted=False))
     ]
     for client in everyone:
         one, other = (run.model(client.id).state_dict() for run in runs)
@@ -203,7 +203,7 @@ def test_a_catalogue_file_decides_what_is_generated(tmp_path):
     types = graph_of_client(client).layer_types
     kept = tuple(t for t in types if t.kind == "conv2d")
     LayerCatalogue(kept).write_yaml(tmp_path / "catalogue.yaml")
-    method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
+    method = FLHAGHN(**OPTIONS, graph="layers_and_norms", catalogue=str(tmp_path / "catalogue.yaml"))
     _, downs, ups = first_round(method, everyone)
     keys = {name.split(".")[1] for name in downs["c0"].tensors["ghn"] if name.startswith("heads")}
     assert keys == {t.key for t in kept}
@@ -331,7 +331,7 @@ def test_the_head_is_the_last_layer_of_the_graph_even_if_it_is_a_raw_parameter()
 def test_a_client_of_which_nothing_is_generated_is_warned(tmp_path):
     """The likely mistake of a deployment: a network of another width than the catalogue's."""
     LayerCatalogue(graph_of_client(clients(Distinct)[0]).layer_types).write_yaml(tmp_path / "catalogue.yaml")
-    method = FLHAGHN(**OPTIONS, catalogue=str(tmp_path / "catalogue.yaml"))
+    method = FLHAGHN(**OPTIONS, graph="layers_and_norms", catalogue=str(tmp_path / "catalogue.yaml"))
     with pytest.warns(RuntimeWarning, match="no layer of the network of client 'c0' is generated"):
         first_round(method, clients(RawHead))
 
