@@ -10,7 +10,7 @@ at any rate and round, which only hindsight knows. A training that explodes coun
 
 Rules: "score", one rate for all by the mean over sites of the validation AUC, and its round, as polyfed chose before; "own",
 the site's own validation loss; "pooled", the loss on all sites' validation examples, each counted once; "k", the own loss
-drawn to the pooled loss, which counts as k examples (`polyfed.comparison.tuning.ranking.shrink_to_pooled_loss`); "one_se",
+drawn to the pooled loss, which counts as k examples (`ranking.shrink_client_loss_to_pooled_loss`); "one_se",
 the smallest rate and
 the first round within a standard error of the lowest own loss; "folds", five-fold cross-validation on the site's training
 and validation examples.
@@ -22,7 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from polyfed.comparison.tuning.ranking import POOLED_LOSS_WEIGHT, lowest_smoothed_loss, shrink_to_pooled_loss
+from polyfed.comparison.tuning.ranking import (
+    POOLED_LOSS_WEIGHT,
+    lowest_smoothed_loss,
+    shrink_client_loss_to_pooled_loss,
+)
 
 RESULTS = Path(__file__).parent / "results" / "rate_choice.json"
 RATES = (0.003, 0.01, 0.03, 0.1, 0.33, 1.1, 3.6)
@@ -126,7 +130,7 @@ def by_table(table):
 def by_drawn(own, number, pooled, weight):
     """The same by the functions that polyfed uses."""
     places = [
-        lowest_smoothed_loss(shrink_to_pooled_loss(dict(as_curve(o)), number, as_curve(p), weight))
+        lowest_smoothed_loss(shrink_client_loss_to_pooled_loss(dict(as_curve(o)), number, as_curve(p), weight))
         for o, p in zip(own, pooled, strict=True)
     ]
     return np.array([t for _, t in places]), int(np.argmin([loss for loss, _ in places]))

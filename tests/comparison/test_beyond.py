@@ -16,8 +16,8 @@ SHORT = {"rounds": 1, "seeds": [0], "references": False, "parallel": 1, "quiet":
 
 
 def favouring(name, best):
-    """`tuning.run_jobs` with validation losses that are lowest where a field is nearest to a number, by its logarithm."""
-    good = hyperparameter_search.run_jobs
+    """`execute_or_load_runs` with validation losses that are lowest where a field is near a number, by its logarithm."""
+    good = hyperparameter_search.execute_or_load_runs
 
     def play(plan, jobs, *rest):
         played, failed = good(plan, jobs, *rest)
@@ -44,7 +44,7 @@ def favouring(name, best):
     ],
 )
 def test_a_search_goes_on_beyond_the_edge_if_it_may(monkeypatch, best, values, tried):
-    monkeypatch.setattr(hyperparameter_search, "run_jobs", favouring("mu", best))
+    monkeypatch.setattr(hyperparameter_search, "execute_or_load_runs", favouring("mu", best))
     found = pf.compare(small_clients(2), [FedProx(mu=0.01)], **SHORT, tune={"mu": values})
     told = found.results["tuning"]["methods"]["fedprox"]
     assert [one["fields"]["mu"] for one in told["tried"]] == tried
@@ -56,7 +56,7 @@ def test_a_search_goes_on_beyond_the_edge_if_it_may(monkeypatch, best, values, t
 
 
 def test_a_search_that_went_on_repeats_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(hyperparameter_search, "run_jobs", favouring("mu", 99))
+    monkeypatch.setattr(hyperparameter_search, "execute_or_load_runs", favouring("mu", 99))
     words = SHORT | {"tune": {"mu": [0.1, 0.2, ...]}, "out": tmp_path / "a"}
     found = pf.compare(small_clients(2), ["fedprox"], **words)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")}
@@ -83,6 +83,6 @@ def test_a_search_goes_on_beyond_numbers_only(values, asked, message):
 
 def test_a_value_beyond_that_a_method_refuses_is_not_tried(monkeypatch):
     """FedAvgM's momentum is below 1; after 0.9 comes 1.6."""
-    monkeypatch.setattr(hyperparameter_search, "run_jobs", favouring("beta1", 1))
+    monkeypatch.setattr(hyperparameter_search, "execute_or_load_runs", favouring("beta1", 1))
     found = pf.compare(small_clients(2), ["fedopt"], **SHORT, tune={"beta1": [0.5, 0.9, ...]})
     assert [one["fields"]["beta1"] for one in found.results["tuning"]["methods"]["fedopt"]["tried"]] == [0.5, 0.9]

@@ -12,7 +12,7 @@ import yaml
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedProx, Local
 from polyfed.cli.main import main
-from polyfed.comparison.storage.comparison_directory import load_finished_history
+from polyfed.comparison.storage.comparison_directory import load_history_if_finished
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
 from polyfed.simulation.storage.directory import list_changed_files, read_config, read_manifest
@@ -147,10 +147,10 @@ def test_report_and_compare_name_what_was_changed(tmp_path, monkeypatch, capsys)
 def test_a_comparison_takes_no_changed_run(run):
     method = describe_method_and_settings(FedAvg(lr=0.1), Settings())["algorithm"]
     asked = (run, 4, [c.id for c in small_clients()], 0, method, read_manifest(run)["data_fingerprint"])
-    assert len(load_finished_history(*asked)) == 4
+    assert len(load_history_if_finished(*asked)) == 4
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("train_loss", "train_lass", 1))
     with pytest.raises(pf.UserError, match=r"metrics.jsonl was changed"):
-        load_finished_history(*asked)
+        load_history_if_finished(*asked)
 
 
 def test_a_comparison_takes_no_run_that_was_stopped_while_it_wrote_its_predictions(run):
@@ -159,7 +159,7 @@ def test_a_comparison_takes_no_run_that_was_stopped_while_it_wrote_its_predictio
     manifest = json.loads((run / "manifest.json").read_text())
     del manifest["files"]
     (run / "manifest.json").write_text(json.dumps(manifest))
-    assert load_finished_history(*arguments) is None
+    assert load_history_if_finished(*arguments) is None
 
 
 def test_warm_starts_take_no_checkpoint_of_another_run(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
-from polyfed.comparison.statistics.convergence import convergence_advice, judge_convergence
+from polyfed.comparison.statistics.convergence import advice_if_loss_still_falls, judge_convergence
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import Evidence
 from polyfed.comparison.statistics.learning_curve import (
@@ -215,7 +215,7 @@ def _convergence_entry(label: str, inputs: ResultInputs) -> dict[str, Any]:
     if not curves:
         kind = "training loss"
         curves = [[(r["round"], r["train_loss"]) for r in h if r.get("train_loss") is not None] for h in histories]
-    advice_text = convergence_advice(tuning.get("methods", {}).get(label))
+    advice_text = advice_if_loss_still_falls(tuning.get("methods", {}).get(label))
     course = judge_convergence(curves, kind, advice_text)
     return {"converged": course.converged, "sentence": course.sentence, "advice": advice_text}
 

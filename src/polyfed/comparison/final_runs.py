@@ -9,21 +9,27 @@ say in that. The directory of the first choice is `METHOD/seed-K`, of another `M
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, final
 
-from polyfed.comparison.plan import ComparisonPlan, Failure, FinishedRun, Method, RunSpec, run_jobs
+from polyfed.comparison.plan import ComparisonPlan, Failure, FinishedRun, Method, RunSpec, execute_or_load_runs
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.search_result import ChoiceKey, SearchResult
 from polyfed.simulation.settings import Keep
 
 
-def run_final_methods(
-    plan: ComparisonPlan, methods: Mapping[str, Method], description: dict[str, Any]
-) -> tuple[dict[str, Method], dict[tuple[str, int], FinishedRun], dict[str, Failure]]:
+@final
+class FinalRuns(NamedTuple):
+    """Holds the methods with their final hyper-parameters, the finished runs by label and seed, and the failures by
+    label."""
+
+    methods: dict[str, Method]
+    runs: dict[tuple[str, int], FinishedRun]
+    failures: dict[str, Failure]
+
+
+def run_final_methods(plan: ComparisonPlan, methods: Mapping[str, Method], description: dict[str, Any]) -> FinalRuns:
     """Trains every method with its best hyper-parameters, for all seeds; adds the search, if there is one, to
     `description`.
-
-    Returns the methods with their chosen fields, the finished runs by label and seed, and the failures by label.
 
     Args:
         plan, methods: what is compared.
@@ -37,7 +43,7 @@ def run_final_methods(
     final_methods, runs = dict(methods), dict[tuple[str, int], FinishedRun]()
     while True:
         if search_result is not None:
-            final_methods, description["tuning"] = search_result.apply_choices(rank_by_choice)
+            final_methods, description["tuning"] = search_result.set_chosen_fields_in_methods(rank_by_choice)
         jobs = [
             RunSpec(label, method, seed, _run_folder(plan, label, search_result, rank_by_choice, seed),
                 description["fingerprints"][str(seed)], _round_to_keep(plan, label, description.get("tuning")))
@@ -45,22 +51,22 @@ def run_final_methods(
             for label, method in final_methods.items()
             if label not in failed and (label, seed) not in runs
         ]  # fmt: skip
-        finished_runs, failures = run_jobs(plan, jobs, plan.callbacks) if jobs else ({}, {})
+        finished_runs, failures = execute_or_load_runs(plan, jobs, plan.callbacks) if jobs else ({}, {})
         runs |= {(job.label, job.seed): finished_run for job, finished_run in finished_runs.items()}
         to_repeat = set[ChoiceKey]()
         for job, failure in failures.items():
             next_choice = (
                 None
                 if search_result is None
-                else search_result.next_choice_after_failure(job.label, failure, rank_by_choice)
+                else search_result.choice_to_replace_after_failure(job.label, failure, rank_by_choice)
             )
             if next_choice is not None:
                 to_repeat.add(next_choice)
             else:
                 failed.setdefault(job.label, failure)
-        to_repeat = {next_choice for next_choice in to_repeat if next_choice[0] not in failed}
+        to_repeat = {next_choice for next_choice in to_repeat if next_choice.label not in failed}
         if not to_repeat:
-            return final_methods, runs, failed
+            return FinalRuns(final_methods, runs, failed)
         rank_by_choice.update(to_repeat)
         runs = {
             run: finished_run for run, finished_run in runs.items() if run[0] not in {label for label, _ in to_repeat}
@@ -79,7 +85,7 @@ def _run_folder(
     return (
         plan.out
         / label
-        / ("" if search_result is None else search_result.run_folder_name(label, rank_by_choice))
+        / ("" if search_result is None else search_result.subfolder_of_final_runs(label, rank_by_choice))
         / f"seed-{seed}"
     )
 

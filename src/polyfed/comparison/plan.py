@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
-from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_finished_history
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_history_if_finished
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric
@@ -166,27 +166,36 @@ class FinishedRun:
             return None
 
 
-def run_jobs(
-    plan: ComparisonPlan, jobs: Sequence[RunSpec], callbacks: Sequence[Callback] = ()
-) -> tuple[dict[RunSpec, FinishedRun], dict[RunSpec, Failure]]:
-    """Executes training runs, several in parallel, and returns the finished runs and the failures.
+@final
+class ExecutedRuns(NamedTuple):
+    """Holds the training runs of a comparison that have finished, and the errors of those that failed."""
+
+    finished: dict[RunSpec, FinishedRun]
+    failed: dict[RunSpec, Failure]
+
+
+def execute_or_load_runs(
+    plan: ComparisonPlan, run_specs: Sequence[RunSpec], callbacks: Sequence[Callback] = ()
+) -> ExecutedRuns:
+    """Executes training runs, several in parallel, loads those that are finished already, and returns all runs and the
+    failures.
 
     A method that diverges does not keep the others from being compared. Runs that are finished already are read, and
     stopped ones are resumed.
     """
-    clients = [c.id for c in plan.build_client_set(jobs[0].seed).clients]
+    clients = [c.id for c in plan.build_client_set(run_specs[0].seed).clients]
     finished_runs: dict[RunSpec, FinishedRun] = {}
     failed: dict[RunSpec, Failure] = {}
-    for job in jobs:
+    for job in run_specs:
         history = None
         if job.folder is not None:
             method = describe_method_and_settings(job.method, plan.settings)["algorithm"]
-            history = load_finished_history(
+            history = load_history_if_finished(
                 job.folder, plan.settings.rounds, clients, job.seed, method, job.data_fingerprint
             )
         if history is not None:
             finished_runs[job] = FinishedRun(list(history), job.folder)
-    missing = [job for job in jobs if job not in finished_runs]
+    missing = [job for job in run_specs if job not in finished_runs]
     processes = min(_num_processes(plan, len(clients)), max(1, len(missing)))
     in_this_process = processes == 1
     settings = plan.settings if in_this_process else dataclasses.replace(plan.settings, engine="inprocess", workers=0)
@@ -204,9 +213,9 @@ def run_jobs(
             finished_runs[job] = FinishedRun(result["history"], job.folder, result["packed"])
         if not plan.quiet:
             how = "failed" if job in failed else "done"
-            progress = f"{len(finished_runs) + len(failed)} of {len(jobs)} runs"
+            progress = f"{len(finished_runs) + len(failed)} of {len(run_specs)} runs"
             print(f"{job.label}, seed {job.seed}: {how} ({progress})", file=sys.stderr, flush=True)
-    return finished_runs, failed
+    return ExecutedRuns(finished_runs, failed)
 
 
 def _progress(quiet: bool) -> Progress:

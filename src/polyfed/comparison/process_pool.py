@@ -58,24 +58,25 @@ def default_parallel_runs(settings: Settings, num_clients: int) -> int:
     return cores if free and settings.cohort_size(num_clients) <= _FEW * cores else 1
 
 
-def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: int) -> Iterator[tuple[Key, Any]]:
-    """Runs each task in its own process, at most `processes` at once, and yields (key, result) as each task finishes.
+def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], max_processes: int) -> Iterator[tuple[Key, Any]]:
+    """Runs each task in its own process, at most `max_processes` at once, and yields (key, result) as each task
+    finishes.
 
     One task is taken from the iterator ahead. A run that fails yields its `ClientError` or `RoundError` as the result,
     and the others go on.
 
     Args:
         tasks: pairs of a key and a function; what the function returns must be plain data (JSON).
-        processes: how many run at once; 1 runs all tasks in this process.
+        max_processes: how many run at once; 1 runs all tasks in this process.
 
     Raises:
         UserError: the first one that a task raises; the other tasks are stopped.
         ChildProcessError: a process died.
 
-    >>> sorted(run_in_processes(iter([("a", lambda: 1), ("b", lambda: 2)]), processes=2))
+    >>> sorted(run_in_processes(iter([("a", lambda: 1), ("b", lambda: 2)]), max_processes=2))
     [('a', 1), ('b', 2)]
     """
-    if processes == 1:
+    if max_processes == 1:
         for key, task in tasks:
             try:
                 result = task()
@@ -87,7 +88,7 @@ def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], processes: 
     try:
         next_task = next(tasks, None)
         while running or next_task is not None:
-            while next_task is not None and len(running) < processes:
+            while next_task is not None and len(running) < max_processes:
                 pipe, process = _start(next_task[1])
                 running[pipe] = _RunningTask(next_task[0], process)
                 next_task = next(tasks, None)

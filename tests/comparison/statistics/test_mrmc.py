@@ -9,7 +9,7 @@ from scipy import stats
 
 from polyfed.comparison.statistics import jackknife as influence
 from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL
-from polyfed.comparison.statistics.jackknife import NUM_GROUPS, jackknife_pseudo_values
+from polyfed.comparison.statistics.jackknife import NUM_GROUPS, score_with_pseudo_values
 from polyfed.comparison.statistics.learning_curve import (
     CurvePoint,
     first_point_reaching_target,
@@ -19,10 +19,10 @@ from polyfed.comparison.statistics.mrmc import (
     estimate_client_means,
     estimate_mean_over_clients,
     estimate_variance_components,
-    gain_interval,
-    score_interval,
+    mean_gain_with_interval,
+    mean_score_with_interval,
 )
-from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_from_resplits
+from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
 from polyfed.core.evaluation.metrics import METRICS, Metric, resolve_metrics
 
 ACCURACY, AUC, R2 = METRICS["accuracy"], METRICS["auc"], METRICS["r2"]
@@ -97,7 +97,7 @@ def test_pseudo_values_are_those_of_leaving_one_out(name):
         outputs, targets = torch.from_numpy(rng.normal(size=(20, 1))), torch.from_numpy(rng.normal(size=(20, 1)))
     else:
         outputs, targets = torch.from_numpy(rng.normal(size=(20, 3))), torch.arange(20) % 3
-    score, values = jackknife_pseudo_values(metric, outputs, targets)
+    score, values = score_with_pseudo_values(metric, outputs, targets)
     assert score == pytest.approx(metric(outputs, targets))
     assert values == pytest.approx(np.array(brute(metric, outputs, targets)))
 
@@ -105,9 +105,9 @@ def test_pseudo_values_are_those_of_leaving_one_out(name):
 def test_ranks_and_pairs_give_the_same_areas(monkeypatch):
     rng = np.random.default_rng(11)
     outputs, targets = torch.from_numpy(np.round(rng.normal(size=(60, 4)), 1)), torch.arange(60) % 4
-    by_pairs = jackknife_pseudo_values(AUC, outputs, targets)
+    by_pairs = score_with_pseudo_values(AUC, outputs, targets)
     monkeypatch.setattr(influence, "_PAIRS", 0)
-    by_ranks = jackknife_pseudo_values(AUC, outputs, targets)
+    by_ranks = score_with_pseudo_values(AUC, outputs, targets)
     assert by_ranks[0] == pytest.approx(by_pairs[0])
     assert by_ranks[1] == pytest.approx(by_pairs[1])
 
@@ -121,10 +121,10 @@ def test_many_examples_are_left_out_in_groups_that_depend_on_the_targets_alone()
 
     targets = torch.from_numpy(np.random.default_rng(2).permutation(np.arange(300) % 3 == 0).astype(np.int64))
     outputs = torch.from_numpy(np.random.default_rng(3).normal(size=(300, 2)))
-    _, values = jackknife_pseudo_values(Metric("recall", recall), outputs, targets)
+    _, values = score_with_pseudo_values(Metric("recall", recall), outputs, targets)
     assert len(values) == NUM_GROUPS
     assert set(calls[1:]) == {294}
-    mean = jackknife_pseudo_values(Metric("average", lambda o, t: float(o[:, 0].mean())), outputs, targets)[1]
+    mean = score_with_pseudo_values(Metric("average", lambda o, t: float(o[:, 0].mean())), outputs, targets)[1]
     assert mean.var(ddof=1) / NUM_GROUPS == pytest.approx(outputs[:, 0].numpy().var(ddof=1) / 300, rel=0.5)
 
 
@@ -165,10 +165,10 @@ def test_what_is_certain_and_what_is_not_defined():
     assert (
         estimate_variance_components(AUC, [scored(np.arange(40.0))], None, torch.zeros(40, dtype=torch.int64)) is None
     )
-    assert score_interval(AUC, [scored(np.arange(40.0))], one_positive) is None
+    assert mean_score_with_interval(AUC, [scored(np.arange(40.0))], one_positive) is None
     nan = torch.full((40, 2), float("nan"))
     assert estimate_variance_components(AUC, [nan], [same], targets) is None
-    low, high = score_interval(ACCURACY, [same], targets)[1:]
+    low, high = mean_score_with_interval(ACCURACY, [same], targets)[1:]
     assert 0.8 < low < 1.0 < high  # not a certainty of 100 %
 
 
@@ -187,7 +187,7 @@ def test_losses_are_turned_so_that_better_is_positive():
     rng = np.random.default_rng(5)
     good, bad = scored((4 * targets.numpy() - 2) + rng.normal(size=100)), scored(rng.normal(size=100))
     for name in ("brier", "log_loss", "accuracy", "auc"):
-        value, low, high = gain_interval(METRICS[name], [good], [bad], targets)
+        value, low, high = mean_gain_with_interval(METRICS[name], [good], [bad], targets)
         assert low > 0, name
         assert low < value < high
 
@@ -231,10 +231,10 @@ def test_more_sites_methods_and_fewer_seeds_are_wider():
 def test_dealings_share_examples():
     """Nadeau and Bengio 2003, eq. 9: variance (1/K + test/train)·s², K − 1 degrees of freedom."""
     values = [0.02, 0.05, 0.03, 0.06]
-    (found,) = estimate_from_resplits([ResplitDifferences(values, 100, 50)], alpha=0.05)
+    (found,) = estimate_client_means_over_resplits([ResplitDifferences(values, 100, 50)], alpha=0.05)
     half = stats.t.ppf(0.975, 3) * math.sqrt(0.75) * np.std(values, ddof=1)
     assert (found.low, found.high) == (pytest.approx(0.04 - half), pytest.approx(0.04 + half))
-    four = estimate_from_resplits([ResplitDifferences(values, 100, 50)] * 4, alpha=0.05)[0]
+    four = estimate_client_means_over_resplits([ResplitDifferences(values, 100, 50)] * 4, alpha=0.05)[0]
     assert found.high <= four.high < 0.04 + stats.t.ppf(1 - 0.0125 / 2, 3) * math.sqrt(0.75) * np.std(values, ddof=1)
 
 
@@ -363,7 +363,7 @@ def test_any_score_has_an_interval():
     own = Metric("own", lambda outputs, t: float(outputs.softmax(1).gather(1, t[:, None]).square().mean().sqrt()))
     asked = ["balanced_accuracy", "f1", "average_precision", "ece", "log_loss", "sensitivity_at_80", own]
     for metric in resolve_metrics(asked, "classification"):
-        value, low, high = gain_interval(metric, ours, theirs, targets)
+        value, low, high = mean_gain_with_interval(metric, ours, theirs, targets)
         assert low < value < high, metric.name
         if metric.name not in ("ece",):
             assert low > 0, metric.name

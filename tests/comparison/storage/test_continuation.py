@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polyfed as pf
-from polyfed.comparison.storage.continuation import describe_conflict
+from polyfed.comparison.storage.continuation import find_invalidating_change
 from polyfed.testing import small_clients
 
 CLIENTS = small_clients(2)
@@ -56,9 +56,9 @@ def test_descriptions_of_the_command_line_are_compared_alike():
     before = {"seeds": [0], "experiment": {"methods": {"local": {"lr": 0.1}}, "references": True, "same_data": True}}
     now = {"seeds": [0, 1], "experiment": {"methods": {"local": {"lr": 0.1}, "fedavg": {}}, "references": False,
                                            "same_data": True}}  # fmt: skip
-    assert describe_conflict(before, now) == ""
-    assert describe_conflict(before, {**now, "experiment": {**now["experiment"], "same_data": False}})
-    assert describe_conflict({**before, "resplit": 1}, {**now, "resplit": 2})
+    assert find_invalidating_change(before, now) is None
+    assert find_invalidating_change(before, {**now, "experiment": {**now["experiment"], "same_data": False}})
+    assert find_invalidating_change({**before, "resplit": 1}, {**now, "resplit": 2})
 
 
 def hospitals(rows=90):

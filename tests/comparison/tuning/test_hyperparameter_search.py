@@ -136,7 +136,7 @@ def test_a_method_that_diverges_with_every_rate_has_failed():
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(monkeypatch, tmp_path, kept):
     """Of three values of mu the best in the search fails with the second seed, and the next with the first."""
-    good, failing = final_runs.run_jobs, {(0.3, 1), (0.2, 0)}
+    good, failing = final_runs.execute_or_load_runs, {(0.3, 1), (0.2, 0)}
 
     def ranking(plan, jobs, *rest):
         played, failed = good(plan, jobs, *rest)
@@ -151,8 +151,8 @@ def test_where_the_best_diverges_with_another_seed_the_next_best_is_compared(mon
             j: RoundError("diverged") for j in wrong
         }
 
-    monkeypatch.setattr(hyperparameter_search, "run_jobs", ranking)
-    monkeypatch.setattr(final_runs, "run_jobs", diverging)
+    monkeypatch.setattr(hyperparameter_search, "execute_or_load_runs", ranking)
+    monkeypatch.setattr(final_runs, "execute_or_load_runs", diverging)
     words = QUICK | {"rounds": 1, "tune": {"mu": [0.1, 0.2, 0.3]}, "out": tmp_path / "a" if kept else None}
     found = pf.compare(misleading(), ["fedprox"], **words)
     told = found.results["tuning"]["methods"]["fedprox"]
@@ -211,7 +211,7 @@ def test_values_may_be_numbers_of_numpy_and_mappings(tmp_path):
 
 def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
     """The mean over the clients that are left would."""
-    clients, good = misleading(), hyperparameter_search.run_jobs
+    clients, good = misleading(), hyperparameter_search.execute_or_load_runs
 
     def diverging(plan, jobs, *rest):
         played, failed = good(plan, jobs, *rest)
@@ -221,7 +221,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
                 set_loss(last, {"client-0": None, "client-1": 0.0})
         return played, failed
 
-    monkeypatch.setattr(hyperparameter_search, "run_jobs", diverging)
+    monkeypatch.setattr(hyperparameter_search, "execute_or_load_runs", diverging)
     for asked in ({}, {"trials": 4}):
         found = pf.compare(clients, ["fedprox"], **SHORT, tune={"mu": [0.3, 0.1]}, **asked)
         told = found.results["tuning"]["methods"]["fedprox"]
@@ -231,7 +231,7 @@ def test_a_run_without_a_score_for_a_client_does_not_win(monkeypatch):
 
 def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatch, tmp_path):
     """One value is best in the middle and falls, the other is best after all rounds. A directory keeps what was chosen."""
-    clients, good = misleading(), hyperparameter_search.run_jobs
+    clients, good = misleading(), hyperparameter_search.execute_or_load_runs
 
     def falling(plan, jobs, *rest):
         played, failed = good(plan, jobs, *rest)
@@ -244,7 +244,7 @@ def test_a_search_is_read_at_the_rounds_at_which_methods_are_compared(monkeypatc
                 set_loss(record, loss)
         return played, failed
 
-    monkeypatch.setattr(hyperparameter_search, "run_jobs", falling)
+    monkeypatch.setattr(hyperparameter_search, "execute_or_load_runs", falling)
     words = SHORT | {"rounds": 7, "tune": {"mu": [0.3, 0.1]}}
 
     def chosen(**asked):

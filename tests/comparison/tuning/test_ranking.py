@@ -16,8 +16,8 @@ from polyfed.comparison.tuning.ranking import (
     POOLED_LOSS_WEIGHT,
     SearchRun,
     format_chosen_fields,
-    rank_runs,
-    rank_runs_for_client,
+    rank_runs_by_pooled_loss,
+    rank_runs_for_one_client,
 )
 from polyfed.core.errors import ClientError
 from polyfed.testing import small_clients
@@ -48,14 +48,14 @@ def test_a_small_site_does_not_outvote_a_large_one_whatever_the_metric_says():
     nothing; each example counts once."""
     poor = tried(0.003, {"large": [0.6] * 3, "small": [0.4] * 3}, SIZES, scores=[0.9] * 3)
     fair = tried(0.1, {"large": [0.5] * 3, "small": [0.7] * 3}, SIZES, scores=[0.1] * 3)
-    assert rank_runs([poor, fair], frozenset(SIZES))[0] is fair
+    assert rank_runs_by_pooled_loss([poor, fair], frozenset(SIZES))[0] is fair
 
 
 def test_equal_losses_go_to_the_steadier_and_then_to_the_smaller_rate():
     wild = tried(0.1, {"large": [0.9, 0.5, 0.5, 0.5, 0.9, 0.5]}, SIZES)
     calm = tried(0.3, {"large": [0.9, 0.5, 0.5, 0.5, 0.5, 0.5]}, SIZES)
     less = tried(0.2, {"large": [0.9, 0.5, 0.5, 0.5, 0.5, 0.5]}, SIZES)
-    order = rank_runs([wild, calm, less], frozenset({"large"}))
+    order = rank_runs_by_pooled_loss([wild, calm, less], frozenset({"large"}))
     assert [one.fields["lr"] for one in order] == [0.2, 0.3, 0.1]
 
 
@@ -63,17 +63,17 @@ def test_each_site_alone_has_its_own_rate_as_far_as_its_examples_say():
     """A large site goes by its own loss. Of a small one the loss of all counts too, as so many examples."""
     low = tried(0.01, {"large": [0.3] * 3, "small": [0.5] * 3}, SIZES)
     high = tried(0.1, {"large": [0.6] * 3, "small": [0.45] * 3}, SIZES)
-    assert rank_runs_for_client([low, high], "large")[0][0] is low
-    assert rank_runs_for_client([low, high], "small")[0][0] is low  # by the loss of all
+    assert rank_runs_for_one_client([low, high], "large")[0][0] is low
+    assert rank_runs_for_one_client([low, high], "small")[0][0] is low  # by the loss of all
     clear = tried(0.1, {"large": [0.31] * 3, "small": [0.1] * 3}, SIZES)
-    assert rank_runs_for_client([low, clear], "small")[0][0] is clear
-    assert rank_runs_for_client([low, clear], "large")[0][0] is low
-    assert rank_runs_for_client([low, clear], "nobody") == []
+    assert rank_runs_for_one_client([low, clear], "small")[0][0] is clear
+    assert rank_runs_for_one_client([low, clear], "large")[0][0] is low
+    assert rank_runs_for_one_client([low, clear], "nobody") == []
 
 
 def test_the_round_is_the_sites_own_too():
     one = tried(0.1, {"large": [0.5, 0.4, 0.3, 0.2, 0.1], "small": [0.5, 0.4, 0.5, 3.0, 4.0]}, SIZES)
-    rounds = {client: rank_runs_for_client([one], client)[0][1] for client in SIZES}
+    rounds = {client: rank_runs_for_one_client([one], client)[0][1] for client in SIZES}
     assert rounds["small"] < rounds["large"] == 5
 
 
@@ -81,15 +81,15 @@ def test_the_round_is_the_sites_own_too():
 def test_a_site_that_explodes_or_fails_has_no_say_in_the_choice_of_the_others(exploded):
     safe = tried(0.01, {"large": [0.5] * 3, "small": [0.6] * 3}, SIZES)
     bold = tried(0.1, {"large": [0.3] * 3, "small": [exploded] * 3}, SIZES)
-    assert rank_runs_for_client([safe, bold], "large")[0][0] is bold
-    assert rank_runs_for_client([safe, bold], "small")[0][0] is safe
-    assert rank_runs([safe, bold], frozenset(SIZES))[0] is safe
+    assert rank_runs_for_one_client([safe, bold], "large")[0][0] is bold
+    assert rank_runs_for_one_client([safe, bold], "small")[0][0] is safe
+    assert rank_runs_by_pooled_loss([safe, bold], frozenset(SIZES))[0] is safe
 
 
 def test_a_site_whose_training_failed_in_a_run_does_not_choose_it():
     safe = tried(0.01, {"large": [0.5] * 3, "small": [0.6] * 3}, SIZES)
     bold = tried(0.1, {"large": [0.3] * 3, "small": [0.1] * 3}, SIZES, dropped=["small"])
-    assert rank_runs_for_client([safe, bold], "small")[0][0] is safe
+    assert rank_runs_for_one_client([safe, bold], "small")[0][0] is safe
 
 
 def test_words_for_what_was_chosen():
@@ -129,7 +129,7 @@ BEST = {"client-0": 0.01, "client-1": 1.0}
 
 def prepare(monkeypatch, best=BEST):
     for module in (hyperparameter_search, final_runs):
-        monkeypatch.setattr(module, "run_jobs", favouring(best)(module.run_jobs))
+        monkeypatch.setattr(module, "execute_or_load_runs", favouring(best)(module.execute_or_load_runs))
 
 
 def test_local_is_compared_with_a_rate_for_each_client(monkeypatch, tmp_path):
@@ -161,7 +161,7 @@ def test_the_search_goes_on_on_either_side_for_clients_that_choose_alone(monkeyp
 
 def test_a_choice_that_diverges_with_another_seed_gives_way_for_that_client_alone(monkeypatch, tmp_path):
     prepare(monkeypatch)
-    good = final_runs.run_jobs
+    good = final_runs.execute_or_load_runs
 
     def diverging(plan, jobs, *rest):
         played, failed = good(plan, jobs, *rest)
@@ -171,7 +171,7 @@ def test_a_choice_that_diverges_with_another_seed_gives_way_for_that_client_alon
         failure = ClientError(1, "client-1", "local", "diverged")
         return {j: one for j, one in played.items() if j not in wrong}, failed | dict.fromkeys(wrong, failure)
 
-    monkeypatch.setattr(final_runs, "run_jobs", diverging)
+    monkeypatch.setattr(final_runs, "execute_or_load_runs", diverging)
     words = QUICK | {"tune": {"lr": [0.01, 0.1, 1.0]}, "out": tmp_path / "a"}
     found = pf.compare(two(), ["fedprox"], **words)
     told = found.results["tuning"]["methods"]["local"]

@@ -83,27 +83,29 @@ def judge_convergence(
     return ConvergenceResult(True, f"the {loss_name} no longer fell at round {last}{since}")
 
 
-def convergence_advice(tuning: Mapping[str, Any] | None) -> str:
+def advice_if_loss_still_falls(tuning_entry: Mapping[str, Any] | None) -> str:
     """Returns a sentence that advises what to do for a method whose loss still fell at the end.
 
     More rounds help if the search tried a larger learning rate and it did worse. Otherwise the learning rate may be
     too small, and the advice is to search it first.
 
     Args:
-        tuning: the search result of the method, as in `comparison.json`; None if the method was not searched.
+        tuning_entry: the search result of the method, as in `comparison.json`; None if the method was not searched.
 
-    >>> convergence_advice(None)
+    >>> advice_if_loss_still_falls(None)
     'its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help'
     >>> tried = [{"fields": {"lr": 0.1}}, {"fields": {"lr": 0.3}}]
-    >>> convergence_advice({"chosen": {"lr": 0.1}, "tried": tried})
+    >>> advice_if_loss_still_falls({"chosen": {"lr": 0.1}, "tried": tried})
     'larger learning rates did worse in the search: give more rounds'
     """
-    rates = [rate for entry in (tuning or {}).get("tried", ()) if is_number(rate := entry["fields"].get("lr"))]
-    if tuning is None or not rates:
+    rates = [rate for entry in (tuning_entry or {}).get("tried", ()) if is_number(rate := entry["fields"].get("lr"))]
+    if tuning_entry is None or not rates:
         return (
             "its learning rate was not searched: search it (--tune auto), then give more rounds if that does not help"
         )
-    best = [entry["lr"] for entry in (tuning.get("by_client") or {}).values()] or [tuning["chosen"].get("lr")]
+    best = [entry["lr"] for entry in (tuning_entry.get("by_client") or {}).values()] or [
+        tuning_entry["chosen"].get("lr")
+    ]
     if max(rates) in best:
         beyond = next_value_beyond_edge(rates, max(rates), is_integer=False) or max(rates)
         return (

@@ -37,7 +37,9 @@ def t_quantile(alpha: float, degrees_of_freedom: float) -> float:
     return float(stdtrit(degrees_of_freedom, 1 - alpha / 2))
 
 
-def build_estimate(value: float, centre: float, half_width: Callable[[float], float], alpha: float) -> Estimate:
+def estimate_from_half_width(
+    value: float, centre: float, half_width_at_error_rate: Callable[[float], float], alpha: float
+) -> Estimate:
     """Builds an estimate with its interval and p-value from a function that returns the interval's half-width at an
     error rate.
 
@@ -45,13 +47,13 @@ def build_estimate(value: float, centre: float, half_width: Callable[[float], fl
         value: the point estimate.
         centre: the centre of the interval; for shares it is shrunk towards the middle, and the interval is widened to
             contain `value`.
-        half_width: error rate -> half-width.
+        half_width_at_error_rate: error rate -> half-width of the interval.
         alpha: the error rate of the interval."""
-    width = half_width(alpha)
+    width = half_width_at_error_rate(alpha)
     if width == 0:  # if all differences are equal, their variance is unknown, not 0
         return Estimate(value, -math.inf, math.inf, 1.0)
     # For shares the centre is shrunk towards the middle; the interval must still contain the observed value.
-    level = _level_touching_zero(centre, half_width) if value * centre > 0 else 1.0
+    level = _level_touching_zero(centre, half_width_at_error_rate) if value * centre > 0 else 1.0
     low, high = min(centre - width, value), max(centre + width, value)
     return Estimate(value, low, high, min(1.0, level * (1 - CONFIDENCE_LEVEL) / alpha))
 

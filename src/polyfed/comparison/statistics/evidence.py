@@ -4,21 +4,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
 from polyfed.comparison.statistics.estimate import Estimate
 from polyfed.comparison.statistics.mrmc import (
+    GainOverRival,
     SeedScores,
     VarianceComponents,
-    combine_gains_over_rivals,
     estimate_client_means,
+    estimate_gain_over_best_rival,
     estimate_mean_over_clients,
     score_seeds,
     variance_components_of_difference,
 )
-from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_from_resplits
+from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
 from polyfed.core.evaluation.metrics import Metric, is_built_in_metric
 
 ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # method -> seed -> client -> score
@@ -63,6 +64,19 @@ class GainOverRivals:
 
 
 @final
+class GainsOverBestRival(NamedTuple):
+    """Holds the gains of a method over its best rival; a gain is None if it cannot be estimated.
+
+    Attributes:
+        for_mean: the gain for the mean over clients.
+        by_client: the gain at each client, over this client's best rival.
+    """
+
+    for_mean: GainOverRivals | None
+    by_client: dict[str, GainOverRivals | None]
+
+
+@final
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """Holds the scores and predictions of a comparison's runs, and estimates gains with confidence intervals from them.
@@ -88,7 +102,7 @@ class Evidence:
     sizes: Mapping[int, Mapping[str, tuple[int, int]]]
     _seed_scores_cache: dict[tuple[str, str], SeedScores | None] = field(default_factory=dict, repr=False)
 
-    def evaluate_methods(
+    def estimate_scores_and_gains(
         self, labels: Sequence[str], reference: str | None, best: str | None
     ) -> dict[str, MethodEvidence]:
         """Estimates each method's mean score, and its gains over the method `reference` and over the method `best`.
@@ -113,8 +127,8 @@ class Evidence:
         return by_label
 
     def gain_over_best_rival(
-        self, label: str, rivals: Sequence[str], num_methods: int
-    ) -> tuple[GainOverRivals | None, dict[str, GainOverRivals | None]]:
+        self, label: str, rivals: Sequence[str], num_simultaneous_methods: int
+    ) -> GainsOverBestRival:
         """Estimates the gain of the method `label` over its best rival: for the mean over clients, and for each client
         over this client's best rival.
 
@@ -124,12 +138,9 @@ class Evidence:
             label: the method.
             rivals: the alternatives. One that has no score at a client is no rival there.
             num_methods: how many methods have simultaneous intervals.
-
-        Returns:
-            The gain for the mean over clients, and that of each client; None where it is not defined.
         """
         # Tests that the intervals allow for: each rival as if it were the only one, and all rivals together.
-        levels = num_methods, num_methods * len(rivals)
+        levels = num_simultaneous_methods, num_simultaneous_methods * len(rivals)
         mean = {
             rival: (
                 self._estimate_mean_gain(label, rival, levels[0]),
@@ -142,15 +153,17 @@ class Evidence:
             single, joint = (self._estimate_client_gains(label, rival, tests) for tests in levels)
             for client, single_estimate in single.items():
                 clients.setdefault(client, {})[rival] = single_estimate, joint[client]
-        return _gain_over_rivals(mean), {client: _gain_over_rivals(of) for client, of in clients.items()}
+        return GainsOverBestRival(
+            _gain_over_rivals(mean), {client: _gain_over_rivals(of) for client, of in clients.items()}
+        )
 
-    def clients_with_scores(self, label: str, rival: str | None) -> list[str]:
+    def clients_scored_with_every_seed(self, label: str, rival: str | None) -> list[str]:
         """Returns the clients for which the method, and `rival` if it is not None, has a score with every seed."""
         tables = [self.scores[name][seed] for name in (label, rival) if name is not None for seed in self.seeds]
         return [c for c in sorted(tables[0]) if all(table.get(c) is not None for table in tables)]
 
     def _estimate_mean_gain(self, label: str, rival: str | None, tests: int) -> Estimate | None:
-        clients = self.clients_with_scores(label, rival)
+        clients = self.clients_scored_with_every_seed(label, rival)
         if not clients:
             return None
         if self.has_same_data:
@@ -162,7 +175,7 @@ class Evidence:
             return estimate_mean_over_clients(components, num_tests=tests) if components else None
         means = [fmean(self._score_difference(label, rival, seed, c) for c in clients) for seed in self.seeds]
         return (
-            estimate_from_resplits([self._resplit_differences(means, clients)], num_tests=tests)[0]
+            estimate_client_means_over_resplits([self._resplit_differences(means, clients)], num_tests=tests)[0]
             if len(means) > 1
             else None
         )
@@ -170,7 +183,7 @@ class Evidence:
     def _estimate_client_gains(self, label: str, rival: str | None, tests: int) -> dict[str, Estimate | None]:
         if not self.has_same_clients:
             return {}
-        clients = self.clients_with_scores(label, rival)
+        clients = self.clients_scored_with_every_seed(label, rival)
         if self.has_same_data:
             components = {
                 c: client_components
@@ -187,7 +200,7 @@ class Evidence:
             return dict.fromkeys(clients)
         values = {c: [self._score_difference(label, rival, seed, c) for seed in self.seeds] for c in clients}
         sites = [self._resplit_differences(values[c], [c]) for c in clients]
-        return dict(zip(clients, estimate_from_resplits(sites, num_tests=tests), strict=True))
+        return dict(zip(clients, estimate_client_means_over_resplits(sites, num_tests=tests), strict=True))
 
     def _resplit_differences(self, values: Sequence[float], clients: Sequence[str]) -> ResplitDifferences:
         sizes = [self.sizes[seed][c] for seed in self.seeds for c in clients]
@@ -228,15 +241,17 @@ def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None
     """Combines the gains over several rivals into the gain over the best rival; None if the gain over one rival cannot
     be estimated, since that rival may be the best."""
     defined = {
-        name: (single, joint) for name, (single, joint) in gains.items() if single is not None and joint is not None
+        name: GainOverRival(single, joint)
+        for name, (single, joint) in gains.items()
+        if single is not None and joint is not None
     }
     if not defined or len(defined) < len(gains):
         return None
-    rival = min(defined, key=lambda name: defined[name][0].value)
+    rival = min(defined, key=lambda name: defined[name].alone.value)
     return GainOverRivals(
-        combine_gains_over_rivals(list(defined.values())),
+        estimate_gain_over_best_rival(list(defined.values())),
         rival,
-        {name: single for name, (single, _) in defined.items()},
+        {name: gain.alone for name, gain in defined.items()},
     )
 
 

@@ -7,6 +7,7 @@ DeLong et al. (1988) times m/(m − 1) in each class of m examples.
 """
 
 import math
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -20,10 +21,18 @@ NUM_GROUPS = 50
 """Most groups of examples that are left out in turn, for metrics without a closed form: one example each up to this
 number."""
 _PAIRS = 40_000  # positive x negative examples up to which comparing all pairs is faster than ranking
-Values = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 
-def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values] | None:
+@final
+class ScoreWithPseudoValues(NamedTuple):
+    """Holds the score of a network's outputs, and the jackknife pseudo-value of each test example (or group of them)."""
+
+    score: float
+    pseudo_values: FloatArray
+
+
+def score_with_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> ScoreWithPseudoValues | None:
     """Returns the score of a network's outputs, and the jackknife pseudo-value of each test example; None if the score
     is not defined, or is not without one of the examples.
 
@@ -31,13 +40,13 @@ def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) ->
     on the targets alone, so that the values of two networks on the same examples can be compared one by one.
 
     Returns:
-        (score, pseudo-values). None if the score is not defined, or is not once an example is left out: an AUC with one
-            positive example, say.
+        Both. None if the score is not defined, or is not once an example is left out: an AUC with one positive example,
+            say.
 
     >>> from polyfed.core.evaluation.metrics import METRICS
     >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    >>> jackknife_pseudo_values(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]))
-    (0.666..., array([1., 0., 1.]))
+    >>> score_with_pseudo_values(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]))
+    ScoreWithPseudoValues(score=0.666..., pseudo_values=array([1., 0., 1.]))
     """
     if metric.per_example is not None:
         values = np.asarray(metric.per_example(outputs, targets), dtype=np.float64)
@@ -48,10 +57,12 @@ def jackknife_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) ->
         score, values = _r2_pseudo_values(outputs, targets)
     else:
         score, values = _leave_group_out_pseudo_values(metric, outputs, targets)
-    return (score, values) if len(values) > 1 and bool(np.isfinite([score, *values]).all()) else None
+    if len(values) < 2 or not np.isfinite([score, *values]).all():
+        return None
+    return ScoreWithPseudoValues(score, values)
 
 
-def classes_of_pseudo_values(metric: Metric, targets: Tensor) -> NDArray[np.int64]:
+def example_class_of_each_pseudo_value(metric: Metric, targets: Tensor) -> NDArray[np.int64]:
     """Returns the class of the example to which each pseudo-value belongs; 0 for all if the metric does not depend on
     classes."""
     n = len(targets)
@@ -64,7 +75,7 @@ def classes_of_pseudo_values(metric: Metric, targets: Tensor) -> NDArray[np.int6
     )
 
 
-def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
+def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, FloatArray]:
     """Returns the AUC, averaged over two-class problems, and its pseudo-values.
 
     Without the positive example j, which ranks above the share p_j of the negatives, the AUC A of m positives is (m·A −
@@ -96,7 +107,7 @@ def _auc_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]
     return float(np.mean(areas)), np.mean(values_by_problem, axis=0)
 
 
-def _r2_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
+def _r2_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, FloatArray]:
     """Returns the coefficient of determination R² and its leave-one-out pseudo-values.
 
     R² = 1 − Σe²/Σ(y − ȳ)².
@@ -113,7 +124,7 @@ def _r2_pseudo_values(outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
         return float(score), np.asarray(n * score - (n - 1) * without)
 
 
-def _leave_group_out_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, Values]:
+def _leave_group_out_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> tuple[float, FloatArray]:
     """Returns the score and the pseudo-values from leaving out one group of examples at a time."""
     n = len(targets)
     groups = min(n, NUM_GROUPS)

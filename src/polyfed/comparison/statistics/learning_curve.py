@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 
 @final
@@ -30,14 +30,21 @@ def build_learning_curve(history: Sequence[Mapping[str, Any]], metric_name: str)
     """
     return [
         CurvePoint(record["round"], record["summary"].get(metric_name, {}).get("mean"), moved, round(seconds, 4))
-        for record, moved, seconds in iterate_with_cumulative_costs(history)
+        for record, moved, seconds in iterate_records_with_costs_so_far(history)
         if record["summary"]
     ]
 
 
-def iterate_with_cumulative_costs(
-    history: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[Mapping[str, Any], int, float]]:
+@final
+class RecordWithCosts(NamedTuple):
+    """Holds the record of a round with the bytes and seconds that the run has spent up to it."""
+
+    record: Mapping[str, Any]
+    bytes_so_far: int
+    seconds_so_far: float
+
+
+def iterate_records_with_costs_so_far(history: Sequence[Mapping[str, Any]]) -> Iterator[RecordWithCosts]:
     """Yields the record of each round together with the bytes and seconds that the run has spent up to it.
 
     Seconds are those of clients and server, without evaluation; NaN for records of early versions, which have none.
@@ -45,7 +52,7 @@ def iterate_with_cumulative_costs(
     seconds = 0.0
     for record in history:
         seconds += record.get("seconds_clients", math.nan) + record.get("seconds_server", math.nan)
-        yield record, record["bytes_down_total"] + record["bytes_up_total"], seconds
+        yield RecordWithCosts(record, record["bytes_down_total"] + record["bytes_up_total"], seconds)
 
 
 def mean_metric_by_round(history: Sequence[Mapping[str, Any]], metric_name: str) -> list[tuple[int, float]]:

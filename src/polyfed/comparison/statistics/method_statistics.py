@@ -18,7 +18,9 @@ def add_method_statistics(content: dict[str, Any], evidence: Evidence) -> list[s
     computed."""
     methods, reference = content["methods"], content["reference"]
     scored = [label for label in methods if label in evidence.scores]
-    evidence_by_label = evidence.evaluate_methods(scored, reference if reference in scored else None, content["best"])
+    evidence_by_label = evidence.estimate_scores_and_gains(
+        scored, reference if reference in scored else None, content["best"]
+    )
     for label, method in methods.items():
         method["statistics"] = _method_statistics(
             content, evidence.metric, label, evidence_by_label.get(label, MethodEvidence(None))

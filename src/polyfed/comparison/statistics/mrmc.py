@@ -25,14 +25,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL, Estimate, build_estimate, t_quantile
-from polyfed.comparison.statistics.jackknife import Values, classes_of_pseudo_values, jackknife_pseudo_values
+from polyfed.comparison.statistics.estimate import (
+    ALPHA,
+    CONFIDENCE_LEVEL,
+    Estimate,
+    estimate_from_half_width,
+    t_quantile,
+)
+from polyfed.comparison.statistics.jackknife import (
+    FloatArray,
+    example_class_of_each_pseudo_value,
+    score_with_pseudo_values,
+)
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.evaluation.score_functions import split_into_binary_problems
 
@@ -53,8 +63,8 @@ class VarianceComponents:
         num_examples: number of test examples.
     """
 
-    values: Values
-    centres: Values
+    values: FloatArray
+    centres: FloatArray
     seed_variance: float
     residual_variance: float
     example_variance: float
@@ -68,15 +78,15 @@ class VarianceComponents:
 
 
 def estimate_variance_components(
-    metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor] | None, targets: Tensor
+    metric: Metric, outputs_by_seed: Sequence[Tensor], rival_outputs_by_seed: Sequence[Tensor] | None, targets: Tensor
 ) -> VarianceComponents | None:
     """Estimates how much of the variance of one client's score, or of the difference of two methods, is due to seeds
     and how much to test examples.
 
     Args:
-        metric: the metric. Differences are positive where `ours` is better, also for losses.
-        ours: outputs of one method, one tensor per seed, each of shape (n, outputs).
-        theirs: outputs of the other method with the same seeds; None for the score of `ours` itself.
+        metric: the metric. Differences are positive where the method is better than the rival, also for losses.
+        outputs_by_seed: outputs of the method, one tensor per seed, each of shape (n, outputs).
+        rival_outputs_by_seed: outputs of another method with the same seeds; None for the score of the method itself.
         targets: of the n examples.
 
     Returns:
@@ -90,8 +100,11 @@ def estimate_variance_components(
     >>> estimate_variance_components(METRICS["accuracy"], [right], [wrong], targets).values
     array([0.5])
     """
-    seed_scores = [None if outputs is None else score_seeds(metric, outputs, targets) for outputs in (ours, theirs)]
-    if seed_scores[0] is None or (theirs is not None and seed_scores[1] is None):
+    seed_scores = [
+        None if outputs is None else score_seeds(metric, outputs, targets)
+        for outputs in (outputs_by_seed, rival_outputs_by_seed)
+    ]
+    if seed_scores[0] is None or (rival_outputs_by_seed is not None and seed_scores[1] is None):
         return None
     return variance_components_of_difference(seed_scores[0], seed_scores[1])
 
@@ -112,40 +125,44 @@ class SeedScores:
     """
 
     metric: Metric
-    values: Values
-    pseudo_values: Values
+    values: FloatArray
+    pseudo_values: FloatArray
     classes: NDArray[np.int64]
     min_example_variance: float
     num_examples: int
 
 
-def score_seeds(metric: Metric, outputs: Sequence[Tensor], targets: Tensor) -> SeedScores | None:
+def score_seeds(metric: Metric, outputs_by_seed: Sequence[Tensor], targets: Tensor) -> SeedScores | None:
     """Returns the scores of one method at one client, computed from the outputs of each seed's network; None if a score
     is not defined."""
-    pairs = [jackknife_pseudo_values(metric, seed_outputs, targets) for seed_outputs in outputs]
+    pairs = [score_with_pseudo_values(metric, seed_outputs, targets) for seed_outputs in outputs_by_seed]
     defined = [pair for pair in pairs if pair is not None]
     if len(defined) < len(pairs):
         return None
-    least = _min_auc_variance(outputs[0], targets) if metric.name == "auc" else 0.0
+    least = _min_auc_variance(outputs_by_seed[0], targets) if metric.name == "auc" else 0.0
     values, table = np.array([score for score, _ in defined]), np.array([row for _, row in defined])
-    return SeedScores(metric, values, table, classes_of_pseudo_values(metric, targets), least, len(targets))
+    return SeedScores(metric, values, table, example_class_of_each_pseudo_value(metric, targets), least, len(targets))
 
 
-def variance_components_of_difference(ours: SeedScores, theirs: SeedScores | None) -> VarianceComponents:
-    """Estimates the variance components of the paired difference of two methods, positive where `ours` is better.
+def variance_components_of_difference(scores: SeedScores, rival_scores: SeedScores | None) -> VarianceComponents:
+    """Estimates the variance components of the paired difference of two methods, positive where the first is
+    better than its rival.
 
-    If `theirs` is None, they are those of the score of `ours`.
+    If `rival_scores` is None, they are those of the score of the first method.
     """
-    share = ours.metric.per_example is not None and ours.metric.unit == "%"
-    if theirs is None:
+    share = scores.metric.per_example is not None and scores.metric.unit == "%"
+    if rival_scores is None:
         extra = (0.0, 0.0, 1.0, 1.0) if share else ()
         return _components_of_table(
-            ours.values, ours.pseudo_values, ours.classes, extra, ours.min_example_variance, ours.num_examples
+            scores.values, scores.pseudo_values, scores.classes, extra, scores.min_example_variance, scores.num_examples
         )
-    sign = 1.0 if ours.metric.higher_is_better else -1.0
-    values, table = sign * (ours.values - theirs.values), sign * (ours.pseudo_values - theirs.pseudo_values)
+    sign = 1.0 if scores.metric.higher_is_better else -1.0
+    values, table = (
+        sign * (scores.values - rival_scores.values),
+        sign * (scores.pseudo_values - rival_scores.pseudo_values),
+    )
     return _components_of_table(
-        values, table, ours.classes, (1.0, -1.0) if share else (), ours.min_example_variance, ours.num_examples
+        values, table, scores.classes, (1.0, -1.0) if share else (), scores.min_example_variance, scores.num_examples
     )
 
 
@@ -162,8 +179,8 @@ def _min_auc_variance(outputs: Tensor, targets: Tensor) -> float:
 
 
 def _components_of_table(
-    values: Values,
-    table: Values,
+    values: FloatArray,
+    table: FloatArray,
     classes: NDArray[np.int64],
     extra: Sequence[float],
     min_example_variance: float,
@@ -200,7 +217,7 @@ def _components_of_table(
     )
 
 
-def _degrees_of_freedom(centred: Values, classes: NDArray[np.int64]) -> float:
+def _degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float:
     """Returns the degrees of freedom of the part of the variance that is due to examples.
 
     They are Welch's over classes, bounded by the number of examples that contribute less one: few contribute where two
@@ -251,7 +268,7 @@ def estimate_client_means(
         return math.sqrt(max(shared, single_claim))
 
     return [
-        build_estimate(site.mean, float(site.centres.mean()), partial(half_width, site), alpha)
+        estimate_from_half_width(site.mean, float(site.centres.mean()), partial(half_width, site), alpha)
         for site in components_by_client
     ]
 
@@ -287,60 +304,90 @@ def estimate_mean_over_clients(
     value = float(np.mean([site.mean for site in components_by_client]))
     # As many pseudo-examples in all as one client has: those of every client would shift the mean of many small clients by
     # more than the width of its interval.
-    return build_estimate(value, value + (float(means.mean()) - value) / len(components_by_client), half_width, alpha)
+    return estimate_from_half_width(
+        value, value + (float(means.mean()) - value) / len(components_by_client), half_width, alpha
+    )
 
 
-def combine_gains_over_rivals(gains: Sequence[tuple[Estimate, Estimate]]) -> Estimate:
+@final
+class GainOverRival(NamedTuple):
+    """Holds the estimated gain over one rival, with two intervals.
+
+    Attributes:
+        alone: the estimate as if this were the only rival.
+        simultaneous: the estimate with an interval that holds for all rivals together.
+    """
+
+    alone: Estimate
+    simultaneous: Estimate
+
+
+def estimate_gain_over_best_rival(gains_over_each_rival: Sequence[GainOverRival]) -> Estimate:
     """Estimates the gain over the best of several rivals, which is the smallest of the gains over each rival.
 
     It is positive only if every gain is, so that the lower end needs no correction for the number of rivals (an
     intersection-union test, Berger 1982). The upper end does, since a single rival can decide it.
 
     Args:
-        gains: for each rival, at least one: the estimate as if it were the only rival, and the simultaneous one.
+        gains_over_each_rival: the gain over each rival; at least one.
 
     >>> one, other = Estimate(0.3, 0.1, 0.5, 0.01), Estimate(0.2, -0.1, 0.4, 0.3)
-    >>> combine_gains_over_rivals([(one, one), (other, other)])
+    >>> estimate_gain_over_best_rival([GainOverRival(one, one), GainOverRival(other, other)])
     Estimate(value=0.2, low=-0.1, high=0.4, p=0.3)
     """
-    above = max(single.p if single.value > 0 else 1.0 for single, _ in gains)
-    below = min(joint.p if joint.value < 0 else 1.0 for _, joint in gains)
+    above = max(single.p if single.value > 0 else 1.0 for single, _ in gains_over_each_rival)
+    below = min(joint.p if joint.value < 0 else 1.0 for _, joint in gains_over_each_rival)
     return Estimate(
-        min(single.value for single, _ in gains), min(single.low for single, _ in gains),
-        min(joint.high for _, joint in gains), min(above, below),
+        min(single.value for single, _ in gains_over_each_rival), min(single.low for single, _ in gains_over_each_rival),
+        min(joint.high for _, joint in gains_over_each_rival), min(above, below),
     )  # fmt: skip
 
 
-def score_interval(
-    metric: Metric, outputs: Sequence[Tensor], targets: Tensor, level: float = CONFIDENCE_LEVEL
-) -> tuple[float, float, float] | None:
+@final
+class ValueWithInterval(NamedTuple):
+    """Holds a score, or a difference of scores, and the two ends of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean_score_with_interval(
+    metric: Metric, outputs_by_seed: Sequence[Tensor], targets: Tensor, level: float = CONFIDENCE_LEVEL
+) -> ValueWithInterval | None:
     """Returns the score of one method on these examples, as a mean over seeds, and the two ends of its confidence
     interval; None if the score is not defined.
 
     Args:
         metric, targets: as for `estimate_variance_components`.
-        outputs: one tensor per seed.
+        outputs_by_seed: one tensor per seed.
         level: the confidence level.
 
     Returns:
-        (score, low, high); None where the score or its variance is not defined.
+        None where the score or its variance is not defined.
     """
-    return _interval_of_one(estimate_variance_components(metric, outputs, None, targets), level)
+    return _interval_of_one(estimate_variance_components(metric, outputs_by_seed, None, targets), level)
 
 
-def gain_interval(
-    metric: Metric, ours: Sequence[Tensor], theirs: Sequence[Tensor], targets: Tensor, level: float = CONFIDENCE_LEVEL
-) -> tuple[float, float, float] | None:
+def mean_gain_with_interval(
+    metric: Metric,
+    outputs_by_seed: Sequence[Tensor],
+    rival_outputs_by_seed: Sequence[Tensor],
+    targets: Tensor,
+    level: float = CONFIDENCE_LEVEL,
+) -> ValueWithInterval | None:
     """Returns the difference of the scores of two methods on the same examples, and the two ends of its confidence
     interval; None if a score is not defined.
 
-    It is positive where `ours` is better.
+    It is positive where the first method is better than its rival.
     """
-    return _interval_of_one(estimate_variance_components(metric, ours, theirs, targets), level)
+    return _interval_of_one(
+        estimate_variance_components(metric, outputs_by_seed, rival_outputs_by_seed, targets), level
+    )
 
 
-def _interval_of_one(components: VarianceComponents | None, level: float) -> tuple[float, float, float] | None:
+def _interval_of_one(components: VarianceComponents | None, level: float) -> ValueWithInterval | None:
     if components is None:
         return None
     estimate = estimate_mean_over_clients([components], alpha=(1 - level) * ALPHA / (1 - CONFIDENCE_LEVEL))
-    return (estimate.value, estimate.low, estimate.high) if math.isfinite(estimate.low) else None
+    return ValueWithInterval(estimate.value, estimate.low, estimate.high) if math.isfinite(estimate.low) else None

@@ -9,7 +9,7 @@ from typing import final
 
 import numpy as np
 
-from polyfed.comparison.statistics.estimate import ALPHA, Estimate, build_estimate, t_quantile
+from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
 from polyfed.comparison.statistics.nadeau_bengio import corrected_variance
 
 
@@ -32,15 +32,19 @@ class ResplitDifferences:
     def mean_variance_factor(self) -> float:
         """Returns the factor from the variance of one difference to the variance of their mean: 1/K + test/train for K
         splits; 0 if all differences are equal."""
-        return corrected_variance(self.values, self.num_train, self.num_test) / self.variance if self.variance else 0.0
+        return (
+            corrected_variance(self.values, self.num_train, self.num_test) / self.sample_variance
+            if self.sample_variance
+            else 0.0
+        )
 
     @property
-    def variance(self) -> float:
+    def sample_variance(self) -> float:
         """Returns the sample variance of the differences."""
         return float(np.var(self.values, ddof=1))
 
 
-def estimate_from_resplits(
+def estimate_client_means_over_resplits(
     differences_by_client: Sequence[ResplitDifferences], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> list[Estimate]:
     """Estimates each client's mean difference over repeated random splits with a confidence interval, by the corrected
@@ -55,14 +59,16 @@ def estimate_from_resplits(
         alpha: the share of comparisons in which one interval or more may miss the truth.
     """
     free, num_claims = len(differences_by_client[0].values) - 1, len(differences_by_client) * num_tests
-    common = float(np.mean([site.variance for site in differences_by_client]))
+    common = float(np.mean([site.sample_variance for site in differences_by_client]))
 
     def half_width(site: ResplitDifferences, alpha: float) -> float:
-        together = t_quantile(alpha / num_claims, len(differences_by_client) * free) ** 2 * max(common, site.variance)
-        return math.sqrt(site.mean_variance_factor * max(together, t_quantile(alpha, free) ** 2 * site.variance))
+        together = t_quantile(alpha / num_claims, len(differences_by_client) * free) ** 2 * max(
+            common, site.sample_variance
+        )
+        return math.sqrt(site.mean_variance_factor * max(together, t_quantile(alpha, free) ** 2 * site.sample_variance))
 
     means = [float(np.mean(site.values)) for site in differences_by_client]
     return [
-        build_estimate(mean, mean, partial(half_width, site), alpha)
+        estimate_from_half_width(mean, mean, partial(half_width, site), alpha)
         for mean, site in zip(means, differences_by_client, strict=True)
     ]

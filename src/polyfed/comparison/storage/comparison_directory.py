@@ -15,7 +15,7 @@ from typing import Any, final
 import yaml
 
 from polyfed.comparison.budget import Budget, ResultCriteria
-from polyfed.comparison.storage.continuation import describe_conflict, describe_first_difference
+from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, read_file, write_file_atomically
@@ -174,7 +174,7 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
                 "validation score, and for all clients of local alike. Its results can still be shown (polyfed report "
                 f"{folder}); to compare anew, give the whole command again with another --out"
             )
-        if differs := describe_conflict(before, content):
+        if differs := find_invalidating_change(before, content):
             raise UserError(
                 f"{folder} holds a comparison of something else: {differs}; choose another --out, or ask for what it holds"
             )
@@ -184,14 +184,14 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
     write_file_atomically(folder / DESCRIPTION, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
 
 
-def load_finished_history(
-    folder: Path, rounds: int, clients: Sequence[str], seed: int, method: Mapping[str, Any], data_fingerprint: str
+def load_history_if_finished(
+    folder: Path, rounds: int, client_ids: Sequence[str], seed: int, method: Mapping[str, Any], data_fingerprint: str
 ) -> list[dict[str, Any]] | None:
     """Returns the records of each round of a finished run; None if rounds, models or predictions are missing.
 
     Args:
         folder: the run directory.
-        rounds, clients, seed: settings of the run that belongs there.
+        rounds, client_ids, seed: settings of the run that belongs there.
         method: the method with its fields, as in `config.yaml`.
         data_fingerprint: the fingerprint of the clients, as in `manifest.json`.
 
@@ -205,7 +205,7 @@ def load_finished_history(
     expected_run = {"seed": seed, "algorithm": dict(method), "rounds": rounds}
     manifest = read_manifest(folder)
     stored_fingerprint = manifest.get("data_fingerprint", data_fingerprint)  # one that is lost is no other
-    if differs := describe_first_difference(
+    if differs := find_first_difference(
         {**stored_run, "clients": stored_fingerprint}, {**expected_run, "clients": data_fingerprint}
     ):
         raise UserError(
@@ -223,5 +223,5 @@ def load_finished_history(
         return None
     if list_changed_files(folder):
         return None  # models or predictions, which are written again
-    models = [folder / "models" / f"{safe_file_name(client)}.safetensors" for client in clients]
+    models = [folder / "models" / f"{safe_file_name(client)}.safetensors" for client in client_ids]
     return history if all(path.is_file() and path.stat().st_size > 0 for path in models) else None

@@ -8,18 +8,17 @@ _OF_READING = ("reading", "title", "references")  # how results are read and hea
 _MAY_GROW = ("methods", "evaluated", "skipped", "fingerprints")  # by label or seed
 
 
-def describe_conflict(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Returns a text that names the first setting of the description `before` that `after` contradicts; empty if the
-    finished runs stay valid.
+def find_invalidating_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Returns a text that names the first setting that differs between two descriptions of a comparison so that finished
+    runs are no longer valid; None if they stay valid.
 
     Title, references, further methods and further seeds at the end change nothing of finished runs.
 
-    >>> describe_conflict({"seeds": [0], "references": True}, {"seeds": [0, 1], "references": False})
-    ''
-    >>> describe_conflict({"methods": {"local": {"lr": 0.1}}}, {"methods": {"local": {"lr": 0.2}, "fedavg": {}}})
+    >>> find_invalidating_change({"seeds": [0], "references": True}, {"seeds": [0, 1], "references": False})
+    >>> find_invalidating_change({"methods": {"local": {"lr": 0.1}}}, {"methods": {"local": {"lr": 0.2}, "fedavg": {}}})
     'methods.local.lr was 0.1 and is now 0.2'
     """
-    return describe_first_difference(_comparable(before, before), _comparable(after, before))
+    return find_first_difference(_comparable(before, before), _comparable(after, before))
 
 
 def _comparable(description: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,14 +37,14 @@ def _comparable(description: Mapping[str, Any], before: Mapping[str, Any]) -> di
     return comparable
 
 
-def describe_first_difference(before: Any, after: Any, place: str = "") -> str:
-    """Returns a text that names the first place at which two nested descriptions differ; empty if they are the same."""
+def find_first_difference(before: Any, after: Any, place: str = "") -> str | None:
+    """Returns a text that names the first place at which two nested descriptions differ; None if they are the same."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in (*before, *(key for key in after if key not in before)):
             inner = f"{place}.{key}" if place else str(key)
             if key not in after or key not in before:
                 return f"{inner} is {'new' if key in after else 'gone'}"
-            if difference := describe_first_difference(before[key], after[key], inner):
+            if difference := find_first_difference(before[key], after[key], inner):
                 return difference
-        return ""
-    return "" if before == after else f"{place} was {before!r} and is now {after!r}"
+        return None
+    return None if before == after else f"{place} was {before!r} and is now {after!r}"

@@ -5,7 +5,12 @@ from typing import Any
 
 from polyfed.algorithms import Local
 from polyfed.comparison.plan import ComparisonPlan, FinishedRun, Method
-from polyfed.comparison.tuning.ranking import cap_losses, first_loss, lowest_smoothed_loss, shrink_to_pooled_loss
+from polyfed.comparison.tuning.ranking import (
+    cap_losses,
+    first_loss,
+    lowest_smoothed_loss,
+    shrink_client_loss_to_pooled_loss,
+)
 from polyfed.core.evaluation.evaluate import summarise_clients
 from polyfed.simulation.monitoring.validation_losses import (
     pool_losses,
@@ -16,34 +21,39 @@ from polyfed.simulation.monitoring.validation_losses import (
 History = Sequence[Mapping[str, Any]]
 
 
-def best_round_by_client(history: History, sizes: Mapping[str, int]) -> dict[str, int]:
+def lowest_loss_round_by_client(history: History, num_validation: Mapping[str, int]) -> dict[str, int]:
     """Returns, for each client, the round with the lowest validation loss (smoothed as in the module `ranking`).
 
     A client without validation examples gets the round of the lowest pooled loss.
 
     Args:
         history: the records of `metrics.jsonl` of a run.
-        sizes: client id -> number of validation examples.
+        num_validation: client id -> number of validation examples.
 
     Returns:
         client id -> round; empty if no client has validation examples.
 
     >>> rows = [{"a": {"val_loss": loss}, "b": {"loss": 1.0}} for loss in (0.9, 0.5, 0.4, 0.5, 0.9)]
-    >>> best_round_by_client([{"round": t, "clients": row} for t, row in enumerate(rows, 1)], {"a": 10})
+    >>> lowest_loss_round_by_client([{"round": t, "clients": row} for t, row in enumerate(rows, 1)], {"a": 10})
     {'a': 3, 'b': 3}
     """
     losses = validation_losses_by_client(history)
     pooled_curve = pool_losses(
-        cap_losses(losses, {client: first_loss(client_losses) for client, client_losses in losses.items()}), sizes
+        cap_losses(losses, {client: first_loss(client_losses) for client, client_losses in losses.items()}),
+        num_validation,
     )
     pooled_lowest = round_of_lowest_loss(pooled_curve)
     if pooled_lowest is None:
         return {}
     best_rounds = {}
     for client in sorted({c for record in history for c in record["clients"]}):
-        curve = shrink_to_pooled_loss(losses[client], sizes.get(client, 0), pooled_curve) if client in losses else []
+        curve = (
+            shrink_client_loss_to_pooled_loss(losses[client], num_validation.get(client, 0), pooled_curve)
+            if client in losses
+            else []
+        )
         lowest_point = lowest_smoothed_loss(curve)
-        best_rounds[client] = pooled_lowest if lowest_point is None else lowest_point[1]
+        best_rounds[client] = pooled_lowest if lowest_point is None else lowest_point.round
     return best_rounds
 
 
@@ -52,7 +62,7 @@ def compared_rounds_of_local_runs(
     methods: Mapping[str, Method],
     runs: Mapping[tuple[str, int], FinishedRun],
     sizes_by_seed: Mapping[str, Any],
-    tuning: Mapping[str, Any] | None,
+    tuning_entry: Mapping[str, Any] | None,
 ) -> dict[tuple[str, int], dict[str, int]]:
     """Returns, for each run (label, seed) in which clients train alone, the round at which each client is compared.
 
@@ -61,7 +71,7 @@ def compared_rounds_of_local_runs(
         methods: label -> method.
         runs: (label, seed) -> finished run.
         sizes_by_seed: seed -> client id -> numbers of examples.
-        tuning: the search result as in `comparison.json`; None without a search.
+        tuning_entry: the search result as in `comparison.json`; None without a search.
 
     Returns:
         (label, seed) -> client id -> round. A run is missing if predictions of one of these rounds were not kept, as when
@@ -72,21 +82,24 @@ def compared_rounds_of_local_runs(
         if plan.criteria.budget.is_fixed or not isinstance(methods[label], Local):
             continue
         rounds: dict[str, int] | None = None
-        if tuning is not None and "rounds" in tuning:
-            rounds = tuning["methods"][label].get("rounds")
+        if tuning_entry is not None and "rounds" in tuning_entry:
+            rounds = tuning_entry["methods"][label].get("rounds")
         else:
-            rounds = best_round_by_client(run.history, {c: row["val"] for c, row in sizes_by_seed[str(seed)].items()})
+            rounds = lowest_loss_round_by_client(
+                run.history, {c: row["val"] for c, row in sizes_by_seed[str(seed)].items()}
+            )
         if rounds and all(run.test_outputs(c, n) is not None for c, n in rounds.items()):
             rounds_by_run[label, seed] = rounds
     return rounds_by_run
 
 
-def freeze_history_after(history: History, rounds: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns a run's records of all rounds as if each client had stopped training after its round in `rounds`.
+def freeze_history_after(history: History, last_round_by_client: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Returns a run's records of all rounds as if each client had stopped training after its round in
+    `last_round_by_client`.
 
     Args:
         history: the records of `metrics.jsonl`; they are not changed.
-        rounds: client id -> an evaluated round.
+        last_round_by_client: client id -> an evaluated round.
 
     >>> rows = [{"a": {"auc": 0.5}, "b": {"auc": 0.5}}, {"a": {"auc": 0.75}, "b": {"auc": 1.0}}]
     >>> history = [{"round": t, "clients": row, "summary": {"auc": {}}} for t, row in enumerate(rows, 1)]
@@ -102,10 +115,12 @@ def freeze_history_after(history: History, rounds: Mapping[str, int]) -> list[di
             continue
         rows = {}
         for client, row in record["clients"].items():
-            last_row = of_round.get(min(record["round"], rounds.get(client, record["round"])), {}).get(client, row)
+            last_row = of_round.get(min(record["round"], last_round_by_client.get(client, record["round"])), {}).get(
+                client, row
+            )
             rows[client] = {**row, **{name: last_row.get(name) for name in names}}
         scores = {client: {name: row[name] for name in names} for client, row in rows.items()}
         changed.append({**record, "clients": rows, "summary": summarise_clients(scores, {})})
     if changed:
-        changed[-1] |= {"best_round": max(rounds.values()), "rounds": dict(rounds)}
+        changed[-1] |= {"best_round": max(last_round_by_client.values()), "rounds": dict(last_round_by_client)}
     return changed

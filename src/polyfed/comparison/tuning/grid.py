@@ -40,7 +40,7 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
     return [float(f"{value:.4g}") for value in around]
 
 
-def values_to_check(name: str, values: Any) -> tuple[Any, ...]:
+def values_to_validate(name: str, values: Any) -> tuple[Any, ...]:
     """Returns the values with which a hyper-parameter is validated before the search: all of a list, or the two ends of
     a range."""
     if isinstance(values, str):

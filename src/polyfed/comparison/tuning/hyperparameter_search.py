@@ -23,7 +23,7 @@ from itertools import product
 from typing import Any
 
 from polyfed.algorithms import Local
-from polyfed.comparison.plan import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Method, RunSpec, run_jobs
+from polyfed.comparison.plan import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Method, RunSpec, execute_or_load_runs
 from polyfed.comparison.statistics.learning_curve import build_learning_curve
 from polyfed.comparison.tuning.grid import (
     EXTENDED_GRID,
@@ -32,7 +32,7 @@ from polyfed.comparison.tuning.grid import (
     may_extend_grid,
     next_value_beyond_edge,
     resolve_search_values,
-    values_to_check,
+    values_to_validate,
 )
 from polyfed.comparison.tuning.optuna_search import OptunaSearch, import_optuna
 from polyfed.comparison.tuning.ranking import (
@@ -92,7 +92,7 @@ def validate_search(plan: ComparisonPlan) -> None:
         check_grid_extension(name, values, trials)
         for method in plan.methods.values():
             if name in {f.name for f in _fields(method)}:
-                for value in values_to_check(name, resolve_search_values(method, name, values)):
+                for value in values_to_validate(name, resolve_search_values(method, name, values)):
                     dataclasses.replace(method, **{name: value})  # type: ignore[type-var]  # which checks the value
     if trials is not None:
         import_optuna()
@@ -131,7 +131,7 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
             (label, fields) for label, method in methods.items() for fields in _all_combinations(plan, method)
         ]
         while candidates:
-            result = result.with_runs(_run_candidates(result, candidates, data))
+            result = result.with_runs_added(_run_candidates(result, candidates, data))
             candidates = [(label, fields) for label in methods for fields in _extended_candidates(result, label)]
     else:
         studies = {
@@ -144,16 +144,14 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
             new_runs = _run_candidates(
                 result, [(label, study.suggest_fields()) for label, study in studies.items()], data
             )
-            result = result.with_runs(new_runs)
+            result = result.with_runs_added(new_runs)
             for search_run in new_runs:
                 is_complete = (
-                    search_run.selected_loss_and_round is not None
-                    and search_run.validation_losses_by_client.keys() == result.scored_clients
+                    search_run.deciding_loss is not None
+                    and search_run.validation_losses_by_client.keys() == result.clients_with_loss
                 )
                 studies[search_run.label].report_score(
-                    -search_run.selected_loss_and_round[0]
-                    if is_complete and search_run.selected_loss_and_round is not None
-                    else None
+                    -search_run.deciding_loss[0] if is_complete and search_run.deciding_loss is not None else None
                 )
     return result
 
@@ -171,7 +169,7 @@ def _extended_candidates(result: SearchResult, label: str) -> list[Fields]:
         tried = {search_run.fields[name] for search_run in runs}
         is_integer = not any(f.name == name and "float" in str(f.type) for f in _fields(method))
         sides = set[bool]()
-        for best in result.best_fields(label):
+        for best in result.best_fields_of_method_or_each_client(label):
             upper = best[name] == max(tried)
             beyond = [value for value in tried if (value > max(listed_values) if upper else value < min(listed_values))]
             further = next_value_beyond_edge([*tried], best[name], is_integer) if len(beyond) < MAX_EXTENSIONS else None
@@ -200,7 +198,7 @@ def _run_candidates(result: SearchResult, candidates: Sequence[tuple[str, Fields
                 skip_failed_clients=skips,
             )
         )  # fmt: skip
-    finished_runs, failed = run_jobs(plan, jobs) if jobs else ({}, {})
+    finished_runs, failed = execute_or_load_runs(plan, jobs) if jobs else ({}, {})
     runs = []
     for (label, fields), job in zip(candidates, jobs, strict=True):
         history = finished_runs[job].history if job in finished_runs else []
@@ -234,7 +232,7 @@ def build_search_variants(plan: ComparisonPlan, method: Method) -> list[Method]:
     if plan.num_trials is None:
         tries = _all_combinations(plan, method)
     else:
-        ends = {name: values_to_check(name, values) for name, values in _search_values(plan, method).items()}
+        ends = {name: values_to_validate(name, values) for name, values in _search_values(plan, method).items()}
         tries = [{name: extremes[k] for name, extremes in ends.items()} for k in (0, -1)] if ends else []
     return [dataclasses.replace(method, **fields) for fields in tries]  # type: ignore[type-var]
 

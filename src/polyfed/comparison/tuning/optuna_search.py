@@ -81,13 +81,13 @@ class OptunaSearch:
         parameters = self._trial.params.items()
         return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in parameters}
 
-    def report_score(self, validation: float | None) -> None:
+    def report_score(self, validation_score: float | None) -> None:
         """Reports to Optuna the validation score of the values suggested last (higher is better); None if their run has
         no score."""
-        if validation is None:
+        if validation_score is None:
             self._study.tell(self._trial, state=self._failed)
         else:
-            self._study.tell(self._trial, validation)
+            self._study.tell(self._trial, validation_score)
 
 
 def import_optuna() -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median_low
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from polyfed.comparison.budget import Budget
 from polyfed.comparison.plan import Failure
@@ -27,7 +27,14 @@ SMOOTHED_ROUNDS = 3
 """Neighbouring evaluated rounds over which a loss is averaged: the lowest of many single rounds is low by chance."""
 _DIGITS = 6  # significant digits of a loss; losses that agree in these are equal
 Fields = dict[str, Any]
-LossAtRound = tuple[float, int]  # a loss and its round
+
+
+@final
+class LossAtRound(NamedTuple):
+    """Holds a loss, and the round that has it."""
+
+    loss: float
+    round: int
 
 
 def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
@@ -36,9 +43,9 @@ def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
     The loss is averaged over each evaluated round and its two neighbours.
 
     >>> lowest_smoothed_loss([(1, 0.5), (2, 0.1), (3, 0.6), (4, 0.3), (5, 0.2), (6, 0.25)])
-    (0.25, 5)
+    LossAtRound(loss=0.25, round=5)
     """
-    smooth = [(fmean(value for _, value in near), number)
+    smooth = [LossAtRound(fmean(value for _, value in near), number)
               for k, (number, _) in enumerate(curve) if (near := curve[max(0, k - 1) : k + 2])]  # fmt: skip
     return min(smooth[1:-1] or smooth, default=None)
 
@@ -52,12 +59,12 @@ def mean_of_last_losses(
     If no round is within the budget, these are the first round's.
 
     >>> mean_of_last_losses([(1, 0.9), (2, 0.25), (3, 0.5), (4, 0.75)], {}, None)
-    (0.5, 4)
+    LossAtRound(loss=0.5, round=4)
     """
     inside = [point for point in curve if limit is None or cost_by_round[point[0]] <= limit][
         -SMOOTHED_ROUNDS:
     ] or curve[:1]
-    return (fmean(loss for _, loss in inside), inside[-1][0]) if inside else None
+    return LossAtRound(fmean(loss for _, loss in inside), inside[-1][0]) if inside else None
 
 
 def sum_of_loss_increases(curve: LossCurve) -> float:
@@ -70,69 +77,81 @@ def sum_of_loss_increases(curve: LossCurve) -> float:
     return sum(max(0.0, after - before) for (_, before), (_, after) in pairwise(curve))
 
 
-def shrink_to_pooled_loss(
-    client_losses: Mapping[int, float], num_examples: int, all_clients: LossCurve, weight: float = POOLED_LOSS_WEIGHT
+def shrink_client_loss_to_pooled_loss(
+    client_loss_by_round: Mapping[int, float],
+    num_examples: int,
+    pooled_loss_curve: LossCurve,
+    weight: float = POOLED_LOSS_WEIGHT,
 ) -> list[tuple[int, float]]:
     """Returns a client's loss by round as a weighted mean of its own loss and the loss on the validation examples of
     all clients.
 
     Args:
-        client_losses: round -> loss of the client on its `num_examples` validation examples.
+        client_loss_by_round: round -> loss of the client on its `num_examples` validation examples.
         num_examples: number of these.
-        all_clients: the loss curve on the validation examples of all clients.
+        pooled_loss_curve: the loss curve on the validation examples of all clients.
         weight: number of examples that the pooled loss counts as.
 
-    >>> shrink_to_pooled_loss({1: 1.0, 2: 0.5}, 10, [(1, 0.5), (2, 1.0)], weight=10)
+    >>> shrink_client_loss_to_pooled_loss({1: 1.0, 2: 0.5}, 10, [(1, 0.5), (2, 1.0)], weight=10)
     [(1, 0.75), (2, 0.75)]
     """
     share = num_examples / (num_examples + weight)
-    return [(t, share * client_losses[t] + (1 - share) * loss) for t, loss in all_clients if t in client_losses]
+    return [
+        (t, share * client_loss_by_round[t] + (1 - share) * loss)
+        for t, loss in pooled_loss_curve
+        if t in client_loss_by_round
+    ]
 
 
-def cap_losses(losses: Mapping[str, Mapping[int, float]], max_loss: Mapping[str, float]) -> dict[str, dict[int, float]]:
-    """Returns the losses of all clients, each loss at most `max_loss` of its client, since one diverging client would
-    outweigh all others.
+def cap_losses(
+    losses_by_client: Mapping[str, Mapping[int, float]], max_loss_by_client: Mapping[str, float]
+) -> dict[str, dict[int, float]]:
+    """Returns the losses of all clients, each loss at most the client's entry in `max_loss_by_client`, since one
+    diverging client would outweigh all others.
 
     >>> cap_losses({"a": {1: 1.0, 2: 1e9}}, {"a": 1.0})
     {'a': {1: 1.0, 2: 1.0}}
     """
     return {
-        client: {t: min(loss, max_loss[client]) for t, loss in client_losses.items()}
-        for client, client_losses in losses.items()
+        client: {t: min(loss, max_loss_by_client[client]) for t, loss in client_losses.items()}
+        for client, client_losses in losses_by_client.items()
     }
 
 
-def first_loss(losses: Mapping[int, float]) -> float:
+def first_loss(loss_by_round: Mapping[int, float]) -> float:
     """Returns the loss of the first evaluated round.
 
     >>> first_loss({2: 0.5, 1: 0.75})
     0.75
     """
-    return losses[min(losses)]
+    return loss_by_round[min(loss_by_round)]
 
 
-def freeze_losses_after(
-    losses: Mapping[str, Mapping[int, float]], rounds: Mapping[str, int]
+def losses_with_clients_stopped(
+    losses_by_client: Mapping[str, Mapping[int, float]], last_round_by_client: Mapping[str, int]
 ) -> dict[str, dict[int, float]]:
-    """Returns the losses of all clients by round as if each client had stopped training after its round in `rounds`.
+    """Returns the losses of all clients by round as if each client had stopped training after its round in
+    `last_round_by_client`.
 
-    >>> freeze_losses_after({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
+    >>> losses_with_clients_stopped({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
     {'a': {1: 0.5, 2: 0.5}, 'b': {1: 0.5, 2: 0.25}}
     """
     return {
         client: {
-            t: client_losses[min(t, rounds[client])] if rounds.get(client) in client_losses else loss
+            t: client_losses[min(t, last_round_by_client[client])]
+            if last_round_by_client.get(client) in client_losses
+            else loss
             for t, loss in client_losses.items()
         }
-        for client, client_losses in losses.items()
+        for client, client_losses in losses_by_client.items()
     }
 
 
-def format_chosen_fields(tuned: Mapping[str, Any]) -> str:
+def format_chosen_fields(tuning_entry: Mapping[str, Any]) -> str:
     """Formats the hyper-parameters that a search chose for a method or for each of its clients; empty if it chose none.
 
     Args:
-        tuned: the method's search result, as in `comparison.json`.
+        tuning_entry: the method's search result, as in `comparison.json`.
 
     >>> format_chosen_fields({"chosen": {"lr": 0.1}})
     'lr 0.1'
@@ -140,10 +159,10 @@ def format_chosen_fields(tuned: Mapping[str, Any]) -> str:
     'lr 0.1 (a, c), lr 0.3 (b)'
     """
     whose: dict[str, list[str]] = {}
-    for client, fields in (tuned.get("by_client") or {}).items():
+    for client, fields in (tuning_entry.get("by_client") or {}).items():
         whose.setdefault(_format_fields(fields), []).append(client)
     if len(whose) < 2:
-        return next(iter(whose), _format_fields(tuned["chosen"]))
+        return next(iter(whose), _format_fields(tuning_entry["chosen"]))
     return ", ".join(f"{words} ({join_names(clients)})" for words, clients in sorted(whose.items()))
 
 
@@ -195,51 +214,61 @@ class SearchRun:
         """Returns the loss on the validation examples of all clients together, for each evaluated round."""
         return pool_losses(self.validation_losses_by_client, self.num_validation)
 
-    def select_loss_and_round(self, curve: LossCurve) -> LossAtRound | None:
-        """Returns the loss by which the run is ranked if `curve` is its loss by round, and the round of this loss; None
-        for an empty curve."""
+    def deciding_loss_of_curve(self, curve: LossCurve) -> LossAtRound | None:
+        """Returns the loss by which the run is ranked if `curve` is its loss by round, with the round of this loss;
+        None for an empty curve.
+        """
         if self.budget.is_fixed:
             return mean_of_last_losses(curve, self.cost_by_round, self.budget.limit)
         return lowest_smoothed_loss(curve)
 
     @cached_property
-    def selected_loss_and_round(self) -> LossAtRound | None:
-        """Returns the loss by which the run is ranked, and the round of this loss; None if the run has no loss."""
-        return self.select_loss_and_round(self.pooled_loss_curve)
+    def deciding_loss(self) -> LossAtRound | None:
+        """Returns the loss by which the run is ranked, with the round of this loss; None if the run has no loss."""
+        return self.deciding_loss_of_curve(self.pooled_loss_curve)
 
     @property
-    def selected_round(self) -> int | None:
-        """Returns the round of `selected_loss_and_round`; None if the run has no loss."""
-        return None if self.selected_loss_and_round is None else self.selected_loss_and_round[1]
+    def deciding_round(self) -> int | None:
+        """Returns the round of `deciding_loss`; None if the run has no loss."""
+        return None if self.deciding_loss is None else self.deciding_loss.round
 
     @property
     def mean_validation_score(self) -> float | None:
-        """Returns the mean over clients of the validation score after `selected_round`; None if it is not defined.
+        """Returns the mean over clients of the validation score after `deciding_round`; None if it is not defined.
 
         It is reported only, and does not change the ranking.
         """
-        if self.selected_round is None:
+        if self.deciding_round is None:
             return None
         mean: float | None = (
-            self.history[self.selected_round - 1]["summary"].get(f"val_{self.metric_name}", {}).get("mean")
+            self.history[self.deciding_round - 1]["summary"].get(f"val_{self.metric_name}", {}).get("mean")
         )
         return mean
 
 
-def rank_runs(runs: Sequence[SearchRun], client_ids: frozenset[str]) -> list[SearchRun]:
-    """Returns the runs that have a loss for every client in `client_ids`, best first: by lowest loss, then by steadier
-    curve, then by smaller learning rate."""
+def rank_runs_by_pooled_loss(runs: Sequence[SearchRun], clients_with_loss: frozenset[str]) -> list[SearchRun]:
+    """Returns the runs that have a loss for every client in `clients_with_loss`, best first: by lowest loss, then by
+    steadier curve, then by smaller learning rate.
+    """
     complete_runs = [
         run
         for run in runs
-        if run.selected_loss_and_round is not None and run.validation_losses_by_client.keys() == client_ids
+        if run.deciding_loss is not None and run.validation_losses_by_client.keys() == clients_with_loss
     ]
     return sorted(
-        complete_runs, key=lambda run: _sort_key(run, run.selected_loss_and_round or (0.0, 0), run.pooled_loss_curve)
+        complete_runs, key=lambda run: _sort_key(run, run.deciding_loss or LossAtRound(0.0, 0), run.pooled_loss_curve)
     )
 
 
-def rank_runs_for_client(runs: Sequence[SearchRun], client: str) -> list[tuple[SearchRun, int]]:
+@final
+class RunWithBestRound(NamedTuple):
+    """Holds a run of a search, and the round of it that is best for one client."""
+
+    run: SearchRun
+    best_round: int
+
+
+def rank_runs_for_one_client(runs: Sequence[SearchRun], client: str) -> list[RunWithBestRound]:
     """Returns the runs in which a client that trains alone has a loss, each with the client's best round, best run
     first.
 
@@ -266,14 +295,14 @@ def rank_runs_for_client(runs: Sequence[SearchRun], client: str) -> list[tuple[S
             },
             first_losses,
         )
-        curve = shrink_to_pooled_loss(
+        curve = shrink_client_loss_to_pooled_loss(
             client_losses, run.num_validation.get(client, 0), pool_losses(filled, run.num_validation)
         )
-        if (place := run.select_loss_and_round(curve)) is not None:
-            entries.append((_sort_key(run, place, curve), len(entries), run, place[1]))
-    return [(run, number) for _, _, run, number in sorted(entries, key=lambda entry: entry[:2])]
+        if (place := run.deciding_loss_of_curve(curve)) is not None:
+            entries.append((_sort_key(run, place, curve), len(entries), run, place.round))
+    return [RunWithBestRound(run, number) for _, _, run, number in sorted(entries, key=lambda entry: entry[:2])]
 
 
 def _sort_key(run: SearchRun, place: LossAtRound, curve: LossCurve) -> tuple[float, float, float]:
     rate = run.fields.get("lr", 0.0)
-    return float(f"{place[0]:.{_DIGITS}g}"), float(f"{sum_of_loss_increases(curve):.{_DIGITS}g}"), float(rate)
+    return float(f"{place.loss:.{_DIGITS}g}"), float(f"{sum_of_loss_increases(curve):.{_DIGITS}g}"), float(rate)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from polyfed.algorithms import Local
 from polyfed.comparison.plan import ComparisonPlan, Failure, Method
@@ -13,10 +13,11 @@ from polyfed.comparison.tuning.ranking import (
     POOLED_LOSS_WEIGHT,
     SMOOTHED_ROUNDS,
     Fields,
+    RunWithBestRound,
     SearchRun,
-    freeze_losses_after,
-    rank_runs,
-    rank_runs_for_client,
+    losses_with_clients_stopped,
+    rank_runs_by_pooled_loss,
+    rank_runs_for_one_client,
 )
 from polyfed.comparison.verdicts.verdict_sentences import join_names
 from polyfed.core.errors import ClientError, RoundError
@@ -24,7 +25,23 @@ from polyfed.simulation.monitoring.validation_losses import pool_losses
 from polyfed.simulation.storage.paths import safe_file_name
 
 MAX_EXTENSIONS = 2  # values that a grid is extended by, on either side
-ChoiceKey = tuple[str, str | None]  # a method's label, and the client if clients choose alone
+
+
+@final
+class ChoiceKey(NamedTuple):
+    """Identifies a choice of hyper-parameters: that of a method, or of one client if its clients choose alone."""
+
+    label: str
+    client: str | None
+
+
+@final
+class TunedMethods(NamedTuple):
+    """Holds the methods with the hyper-parameters that a search chose, by label, and the entry `tuning` of
+    `comparison.json`."""
+
+    methods: dict[str, Method]
+    tuning_entry: dict[str, Any]
 
 
 @final
@@ -48,7 +65,7 @@ class SearchResult:
     held_out: bool
     has_same_clients: bool
 
-    def with_runs(self, runs: Sequence[SearchRun]) -> "SearchResult":
+    def with_runs_added(self, runs: Sequence[SearchRun]) -> "SearchResult":
         """Returns a copy of this result with `runs` added."""
         tried = {
             label: [*earlier_runs, *(run for run in runs if run.label == label)]
@@ -57,7 +74,7 @@ class SearchResult:
         return dataclasses.replace(self, runs_by_label=tried)
 
     @cached_property
-    def scored_clients(self) -> frozenset[str]:
+    def clients_with_loss(self) -> frozenset[str]:
         """Returns the clients over which the loss is averaged: those of the run in which the most clients have a loss."""
         return max(
             (frozenset(run.validation_losses_by_client) for runs in self.runs_by_label.values() for run in runs),
@@ -66,49 +83,58 @@ class SearchResult:
         )
 
     @cached_property
-    def ranked_runs(self) -> Mapping[str, Sequence[SearchRun]]:
-        """Returns, for each method label, the runs that have a loss for all `scored_clients`, best first."""
-        return {label: rank_runs(runs, self.scored_clients) for label, runs in self.runs_by_label.items()}
+    def ranked_runs_by_label(self) -> Mapping[str, Sequence[SearchRun]]:
+        """Returns, for each method label, the runs that have a loss for all `clients_with_loss`, best first."""
+        return {
+            label: rank_runs_by_pooled_loss(runs, self.clients_with_loss) for label, runs in self.runs_by_label.items()
+        }
 
     @cached_property
-    def ranked_runs_by_client(self) -> Mapping[str, Mapping[str, Sequence[tuple[SearchRun, int]]]]:
-        """Returns the ranking of runs for each client separately, for the methods whose clients train alone: label ->
-        client id -> (run, best round), best first.
+    def ranked_runs_by_label_and_client(self) -> Mapping[str, Mapping[str, Sequence[RunWithBestRound]]]:
+        """Ranks the runs for each client separately, for the methods whose clients train alone.
 
         Returns:
-            label -> client id -> (run, best round) of each run in which the client has a loss, best first. A client
-                without a loss is missing and takes the method's choice. Empty if a client id names other data with each
-                seed.
+            label -> client id -> the runs in which the client has a loss, each with the client's best round, best first. A
+                client without a loss is missing and takes the method's choice. Empty if a client id names other data with
+                each seed.
         """
         return {
             label: {
-                client: order for client in sorted(self.num_validation) if (order := rank_runs_for_client(runs, client))
+                client: order
+                for client in sorted(self.num_validation)
+                if (order := rank_runs_for_one_client(runs, client))
             }
             for label, runs in self.runs_by_label.items()
-            if self.has_same_clients and runs and self.ranked_runs[label] and isinstance(self.methods[label], Local)
+            if self.has_same_clients
+            and runs
+            and self.ranked_runs_by_label[label]
+            and isinstance(self.methods[label], Local)
         }
 
-    def best_fields(self, label: str) -> list[Fields]:
-        """Returns the best hyper-parameters of a method as a list.
+    def best_fields_of_method_or_each_client(self, label: str) -> list[Fields]:
+        """Returns the best hyper-parameters of a method, as a list of one; if its clients choose alone, those of each
+        client.
 
-        If its clients choose alone, the list has those of each client, the client with most validation examples first.
+        The client with most validation examples comes first.
         """
-        if label in self.ranked_runs_by_client:
-            clients = sorted(self.ranked_runs_by_client[label], key=lambda client: -self.num_validation[client])
-            return [self.ranked_runs_by_client[label][client][0][0].fields for client in clients]
-        return [run.fields for run in self.ranked_runs[label][:1]]
+        if label in self.ranked_runs_by_label_and_client:
+            clients = sorted(
+                self.ranked_runs_by_label_and_client[label], key=lambda client: -self.num_validation[client]
+            )
+            return [self.ranked_runs_by_label_and_client[label][client][0][0].fields for client in clients]
+        return [run.fields for run in self.ranked_runs_by_label[label][:1]]
 
     @property
     def failed_methods(self) -> dict[str, Failure]:
         """Returns the methods whose search runs all failed, with the first failure of each."""
         failures = dict[str, Failure]()
         for label, runs in self.runs_by_label.items():
-            if runs and not self.ranked_runs[label]:
+            if runs and not self.ranked_runs_by_label[label]:
                 lost = RoundError(f"no run of the search has a validation loss of every client (method {label})")
                 failures[label] = next((run.failure for run in runs if run.failure is not None), lost)
         return failures
 
-    def next_choice_after_failure(
+    def choice_to_replace_after_failure(
         self, label: str, failure: Failure, rank_by_choice: Mapping[ChoiceKey, int]
     ) -> ChoiceKey | None:
         """Returns the key of the choice that must be replaced by the next best one after a final run failed; None if no
@@ -116,22 +142,24 @@ class SearchResult:
 
         It is that of the failed client where clients choose alone, else that of the method.
         """
-        if label in self.ranked_runs_by_client:
+        if label in self.ranked_runs_by_label_and_client:
             client = failure.client if isinstance(failure, ClientError) else ""
-            order = self.ranked_runs_by_client[label].get(client, ())
-            return (label, client) if rank_by_choice.get((label, client), 0) + 1 < len(order) else None
-        return (label, None) if rank_by_choice.get((label, None), 0) + 1 < len(self.ranked_runs[label]) else None
+            choice = ChoiceKey(label, client)
+            num_runs = len(self.ranked_runs_by_label_and_client[label].get(client, ()))
+        else:
+            choice, num_runs = ChoiceKey(label, None), len(self.ranked_runs_by_label[label])
+        return choice if rank_by_choice.get(choice, 0) + 1 < num_runs else None
 
-    def run_folder_name(self, label: str, rank_by_choice: Mapping[ChoiceKey, int]) -> str:
+    def subfolder_of_final_runs(self, label: str, rank_by_choice: Mapping[ChoiceKey, int]) -> str:
         """Returns the name of the subfolder, below the method's folder, for final runs with these choices; empty for
         the best choices."""
-        if rank := rank_by_choice.get((label, None), 0):
-            return safe_file_name(join_as_name_equals_value(self.ranked_runs[label][rank].fields))
+        if rank := rank_by_choice.get(ChoiceKey(label, None), 0):
+            return safe_file_name(join_as_name_equals_value(self.ranked_runs_by_label[label][rank].fields))
         later = sum(rank for (name, _), rank in rank_by_choice.items() if name == label)
         return f"choice-{later + 1}" if later else ""
 
-    def apply_choices(self, rank_by_choice: Mapping[ChoiceKey, int]) -> tuple[dict[str, Method], dict[str, Any]]:
-        """Returns the methods with their best hyper-parameters, and the entry `tuning` of `comparison.json`.
+    def set_chosen_fields_in_methods(self, rank_by_choice: Mapping[ChoiceKey, int]) -> TunedMethods:
+        """Returns copies of the methods with their best hyper-parameters, and the entry `tuning` of `comparison.json`.
 
         Args:
             rank_by_choice: the rank of the chosen run, for the methods and clients whose better runs diverged with
@@ -142,7 +170,7 @@ class SearchResult:
         losses: dict[str, list[list[float]]] = {}
         edge = []
         for label, runs in self.runs_by_label.items():
-            order, rank = self.ranked_runs[label], rank_by_choice.get((label, None), 0)
+            order, rank = self.ranked_runs_by_label[label], rank_by_choice.get(ChoiceKey(label, None), 0)
             entry: dict[str, Any] = {
                 "chosen": {},
                 "diverged": [search_run.fields for search_run in order[:rank]],
@@ -152,20 +180,20 @@ class SearchResult:
                 best = order[rank]
                 tuned_methods[label] = dataclasses.replace(tuned_methods[label], **best.fields)  # type: ignore[type-var]
                 entry["chosen"] = best.fields
-                rounds[label], losses[label] = best.selected_round, [list(point) for point in best.pooled_loss_curve]
-                edge += [] if label in self.ranked_runs_by_client else [
+                rounds[label], losses[label] = best.deciding_round, [list(point) for point in best.pooled_loss_curve]
+                edge += [] if label in self.ranked_runs_by_label_and_client else [
                     f"{name} of {label}" for name in best.fields if _is_at_edge(name, best, runs)]  # fmt: skip
-            if label in self.ranked_runs_by_client:
+            if label in self.ranked_runs_by_label_and_client:
                 choice_by_client = {
-                    c: order[rank_by_choice.get((label, c), 0)]
-                    for c, order in self.ranked_runs_by_client[label].items()
+                    c: order[rank_by_choice.get(ChoiceKey(label, c), 0)]
+                    for c, order in self.ranked_runs_by_label_and_client[label].items()
                 }
                 tuned_methods[label] = _with_client_fields(
                     tuned_methods[label], {c: search_run.fields for c, (search_run, _) in choice_by_client.items()}
                 )
                 entry["by_client"] = {c: search_run.fields for c, (search_run, _) in choice_by_client.items()}
                 entry["rounds"] = {
-                    c: choice_by_client[c][1] if c in choice_by_client else best.selected_round
+                    c: choice_by_client[c][1] if c in choice_by_client else best.deciding_round
                     for c in sorted(self.num_validation)
                 }
                 rounds[label] = max(entry["rounds"].values())
@@ -176,15 +204,15 @@ class SearchResult:
                     ]:
                         edge.append(f"{name} of {label} at {join_names(at)}")
                 entry["diverged"] = [
-                    {"client": c, **search_run.fields} for c, order in self.ranked_runs_by_client[label].items()
-                    for search_run, _ in order[: rank_by_choice.get((label, c), 0)]
+                    {"client": c, **search_run.fields} for c, order in self.ranked_runs_by_label_and_client[label].items()
+                    for search_run, _ in order[: rank_by_choice.get(ChoiceKey(label, c), 0)]
                 ]  # fmt: skip
             complete_ids = {id(search_run) for search_run in order}
             entry["tried"] = [
                 {
                     "fields": search_run.fields,
-                    "loss": search_run.selected_loss_and_round[0]
-                    if id(search_run) in complete_ids and search_run.selected_loss_and_round
+                    "loss": search_run.deciding_loss.loss
+                    if id(search_run) in complete_ids and search_run.deciding_loss
                     else None,
                     "validation": search_run.mean_validation_score if id(search_run) in complete_ids else None,
                 }
@@ -196,16 +224,17 @@ class SearchResult:
         entry = {
             "sentence": sentence, "by": "validation loss", "methods": entry_by_label, "edge": edge, "losses": losses,
         }  # fmt: skip
-        return tuned_methods, entry | ({"rounds": rounds} if self.held_out else {})
+        return TunedMethods(tuned_methods, entry | ({"rounds": rounds} if self.held_out else {}))
 
-    def _pooled_curve_of_choices(self, choice_by_client: Mapping[str, tuple[SearchRun, int]]) -> list[list[float]]:
+    def _pooled_curve_of_choices(self, choice_by_client: Mapping[str, RunWithBestRound]) -> list[list[float]]:
         """Returns the loss by round on all validation examples if each client trains with its own choice and ends at
         its own round."""
         histories = {c: search_run.validation_losses_by_client[c] for c, (search_run, _) in choice_by_client.items()}
         return [
             list(point)
             for point in pool_losses(
-                freeze_losses_after(histories, {c: n for c, (_, n) in choice_by_client.items()}), self.num_validation
+                losses_with_clients_stopped(histories, {c: n for c, (_, n) in choice_by_client.items()}),
+                self.num_validation,
             )
         ]
 
@@ -226,10 +255,10 @@ class SearchResult:
             f"{', '.join(plan.search_space or {})}, {how}: {runs} for each method that has the fields, chosen by the "
             f"{score}"
         )
-        if self.ranked_runs_by_client:
+        if self.ranked_runs_by_label_and_client:
             sentence += (
-                f"; each client of {join_names(list(self.ranked_runs_by_client))} chose for itself, by the loss on its "
-                f"own validation examples (the loss of all clients counts as {POOLED_LOSS_WEIGHT} further examples)"
+                f"; each client of {join_names(list(self.ranked_runs_by_label_and_client))} chose for itself, by the loss "
+                f"on its own validation examples (the loss of all clients counts as {POOLED_LOSS_WEIGHT} further examples)"
             )
         if not self.held_out:
             return sentence

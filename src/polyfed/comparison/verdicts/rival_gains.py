@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.comparison.statistics.evidence import Evidence, GainOverRivals, ScoresByMethod, interval_ends
+from polyfed.comparison.statistics.evidence import Evidence, GainsOverBestRival, ScoresByMethod, interval_ends
 from polyfed.core.evaluation.metrics import Metric
 
 
@@ -37,7 +37,7 @@ def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
 
 def leader_gain_over_alternatives(
     content: Mapping[str, Any], evidence: Evidence, leader: str | None
-) -> tuple[GainOverRivals | None, dict[str, GainOverRivals | None]]:
+) -> GainsOverBestRival:
     """Estimates the gain of the method `leader` over the best alternative without federation, for the mean over clients
     and for each client.
 
@@ -48,12 +48,12 @@ def leader_gain_over_alternatives(
     """
     reference = content["reference"]
     if leader is None or reference not in evidence.scores or leader not in evidence.scores:
-        return None, {}
-    scored_clients = evidence.clients_with_scores(leader, reference)
+        return GainsOverBestRival(None, {})
+    scored_clients = evidence.clients_scored_with_every_seed(leader, reference)
     simple = [
         key
         for key in _simple_model_keys(content)
-        if set(scored_clients) <= set(evidence.clients_with_scores(leader, key))
+        if set(scored_clients) <= set(evidence.clients_scored_with_every_seed(leader, key))
     ]
     methods = [label for label in evidence.scores if label != reference and label in content["methods"]]
     return evidence.gain_over_best_rival(leader, [reference, *simple], max(1, len(methods)))
@@ -64,7 +64,7 @@ def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: 
     confidence intervals."""
     simple, reference = _simple_model_keys(content), content["reference"]
     evidence_by_key = (
-        evidence.evaluate_methods([*simple, reference], reference, None)
+        evidence.estimate_scores_and_gains([*simple, reference], reference, None)
         if simple and reference in evidence.scores
         else {}
     )

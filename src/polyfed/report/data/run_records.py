@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from polyfed.comparison.statistics.learning_curve import iterate_with_cumulative_costs
+from polyfed.comparison.statistics.learning_curve import iterate_records_with_costs_so_far
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
 from polyfed.core.evaluation.metrics import METRICS
@@ -110,7 +110,7 @@ def read_run_record(folder: Path) -> RunRecord | None:
         return None
     score_format = score_format_of(score, score_fields if score_fields.get("name") == score else None)
     curve, final = [], {}
-    for record, moved, seconds in iterate_with_cumulative_costs(records):
+    for record, moved, seconds in iterate_records_with_costs_so_far(records):
         if scores := {client: row[score] for client, row in record["clients"].items() if score in row}:
             final = scores
             curve.append((record["round"], mean_of_defined(list(scores.values())), moved / 2**20, seconds))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polyfed.algorithms import registry_name
-from polyfed.comparison.statistics.mrmc import score_interval
+from polyfed.comparison.statistics.mrmc import mean_score_with_interval
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.comparison.storage.comparison_directory import read_description as read_description_of
 from polyfed.core.algorithm import Algorithm, Architecture
@@ -319,7 +319,7 @@ def _test_scores(predictions: Predictions | None, metrics: tuple[Metric, ...]) -
         return ()
     scores = []
     for metric in metrics:
-        estimate = score_interval(metric, [predictions.outputs], predictions.targets)
+        estimate = mean_score_with_interval(metric, [predictions.outputs], predictions.targets)
         if estimate is not None:
             low, high = (
                 (min(max(end, 0.0), 1.0) for end in estimate[1:]) if metric.unit == "%" else estimate[1:]

@@ -11,7 +11,7 @@ import torch
 from markupsafe import Markup
 from torch import Tensor
 
-from polyfed.comparison.statistics.mrmc import gain_interval, score_interval
+from polyfed.comparison.statistics.mrmc import mean_gain_with_interval, mean_score_with_interval
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics
 from polyfed.core.io.number_format import format_number
@@ -146,12 +146,14 @@ def _score_subgroup(
         method: [seed_outputs[row_indices] for seed_outputs in by_seed] for method, by_seed in outputs.items()
     }
     scores = {
-        m: _clip_estimate(score_interval(metric, method_outputs, targets[row_indices], level), metric, 0.0)
+        m: _clip_estimate(mean_score_with_interval(metric, method_outputs, targets[row_indices], level), metric, 0.0)
         for m, method_outputs in group_outputs.items()
     }
     gains = {
         m: _clip_estimate(
-            gain_interval(metric, method_outputs, group_outputs[local_label], targets[row_indices], level), metric, -1.0
+            mean_gain_with_interval(metric, method_outputs, group_outputs[local_label], targets[row_indices], level),
+            metric,
+            -1.0,
         )
         for m, method_outputs in group_outputs.items()
         if local_label is not None and m != local_label
