@@ -157,7 +157,8 @@ def clients():
 )
 def test_three_rounds_are_those_of_plain_torch(momentum, clip_norm, published):
     method = FLHAGHN(
-        graph="layers_and_norms", head="mlp", lr=0.01, batch_size=0, local_epochs=2, momentum=momentum, clip_norm=clip_norm, refine_lr=0.05,
+        graph="layers_and_norms",
+        head="mlp", lr=0.01, batch_size=0, local_epochs=2, momentum=momentum, clip_norm=clip_norm, refine_lr=0.05,
         normalise=not published, initialisation="paper" if published else "kaiming",
     )  # fmt: skip
     everyone = clients()
