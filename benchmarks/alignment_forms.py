@@ -18,7 +18,7 @@ from torch.linalg import matrix_norm
 
 from polyfed.algorithms import Local
 from polyfed.alignment import compute_representations, linear_cka, mean_kernel_features, reduce_to_principal_components
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.training.loop import fit
 from polyfed.data.sources.vision import CIFAR10
 from polyfed.models import ModelSpec
@@ -49,7 +49,7 @@ def main():
     given = parser.parse_args()
     pool, found = CIFAR10(path=given.path).load(), {}
     seen = pool.test.select(torch.arange(SEEN))
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         networks = []
         for level in LEVELS:
             torch.manual_seed(level)

@@ -24,7 +24,7 @@ import polyfed as pf
 from polyfed.alignment import compute_representations
 from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.cli.commands.options import configuration_parser, recipes
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.simulation import experiment as experiments
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation
@@ -67,7 +67,7 @@ def operations(method, people):
     clients = {client.id: client for client in people.clients}
     at = Federation(clients, method, Settings(rounds=2, seed=0), people.public)
     state, counted = method.server_init(at.server_context()), {}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         for number in (1, 2):
             replies = {}
             for client in people.clients[:5]:

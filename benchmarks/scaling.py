@@ -31,7 +31,7 @@ import torch
 
 import polyfed as pf
 from polyfed.core.examples.as_examples import as_examples
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.models import ModelSpec
 from polyfed.simulation.federate import run_rounds
 from polyfed.simulation.monitoring.progress import Progress
@@ -228,7 +228,7 @@ def one_run(label, number, sample, folder, start, tell):
             everyone = Federation({c.id: c for c in clients}, algorithm, Settings(**options), pool)
             past, _ = checkpoint.load_newest_checkpoint(Path(start) / "checkpoint")
             began = time.perf_counter()
-            with single_torch_thread():
+            with exclusive_single_torch_thread_with_grad():
                 run_rounds(everyone, past, [], RunDirectory.create(folder), watch)
     except EnoughError:
         ended = time.perf_counter()

@@ -16,7 +16,7 @@ import torch
 import polyfed as pf
 from polyfed.alignment.pairwise_cka import mean_pairwise_cka
 from polyfed.core.algorithm import Message
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.rounds.client_registry import ClientRegistry
 from polyfed.simulation.rounds.federation import Federation
@@ -108,7 +108,7 @@ def main():
     halves = {"pfedla": (125, 250, 500, 1_000), "pfedhn": (2_500, 5_000, 10_000),
               "pfedhn embedding_dim=32": (2_500, 10_000)}  # fmt: skip
     parts = {}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         blocks(10)  # what is imported at first use
         for label, numbers in halves.items():
             parts[f"server half, {label}"] = {n: server_half(label, n) for n in numbers}

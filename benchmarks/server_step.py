@@ -25,8 +25,8 @@ from workloads import MODEL
 
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.machine.allocator import tune_malloc
-from polyfed.core.machine.threads import num_usable_cores, single_torch_thread
+from polyfed.core.machine.allocator import make_malloc_keep_freed_memory
+from polyfed.core.machine.threads import num_usable_cores, exclusive_single_torch_thread_with_grad
 from polyfed.models import ModelSpec
 
 CLIENTS, REPETITIONS = 100, 5
@@ -95,9 +95,9 @@ def main():
     parser.add_argument("--out")
     parser.add_argument("--memory", action="store_true", help="of 1,000 clients, in this process")
     given = parser.parse_args()
-    tune_malloc()  # as every engine does
+    make_malloc_keep_freed_memory()  # as every engine does
     if given.memory:
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             results = memory()
         print(results)
         if given.out:
@@ -109,7 +109,7 @@ def main():
         "parameters": 582026,
         "load": round(os.getloadavg()[0], 1),
     }
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         for name, method in {"pfedla": PFedLA(), "heur_pfedla": HeurPFedLA()}.items():
             for cohort in (10, 100):
                 found = results[f"{name}, {cohort} of {CLIENTS} in the round"] = measure(method, cohort)

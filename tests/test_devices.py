@@ -8,7 +8,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.core.io.trusted_code import temporary_trust, trust_code
+from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 from polyfed.simulation.engines import cohort
 from polyfed.testing import example_of, small_clients
 from tests.pretend import WAITS, pretending
@@ -41,7 +41,7 @@ def played(name, device, batch_size, model=None):
     cohort.train_cohort = lambda calls: together.extend(calls) or real(calls)
     WAITS.clear()
     try:
-        with temporary_trust(), warnings.catch_warnings():
+        with restore_trusted_names_afterwards(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trust_code("polyfed.testing:SmallNet")
             run = pf.federate(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyfed.core.io.trusted_code import temporary_trust, trust_code
+from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -22,6 +22,6 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def own_networks():
     """Some methods are given networks by name: those of this library's own test suite."""
-    with temporary_trust():
+    with restore_trusted_names_afterwards():
         trust_code("polyfed.testing:SmallNet")
         yield

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import polyfed as pf
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import derive_seed
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
@@ -58,7 +58,7 @@ def play(method, clients, rounds=1, skip=(), public=None):
     """State and private states after some rounds, and the last replies; `skip` leaves clients out of the last."""
     federation, state, own = begin(method, clients, public)
     replies = {}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         for number in range(1, rounds + 1):
             replies = {}
             for c in clients:

@@ -119,7 +119,7 @@ def test_one_client_ends_where_it_went(mode):
     down = found.algorithm.dispatch(after, found.client_info(i, 2))
     a, b = ups[i].tensors["model"][A], ups[i].tensors["model"][B]
     base = Net().state_dict()[BASE]
-    with lora.message_at_client_rank(found.algorithm, client, down) as arrived:
+    with lora.message_at_client_rank_within_block(found.algorithm, client, down) as arrived:
         module = found.algorithm.personal_model(arrived, {}, client, 0)
         state_now = module.state_dict()
         whole = state_now[BASE] + 2.0 * state_now[B] @ state_now[A]
@@ -178,7 +178,7 @@ def test_stacking_is_exact():
         assert not state["model"][B].any()
     for i, client in found.clients.items():
         down = found.algorithm.dispatch(state, found.client_info(i, 3, "evaluate"))
-        with lora.message_at_client_rank(found.algorithm, client, down) as arrived:
+        with lora.message_at_client_rank_within_block(found.algorithm, client, down) as arrived:
             model = found.algorithm.personal_model(arrived, {}, client, 0)
             x = client.test.x
             mid = x @ (Net().state_dict()[BASE] + total).t() + Net().state_dict()["mid.base_layer.bias"]
@@ -245,10 +245,10 @@ def test_compressed_replies_are_opened_before():
 def test_components_that_nobody_has_trained_can_still_learn(mode):
     a = torch.randn(4, 6, generator=torch_generator(1))
     for product in (torch.zeros(8, 6), torch.outer(torch.arange(8.0), torch.arange(6.0))):
-        new_a, new_b = lora.low_rank_factors(product, a)
+        new_a, new_b = lora.factorise_into_a_and_b(product, a)
         torch.testing.assert_close(new_b @ new_a, product, rtol=1e-5, atol=1e-4)
         assert new_a.abs().amax(1).min() > 0.1
-    small, _ = lora.low_rank_factors(torch.randn(2, 3, generator=torch_generator(2)), torch.ones(4, 3))
+    small, _ = lora.factorise_into_a_and_b(torch.randn(2, 3, generator=torch_generator(2)), torch.ones(4, 3))
     assert torch.equal(small[2:], torch.ones(2, 3))
 
 
@@ -332,7 +332,7 @@ def test_a_client_above_the_servers_rank_says_so():
     down = found.algorithm.dispatch(state, found.client_info("client-0", 1))
     with (
         pytest.raises(UserError, match="has rank 4, more than the server's 2"),
-        lora.message_at_client_rank(found.algorithm, client, down),
+        lora.message_at_client_rank_within_block(found.algorithm, client, down),
     ):
         pass
 

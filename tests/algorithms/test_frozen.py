@@ -11,10 +11,10 @@ from polyfed.core.errors import ClientError, UserError
 from polyfed.core.nn.module_cache import (
     build_module,
     cached_module,
+    copy_trained_weights_and_buffers,
     fill_module,
     frozen_parameters,
     initial_state,
-    trainable_state,
 )
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import safetensors_num_bytes, serialize_state
@@ -204,14 +204,18 @@ def test_a_scratch_module_takes_no_frozen_parameters():
     with pytest.raises(ValueError, match=r"unknown \['backbone.bias', 'backbone.weight'\]"):
         fill_module(net.module, whole)
     fill_module(net.module, initial_state(Tuned, 0))
-    assert trainable_state(net.module).keys() == initial_state(Tuned, 0).keys() == whole.keys() - set(net.frozen)
+    assert (
+        copy_trained_weights_and_buffers(net.module).keys()
+        == initial_state(Tuned, 0).keys()
+        == whole.keys() - set(net.frozen)
+    )
     fresh = fill_module(build_module(Tuned, 0), whole)  # a file with a whole network
     assert torch.equal(fresh.backbone.weight, whole["backbone.weight"])
     with pytest.raises(ValueError, match="missing"):
         fill_module(build_module(Tuned, 0), {n: t for n, t in whole.items() if n != "backbone.bias"})
     net.module.requires_grad_(False)
     assert list(frozen_parameters(net.module)) == ["backbone.weight", "backbone.bias"]
-    net.reset()
+    net.restore_all_but_weights()
 
 
 def test_the_server_cannot_send_a_backbone():

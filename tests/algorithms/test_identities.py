@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedAvgFT, FedProx, Local
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import fit
@@ -159,7 +159,7 @@ def test_fine_tuning_is_fit_from_the_global_model(own_lr, lr):
     for client in small_clients():
         by_hand = SmallNet()
         by_hand.load_state_dict(run.last.state["model"])
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             seed = derive_seed(5, 2, client.id, "personal")
             fit(by_hand, client.train, FedAvg(**{**options, "local_epochs": 2}), lr=lr, seed=seed)
         ours = run.model(client.id).state_dict()

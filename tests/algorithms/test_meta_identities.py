@@ -12,7 +12,7 @@ from polyfed.algorithms import FedAvg
 from polyfed.algorithms.personalised.per_fedavg import PerFedAvg
 from polyfed.algorithms.personalised.pfedme import PFedMe
 from polyfed.core.algorithm import Message
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import AlgorithmContract, SmallNet, small_clients, without_durations
 
@@ -187,7 +187,7 @@ def test_pfedme_is_what_the_paper_says_step_by_step():
     client, lam, rate, eta = plain_client(), 3.0, 0.2, 0.1
     method = PFedMe(lam=lam, k=3, personal_lr=rate, lr=eta, batch_size=0, local_steps=4)
     down = Message({"model": initial_state(plain_net, 0)}, {"lr": eta})
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, own = method.local_update(down, {}, client, 5)
     names = list(down.tensors["model"])
     w = [down.tensors["model"][name].clone() for name in names]
@@ -277,7 +277,7 @@ def direction(client, **fields):
     """What one full-batch step of learning rate 1 subtracts, and the exact gradient of f(w − α∇f(w)) by autograd."""
     method = PerFedAvg(batch_size=0, lr=1.0, **fields)
     start = initial_state(client.model, 0)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, _ = method.local_update(Message({"model": start}, {"lr": 1.0}), {}, client, 0)
     step = torch.cat([(start[name] - reply.tensors["model"][name]).flatten() for name in start])
     w = [tensor.clone().requires_grad_() for tensor in start.values()]

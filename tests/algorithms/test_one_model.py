@@ -11,7 +11,7 @@ from polyfed.algorithms import FedAvg, FedAvgFT, FedHeNNHomo, FedProx
 from polyfed.core.errors import RunInterrupt
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
 from polyfed.core.examples.as_examples import as_examples
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, assert_runs_equal, small_clients
@@ -49,7 +49,7 @@ def by_hand(method: Any, rounds: int, per_round: int) -> tuple[Any, dict[str, di
     states: dict[str, Any] = {}
     latest: dict[str, dict[str, Tensor]] = {}
     examples: dict[str, float] = {}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         state = method.server_init(at.server_context())
         for number in range(1, rounds + 1):
             replies = {}

@@ -15,7 +15,7 @@ from polyfed.algorithms.partial_sharing import fedrep
 from polyfed.algorithms.partial_sharing.fedbn import FedBN
 from polyfed.algorithms.partial_sharing.fedrep import FedRep
 from polyfed.core.errors import UserError
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import fit
@@ -58,7 +58,7 @@ def messages(method, clients, rounds=2):
     """Per round: the message down, the replies, the private states, and the state after."""
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=rounds, seed=3))
     state, client_states, told = method.server_init(federation.server_context()), {}, []
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         for number in range(1, rounds + 1):
             replies, downs = {}, {}
             for c in clients:
@@ -115,7 +115,7 @@ def test_fedrep_trains_the_head_on_the_received_body_and_then_the_body_on_that_h
 
     by_hand, seed = SmallNet(), derive_seed(3, 1, client.id)
     by_hand.load_state_dict(initial_state(SmallNet, 3))
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         by_hand.body.requires_grad_(False)
         head_phase = FedAvg(**OPTIONS, local_epochs=3, local_steps=steps)
         fit(by_hand, client.train, head_phase, lr=0.05, seed=derive_seed(seed, "head"))
@@ -293,7 +293,7 @@ def test_what_travels_is_averaged_as_in_fedavg_and_norms_carry_on(weighted):
     shares = torch.tensor([float(len(c.train)) if weighted else 1.0 for c in clients], dtype=torch.float64)
     states = [initial_state(SmallNet, 3) for _ in clients]
     for number, (_, _, client_states, state) in enumerate(told, start=1):
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             for k, client in enumerate(clients):
                 net = SmallNet()
                 net.load_state_dict(states[k])

@@ -7,7 +7,7 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedBN, PerFedAvg, PFedHN, PFedLA, PFedMe
 from polyfed.core.algorithm import ClientInfo, Message
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.state_dict import iter_tensors
 from polyfed.simulation.engines.base import Engine
@@ -65,7 +65,7 @@ def test_hessian_free_steps_do_not_depend_on_delta(factory):
 
     def step(variant, delta=1e-3):
         method = PerFedAvg(variant=variant, delta=delta, alpha=0.3, batch_size=0, local_steps=1)
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             reply, _ = method.local_update(down, {}, client, 5)
         return torch.cat([reply.tensors["model"][n].flatten() for n in sorted(names)])
 
@@ -83,7 +83,7 @@ def test_pfedme_begins_each_round_at_w():
     own = dict(run.last.client_states[client.id])
     assert "model" in own
     without = {group: value for group, value in own.items() if group != "model"}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         replies = [method.local_update(down, private, client, 4)[0].tensors["model"] for private in (own, without)]
     assert all(torch.equal(replies[0][name], replies[1][name]) for name in replies[0])
 

@@ -250,9 +250,9 @@ def test_a_target_is_centred_in_blocks(requires_grad: bool) -> None:
         found = CentredKernel.from_kernel(target, block)
         expected = h @ target.detach() @ h
         torch.testing.assert_close(
-            found.centred_rows(0, 51).detach(), expected / expected.norm(), rtol=1e-9, atol=1e-12
+            found.centred_normalised_rows(0, 51).detach(), expected / expected.norm(), rtol=1e-9, atol=1e-12
         )
-        torch.testing.assert_close(found.centred_rows(48, 99), found.centred_rows(0, 51)[48:])
+        torch.testing.assert_close(found.centred_normalised_rows(48, 99), found.centred_normalised_rows(0, 51)[48:])
         assert found.squared_norm.item() == pytest.approx(1)
         assert not found.inverse_norm.requires_grad
 

@@ -19,7 +19,7 @@ import polyfed as pf
 from polyfed.cli.commands.options.configuration_parser import parse_configuration
 from polyfed.cli.main import main
 from polyfed.core.evaluation.evaluate import evaluate
-from polyfed.core.io.trusted_code import temporary_trust, trust_code
+from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import build_experiment, load_participants
 from polyfed.simulation.results.unseen_clients import (
@@ -183,7 +183,7 @@ def test_one_newcomer_with_another_network_and_file(polyfed, here):
 def test_a_client_changes_its_network(polyfed):
     out = polyfed("run", "--client", "client-000", "--model=unseen_nets:narrow")
     client = load_participants(experiment()).clients[0]
-    with temporary_trust():
+    with restore_trusted_names_afterwards():
         trust_code("unseen_nets:narrow")
         expected = started(client, ModelSpec("unseen_nets:narrow", {}, (1, 8, 8), 10))
     numbers = ["60", "100 %", f"{expected.before['accuracy']:.3f}", f"{expected.after['accuracy']:.3f}"]

@@ -15,7 +15,7 @@ from polyfed.core.declared_words import (
     DISCLOSURES,
     REQUIREMENTS,
     NewDisclosure,
-    check_declared_words,
+    check_declared_words_are_known,
     meaning_of_disclosure,
 )
 from polyfed.deploy.privacy.gaussian_mechanism import noise_incompatibility
@@ -43,7 +43,7 @@ class TestNewDisclosures:
 
     def test_a_method_outside_of_polyfed_may_bring_a_word(self):
         kind = type("Gazes", (Averaging,), {"discloses": frozenset({"weights", self.GAZE}), "__doc__": ""})
-        check_declared_words(kind, "Gazes")
+        check_declared_words_are_known(kind, "Gazes")
         assert disclosures_to_allow(kind(), secure=False) == ["gaze", "weights"]
         assert meaning_of_disclosure(self.GAZE) == "where the client's people look"
         assert "not part of polyfed" in meaning_of_disclosure("gaze")

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from polyfed.core.errors import UserError
 from polyfed.core.messages import fixed_point
 from polyfed.core.seeds import torch_generator
-from polyfed.core.serialization import check_scalars, deserialize_state, safetensors_num_bytes, serialize_state
+from polyfed.core.serialization import check_scalars_finite, deserialize_state, safetensors_num_bytes, serialize_state
 from polyfed.core.state_dict import (
     IncompatibleTensorsError,
     RunningMean,
-    first_nonfinite,
+    name_of_first_nonfinite,
     spec_mismatch,
     state_dict_spec,
     weighted_mean,
@@ -75,9 +75,9 @@ def test_tensors_that_share_memory_or_are_views_survive():
 
 def test_shared_tensors_travel_by_name():
     big = torch.zeros(1000)
-    data = serialize_state({"model": {"w": big}}, shared={id(big): "t1"})
+    data = serialize_state({"model": {"w": big}}, shared_names_by_id={id(big): "t1"})
     assert len(data) < 500
-    assert deserialize_state(data, shared={"t1": big})["model"]["w"] is big
+    assert deserialize_state(data, shared_tensors={"t1": big})["model"]["w"] is big
 
 
 @pytest.mark.parametrize("value", [{"a": object()}, {1: 2}, {"a": {"b": {3}}}])
@@ -164,10 +164,10 @@ def test_mismatch_names_the_tensor_and_the_reason():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_not_finite_finds_one_bad_value(value):
     tree = {"a": torch.ones(1000), "n": torch.tensor([1]), "b": torch.ones(1000)}
-    assert first_nonfinite(tree) is None
+    assert name_of_first_nonfinite(tree) is None
     tree["b"][77] = value
-    assert first_nonfinite(tree) == "b"
-    assert first_nonfinite({"big": torch.full((4,), 3e38)}) is None  # the sum overflows, the values do not
+    assert name_of_first_nonfinite(tree) == "b"
+    assert name_of_first_nonfinite({"big": torch.full((4,), 3e38)}) is None  # the sum overflows, the values do not
 
 
 def shares(dtype, seed=0):
@@ -249,7 +249,7 @@ def test_what_a_running_mean_refuses():
 
 
 def test_scalars_are_finite_numbers():
-    check_scalars({"a": 1, "b": 0.5}, "it")
+    check_scalars_finite({"a": 1, "b": 0.5}, "it")
     for wrong in (True, "1", None, float("nan"), float("inf"), torch.tensor(1.0)):
         with pytest.raises(TypeError, match="it: scalar 'a' is"):
-            check_scalars({"a": wrong}, "it")
+            check_scalars_finite({"a": wrong}, "it")

@@ -59,6 +59,6 @@ def test_only_the_named_fields_are_checked():
 
 
 def test_callables_and_choices_are_described():
-    assert validation_error(len, Callable[[str], int]) == ""
+    assert validation_error(len, Callable[[str], int]) is None
     assert validation_error("len", Callable[[str], int], "f") == "f must be callable, got 'len'"
     assert describe_annotation(Literal["a", "b", "c"]) == "a, b or c"

@@ -9,7 +9,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, PFedLA
 from polyfed.core.algorithm import Message as Body
 from polyfed.core.errors import UserError
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Int8, TopK
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.serialization import serialize_state
@@ -87,7 +87,7 @@ def test_a_site_rounds_after_it_has_clipped(tmp_path, nodes):
         tmp_path, lambda c: nodes(c, **{"clip-norm": 0.1}), clients, method, ONE, rounds=1, compress="int8"
     )
     federation = Federation({c.id: c for c in clients}, method, Settings(rounds=1, seed=3, compress="int8"))
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         (tasks,) = federation.build_task_blocks("local", list(federation.clients), 1, federation.initial_checkpoint())
         results = list(InProcessEngine(method, clients, torch.device("cpu")).run(tasks))
     letters = {

@@ -9,7 +9,7 @@ from torch import nn
 
 from polyfed.cli.main import main
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node, extract
-from polyfed.graphs.draw import draw_graph, layout_nodes, node_label
+from polyfed.graphs.draw import draw_graph, layout_nodes_and_edges, node_label
 from polyfed.models import build
 
 NETS = '''
@@ -232,7 +232,7 @@ def crosses(line, places):
 def test_no_line_of_the_picture_crosses_a_node(name, shape):
     model = build(name, shape, 3, **({"pool": "cls"} if name == "vit" else {"width": 4}))
     graph = extract(model, torch.zeros(2, *shape))
-    places, lines = layout_nodes(graph)
+    places, lines = layout_nodes_and_edges(graph)
     assert len(set(places)) == len(graph.nodes)
     assert all(places[a][1] < places[b][1] for a, b in graph.edges)
     assert not any(crosses(line, places) for line in lines)

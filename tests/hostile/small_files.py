@@ -18,7 +18,7 @@ from polyfed.cli.commands.papers import cell_metrics
 from polyfed.cli.commands.run import warmstart_command
 from polyfed.core.errors import UserError
 from polyfed.core.serialization import serialize_state
-from polyfed.data.formats.files import hub_class_names
+from polyfed.data.formats.files import class_names_from_hub_metadata
 from polyfed.data.formats.text import build_vocabulary, load_vocabulary
 from polyfed.deploy.privacy.accountant import spend_budget
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
@@ -172,7 +172,7 @@ def of_commands(folder, kind, as_json):
 
     def classes():
         rows = pa.table({"label": [0, 1]}).replace_schema_metadata({b"huggingface": table.read_bytes()})
-        found = hub_class_names(rows, "label")
+        found = class_names_from_hub_metadata(rows, "label")
         assert found is None or all(isinstance(name, str) for name in found)
 
     def measured():

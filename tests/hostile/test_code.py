@@ -11,7 +11,13 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.main import main
-from polyfed.core.io.trusted_code import inherit_trust, is_code_trusted, temporary_trust, trust_code, trusted_names
+from polyfed.core.io.trusted_code import (
+    add_trusted_names,
+    is_code_trusted,
+    restore_trusted_names_afterwards,
+    trust_code,
+    trusted_names,
+)
 from polyfed.core.nn.module_cache import _cached
 from polyfed.simulation.storage.directory import read_config
 from polyfed.simulation.storage.integrity import hash_config
@@ -151,11 +157,11 @@ def test_a_cluster_that_a_directory_names_is_not_joined(sent, capsys):
 
 
 def test_workers_inherit_what_the_process_allows_and_nothing_from_nothing():
-    with temporary_trust():
-        inherit_trust(())
+    with restore_trusted_names_afterwards():
+        add_trusted_names(())
         assert trusted_names() == ()
         trust_code("a:b")
-        inherit_trust(trusted_names())
+        add_trusted_names(trusted_names())
         assert (is_code_trusted("a:b"), is_code_trusted("a:c")) == (True, False)
     assert trusted_names() == ()
 

@@ -11,7 +11,7 @@ import polyfed as pf
 from polyfed.algorithms import FLHAGHN, FedPNAS, HeurPFedLA, PFedHN, PFedLA
 from polyfed.cli.main import main
 from polyfed.core.machine import memory_limit
-from polyfed.core.machine.memory_limit import build_if_memory_suffices
+from polyfed.core.machine.memory_limit import build_after_memory_check
 from polyfed.deploy.trial.project import parse_site_names
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
@@ -41,7 +41,7 @@ NETWORKS = {
 @pytest.fixture(autouse=True)
 def no_more_than_this(monkeypatch):
     """What is refused takes neither memory nor time."""
-    monkeypatch.setattr(memory_limit, "total_memory", lambda: 4 * 2**30)
+    monkeypatch.setattr(memory_limit, "total_memory_bytes", lambda: 4 * 2**30)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # kB
@@ -156,23 +156,23 @@ def test_what_fits_is_made_as_without_a_limit():
 
 def test_the_limit_is_that_of_the_machine_or_its_container(tmp_path, monkeypatch):
     monkeypatch.undo()
-    memory_limit.total_memory.cache_clear()
-    assert 2**28 < memory_limit.total_memory() < 2**50
+    memory_limit.total_memory_bytes.cache_clear()
+    assert 2**28 < memory_limit.total_memory_bytes() < 2**50
     monkeypatch.setattr(memory_limit, "_CGROUP_LIMIT", tmp_path / "memory.max")
     for text, found in (("123456", 123456), ("max", None), ("", None)):
         (tmp_path / "memory.max").write_text(text)
-        memory_limit.total_memory.cache_clear()
-        assert memory_limit.total_memory() == found or found is None
+        memory_limit.total_memory_bytes.cache_clear()
+        assert memory_limit.total_memory_bytes() == found or found is None
     monkeypatch.setattr(memory_limit.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError(name)))
-    memory_limit.total_memory.cache_clear()
-    assert memory_limit.total_memory() == 2**50
-    memory_limit.total_memory.cache_clear()
+    memory_limit.total_memory_bytes.cache_clear()
+    assert memory_limit.total_memory_bytes() == 2**50
+    memory_limit.total_memory_bytes.cache_clear()
 
 
 def test_other_errors_stay_what_they_are():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        build_if_memory_suffices("it", lambda: nn.Linear(2, 3)(torch.ones(4)))
-    made = build_if_memory_suffices("it", lambda: nn.Linear(10**6, 10**6, device="meta"))
+        build_after_memory_check("it", lambda: nn.Linear(2, 3)(torch.ones(4)))
+    made = build_after_memory_check("it", lambda: nn.Linear(10**6, 10**6, device="meta"))
     assert made.weight.is_meta, "what takes no memory is not counted"
 
 
@@ -185,5 +185,5 @@ def test_what_needs_values_is_made_too_and_no_random_number_is_lost():
     torch.manual_seed(3)
     first = make()
     torch.manual_seed(3)
-    second = build_if_memory_suffices("it", make)
+    second = build_after_memory_check("it", make)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

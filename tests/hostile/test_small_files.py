@@ -9,8 +9,8 @@ import yaml
 
 import polyfed as pf
 from polyfed.cli.commands.papers import cell_metrics
-from polyfed.core.io.validation import call_with_user_errors, parse_yaml
-from polyfed.data.formats.files import hub_class_names
+from polyfed.core.io.validation import call_turning_value_errors_into_user_errors, parse_yaml
+from polyfed.data.formats.files import class_names_from_hub_metadata
 from polyfed.data.formats.text import load_vocabulary
 from polyfed.deploy.server.server_config import _parse_field_value
 from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
@@ -104,16 +104,23 @@ def test_damaged_vocabularies_are_named(tmp_path, text):
     "told", [b"", b"[1]", b"\xff", b'{"info": 3}', b'{"info": {"features": {"label": {"names": "cat"}}}}']
 )
 def test_a_parquet_file_whose_metadata_are_damaged_names_no_classes(told):
-    assert hub_class_names(pa.table({"label": [0]}).replace_schema_metadata({b"huggingface": told}), "label") is None
+    assert (
+        class_names_from_hub_metadata(pa.table({"label": [0]}).replace_schema_metadata({b"huggingface": told}), "label")
+        is None
+    )
 
 
 def test_mistakes_of_the_program_are_not_called_damaged_files():
     """A catch-all would blame the file for them."""
     for mistake in (AttributeError, KeyError, IndexError, RuntimeError, RecursionError):
         with pytest.raises(mistake):
-            call_with_user_errors(lambda mistake=mistake: (_ for _ in ()).throw(mistake("a typo")), "algorithm")
+            call_turning_value_errors_into_user_errors(
+                lambda mistake=mistake: (_ for _ in ()).throw(mistake("a typo")), "algorithm"
+            )
     with pytest.raises(pf.UserError, match=r"algorithm has an invalid value \(OverflowError: too large\)"):
-        call_with_user_errors(lambda: (_ for _ in ()).throw(OverflowError("too large")), "algorithm")
+        call_turning_value_errors_into_user_errors(
+            lambda: (_ for _ in ()).throw(OverflowError("too large")), "algorithm"
+        )
 
 
 def test_where_a_yaml_file_is_wrong_is_told():

@@ -13,9 +13,9 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
-from polyfed.core.io.trusted_code import temporary_trust
+from polyfed.core.io.trusted_code import restore_trusted_names_afterwards
 from polyfed.core.nn.buffers import load_client_model
-from polyfed.core.nn.module_cache import trainable_state
+from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.training.loop import fit
 from polyfed.simulation.traffic import declared_facts, find_reply_reach, find_revealed_facts
 from polyfed.testing import example_of
@@ -117,7 +117,7 @@ def test_counters_that_go_up_as_training_left_them_are_found():
         def local_update(self, message, client_state, client, seed):
             net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
             fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-            return Message({"model": trainable_state(net.module)}), {}
+            return Message({"model": copy_trained_weights_and_buffers(net.module)}), {}
 
     assert find_revealed_facts(Counts(lr=0.05, batch_size=8)) == {"number of examples"}
 
@@ -142,7 +142,7 @@ def test_without_weights_the_number_of_examples_does_not_show(name):
         with contextlib.suppress(pf.UserError):  # it weighs, or treats buffers, in one way only
             method = dataclasses.replace(method, **{field: words[field]})
     assert not method.scalars_needed & {"num_examples"}
-    with temporary_trust():
+    with restore_trusted_names_afterwards():
         pf.trust_code(NETWORK["name"])
         shown = find_revealed_facts(method, example_of(name).public(40))
     # What FedFomo asks for follows from its losses on what it holds out, and so from all of its data: "choice" says it.

@@ -10,7 +10,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue, LayerType, Node
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
-from polyfed.hypernetworks.ghn_layers import GatedGraphConv, GraphConv, aggregate_neighbours, forward_backward_levels
+from polyfed.hypernetworks.ghn_layers import GatedGraphConv, GraphConv, aggregate_predecessors, forward_backward_levels
 
 CPU = torch.device("cpu")
 A, B = LayerType("linear", 4, 4), LayerType("linear", 4, 4, bias=False)
@@ -149,13 +149,13 @@ def test_generated_weights_start_with_kaimings_variance_in_each_form(gnn, passin
 def test_means_and_sums():
     h = torch.tensor([[1.0, 2.0], [3.0, 5.0], [10.0, 20.0]])
     edges = torch.tensor([[0, 1, 1], [2, 2, 0]])
-    assert aggregate_neighbours(h, *edges, 3).tolist() == [[3, 5], [0, 0], [4, 7]]
-    assert aggregate_neighbours(h, *edges, 3, mean=True).tolist() == [[3, 5], [0, 0], [2, 3.5]]
+    assert aggregate_predecessors(h, *edges, 3).tolist() == [[3, 5], [0, 0], [4, 7]]
+    assert aggregate_predecessors(h, *edges, 3, mean=True).tolist() == [[3, 5], [0, 0], [2, 3.5]]
     layer = GraphConv(2, 2, mean=True)
-    torch.testing.assert_close(layer(h, edges), layer.update_nodes(h, aggregate_neighbours(h, *edges, 3, mean=True)))
+    torch.testing.assert_close(layer(h, edges), layer.update_nodes(h, aggregate_predecessors(h, *edges, 3, mean=True)))
     gated, cell = GatedGraphConv(2), nn.GRUCell(2, 2)
     torch.testing.assert_close(
-        gated(h, edges, cell), cell(aggregate_neighbours(h, *edges, 3) @ gated.lin_rel.weight.T, h)
+        gated(h, edges, cell), cell(aggregate_predecessors(h, *edges, 3) @ gated.lin_rel.weight.T, h)
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.trusted_code import temporary_trust, trust_code
+from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.models import FrozenMapping, ModelSpec, build
 
@@ -59,7 +59,7 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "is_no_python.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    with temporary_trust():
+    with restore_trusted_names_afterwards():
         trust_code()
         yield "my_own_nets"
     sys.modules.pop("my_own_nets", None)

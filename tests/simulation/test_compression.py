@@ -15,7 +15,7 @@ from polyfed.algorithms import FLHAGHN, REGISTRY, FedAvg, FedHeNN, PFedHN, PFedL
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Int8, TopK
 from polyfed.core.messages.message_compression import compress_message, decompress_message
 from polyfed.core.seeds import torch_generator
@@ -79,7 +79,7 @@ def test_neither_order_nor_compression_changes_anything_it_was_given(method, how
     public = pf.core.examples.as_examples.as_examples(PUBLIC) if "public_data" in method.requires else None
     federation = Federation({c.id: c for c in small_clients()}, method, Settings(rounds=2, seed=3, **how), public)
     engine = InProcessEngine(method, small_clients(), torch.device("cpu"), compression=federation.reply_compression)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         start = federation.initial_checkpoint()
         before = serialize_state(start.state)
         (tasks,) = federation.build_task_blocks("local", list(federation.clients), 1, start)

@@ -13,7 +13,7 @@ from polyfed.core.seeds import torch_generator
 from polyfed.data import IID, Shift, Split, make_clients
 from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, index_image_files
 from polyfed.data.partitioning.resplit import resplit_clients
-from polyfed.data.partitioning.validation_split import hold_out_validation_sets
+from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.data.pool import PooledDataset
 from polyfed.graphs import extract
 from polyfed.models.structure import compute_batch_representation, find_head_modules
@@ -116,7 +116,7 @@ def test_splits_keep_groups_and_parts_together():
     x, y = inputs(40)
     x["patient"] = torch.arange(40).view(40, 1) // 4
     store = Examples(x, y, columns={"patient": [i // 4 for i in range(40)]}, group="patient")
-    (client,) = hold_out_validation_sets([pf.Client("c", None, store, inputs_of(9))], seed=0)
+    (client,) = hold_out_missing_validation_sets([pf.Client("c", None, store, inputs_of(9))], seed=0)
     sets = [
         set(data.batch(torch.arange(len(data)))[0]["patient"].flatten().tolist()) for data in (client.train, client.val)
     ]

@@ -14,7 +14,7 @@ from polyfed.alignment.cka import (
     CentredFeatures,
     CentredKernel,
     linear_cka,
-    norm_or_zero_if_rounding,
+    norm_or_zero_if_only_rounding_error,
     rbf_cka,
     rbf_kernel_blocks,
 )
@@ -47,7 +47,7 @@ class AlignmentTarget:
     sigma: float | None = None
     distance_measure: Distance = "cka"
 
-    def distance(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
+    def distance(self, representation: Tensor, rows: Tensor | None = None) -> Tensor:
         """Computes the distance d(K_i, K̄) of a client's kernel matrix and the mean kernel matrix: 1 − CKA, or the
         orthogonal Procrustes distance.
 
@@ -58,21 +58,21 @@ class AlignmentTarget:
         0.0
         """
         if self.distance_measure == "cka":
-            return 1 - self.cka(a, rows)
-        return procrustes_distance(a, self._features if rows is None else self.matrix[rows])
+            return 1 - self.cka(representation, rows)
+        return procrustes_distance(representation, self._features if rows is None else self.matrix[rows])
 
-    def cka(self, a: Tensor, rows: Tensor | None = None) -> Tensor:
+    def cka(self, representation: Tensor, rows: Tensor | None = None) -> Tensor:
         """Computes the similarity CKA(K_i, K̄) of a client's kernel matrix and the mean kernel matrix on all or some
         public examples: a scalar.
 
         Args:
-            a: the client's representation of these rows, shape (number, d_i).
+            representation: the client's representation of these rows, shape (number, d_i).
             rows: rows of the RAD, int64, shape (number,). None means the whole RAD in its order; then K̄ is centred at the
                 first call only, and not copied.
         """
         if self.sigma is None:
-            return linear_cka(a, self._features if rows is None else self.matrix[rows])
-        return rbf_cka(a, self._kernel if rows is None else self.matrix[rows[:, None], rows], self.sigma)
+            return linear_cka(representation, self._features if rows is None else self.matrix[rows])
+        return rbf_cka(representation, self._kernel if rows is None else self.matrix[rows[:, None], rows], self.sigma)
 
     @cached_property
     def _features(self) -> CentredFeatures:
@@ -103,7 +103,7 @@ def mean_kernel_features(
     """
     scaled = []
     for a, weight in zip(representations, weights, strict=True):
-        size = norm_or_zero_if_rounding(a - a.mean(0), a) if normalise else torch.ones(())
+        size = norm_or_zero_if_only_rounding_error(a - a.mean(0), a) if normalise else torch.ones(())
         scaled.append(a * (weight**0.5 / float(size) if float(size) > 0 else 0.0))
     return torch.cat(scaled, dim=1)
 
@@ -147,7 +147,7 @@ def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float],
     return total
 
 
-def reduce_to_principal_components(a: Tensor, rank: int) -> Tensor:
+def reduce_to_principal_components(representation: Tensor, rank: int) -> Tensor:
     """Reduces a representation to its `rank` principal components.
 
     Among representations of this rank, its centred linear kernel is nearest to that of `a`.
@@ -156,7 +156,7 @@ def reduce_to_principal_components(a: Tensor, rank: int) -> Tensor:
     in O(L·d·rank), always with the same random numbers (Halko, Martinsson and Tropp 2011, algorithm 4.4).
 
     Args:
-        a: representation, shape (L, d).
+        representation: shape (L, d).
         rank: number of columns to keep, at least 1.
 
     >>> a = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
@@ -164,19 +164,19 @@ def reduce_to_principal_components(a: Tensor, rank: int) -> Tensor:
     >>> b.shape, torch.allclose(b @ b.T, (a - 2) @ (a - 2).T, atol=1e-5)
     (torch.Size([3, 1]), True)
     """
-    centred = a - a.mean(0)
-    if a.shape[1] <= rank:
+    centred = representation - representation.mean(0)
+    if representation.shape[1] <= rank:
         return centred
-    if a.shape[1] <= _EXACT_WIDTH:
+    if representation.shape[1] <= _EXACT_WIDTH:
         _, vectors = torch.linalg.eigh((centred.T @ centred).double())
-        leading: Tensor = centred @ vectors[:, -rank:].flip(1).to(a.dtype)
+        leading: Tensor = centred @ vectors[:, -rank:].flip(1).to(representation.dtype)
         return leading
-    start = torch.randn(a.shape[1], rank + 16, generator=torch_generator(0), dtype=a.dtype)
-    basis = torch.linalg.qr(centred @ start.to(a.device)).Q
+    start = torch.randn(representation.shape[1], rank + 16, generator=torch_generator(0), dtype=representation.dtype)
+    basis = torch.linalg.qr(centred @ start.to(representation.device)).Q
     for _ in range(2):
         basis = torch.linalg.qr(centred @ (centred.T @ basis)).Q
     small = basis.T @ centred
     _, vectors = torch.linalg.eigh((small @ small.T).double())
-    turn = vectors[:, -rank:].flip(1).to(a.dtype)
+    turn = vectors[:, -rank:].flip(1).to(representation.dtype)
     components: Tensor = basis @ (turn * torch.linalg.vector_norm(turn.T @ small, dim=1))
     return components

@@ -52,10 +52,8 @@ class NetworkTarget:
             else AlignmentTarget(mean_rbf_kernel([a], [1.0], self._sigma), self._sigma)
         )
 
-    def has_same_kernel(self, other_target: "NetworkTarget | AlignmentTarget") -> bool:
-        """Returns whether another target has the same kernel matrix, given that both networks have the same
-        architecture.
-        """
+    def has_same_kernel_given_same_architecture(self, other_target: "NetworkTarget | AlignmentTarget") -> bool:
+        """Returns whether another target has the same kernel matrix; both networks must have the same architecture."""
         if not isinstance(other_target, NetworkTarget) or self._sigma != other_target._sigma:
             return False
         weights, other_weights = _kernel_weights(self._network), _kernel_weights(other_target._network)
@@ -156,7 +154,7 @@ class AlignmentTerm:
         """Returns the alignment target for networks in float64."""
         return replace(self._resolved_target, matrix=self._resolved_target.matrix.double())
 
-    def build_for_client(self, seed: int) -> PerClientTerm:
+    def build_penalty_for_client(self, seed: int) -> PerClientTerm:
         """Builds the penalty for one client, whose public examples are drawn with this seed."""
         state = torch_generator(derive_seed(seed, "rad")).get_state()
         return PerClientTerm(self, [state], takes_network=True, num_rows=representation_batch_size(self.num_rows))
@@ -186,7 +184,7 @@ class AlignmentTerm:
 
     def _has_same_target(self, other_term: "AlignmentTerm") -> bool:
         if isinstance(self.target, NetworkTarget):
-            return self.target.has_same_kernel(other_term.target)
+            return self.target.has_same_kernel_given_same_architecture(other_term.target)
         if isinstance(other_term.target, NetworkTarget):
             return False
         return self.target.sigma == other_term.target.sigma and _tensors_equal(

@@ -83,7 +83,7 @@ def cka(k: Tensor, m: Tensor) -> Tensor:
     >>> round(cka(linear_kernel(a), linear_kernel(3 * a.flip(1))).item(), 6)
     1.0
     """
-    check_same_examples(k, m)
+    check_same_number_of_examples(k, m)
     centred_k, centred_m = _double_centre(k), _double_centre(m)
     return _matrix_cosine(_normalise(centred_k, k), _normalise(centred_m, m))
 
@@ -126,7 +126,7 @@ class CentredKernel:
         squared_norm: ‖inverse_norm·HMH‖²_F, 1 or 0; a scalar.
 
     >>> m = rbf_kernel(torch.tensor([[1.0], [2.0], [4.0]]))
-    >>> bool(CentredKernel.from_kernel(m).centred_rows(0, 3).sum(1).abs().max() < 1e-6)
+    >>> bool(CentredKernel.from_kernel(m).centred_normalised_rows(0, 3).sum(1).abs().max() < 1e-6)
     True
     """
 
@@ -141,18 +141,17 @@ class CentredKernel:
         unit_scale, starts = torch.ones((), dtype=kernel.dtype, device=kernel.device), range(0, len(kernel), block)
         unscaled = cls(kernel, kernel.mean(1), unit_scale, unit_scale)
         with torch.no_grad():
-            norms = torch.stack([torch.linalg.vector_norm(unscaled.centred_rows(k, k + block)) for k in starts])
+            row_blocks = (unscaled.centred_normalised_rows(k, k + block) for k in starts)
+            norms = torch.stack([torch.linalg.vector_norm(rows) for rows in row_blocks])
             scale = _inverse_or_zero(_zero_if_rounding(torch.linalg.vector_norm(norms), kernel))
         scaled = cls(kernel, unscaled.row_means, scale, (scale > 0).to(torch.float64))
         if not kernel.requires_grad:
             return scaled
-        squares = torch.stack(
-            [scaled.centred_rows(k, k + block).square().sum(dtype=torch.float64) for k in starts]
-        ).sum()
-        return cls(kernel, unscaled.row_means, scale, squares)
+        squares = [scaled.centred_normalised_rows(k, k + block).square().sum(dtype=torch.float64) for k in starts]
+        return cls(kernel, unscaled.row_means, scale, torch.stack(squares).sum())
 
-    def centred_rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop` of the centred and normalised kernel matrix; fewer where the matrix ends."""
+    def centred_normalised_rows(self, start: int, stop: int) -> Tensor:
+        """Returns rows `start` to `stop`, or to the last row, of the centred and normalised kernel matrix."""
         means = self.row_means[start:stop] - self.row_means.mean()
         return (self.kernel[start:stop] - self.row_means).sub_(means[:, None]).mul_(self.inverse_norm)
 
@@ -174,7 +173,7 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
     >>> linear_cka(a, torch.ones(3, 5)).item(), round(linear_cka(a, a[:, :1]).item(), 4)
     (0.0, 0.7906)
     """
-    check_same_examples(a, b.normalised_features if isinstance(b, CentredFeatures) else b)
+    check_same_number_of_examples(a, b.normalised_features if isinstance(b, CentredFeatures) else b)
     # CKA does not depend on scale: with norm 1 no product over- or underflows. The norm is detached, since the gradient
     # through it is 0.
     features_a, centred_b = (
@@ -184,7 +183,7 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
     features_b = centred_b.normalised_features
     if len(a) * (a.shape[1] + features_b.shape[1]) < a.shape[1] * features_b.shape[1]:
         return _matrix_cosine(features_a @ features_a.T, features_b @ features_b.T)
-    return cosine_from_norms(
+    return cosine_or_zero_from_norms(
         (features_b.T @ features_a).square().sum(), _squared_kernel_norm(features_a), centred_b.squared_kernel_norm
     )
 
@@ -208,10 +207,10 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
     >>> round(rbf_cka(a, rbf_kernel(a)).item(), 6)
     1.0
     """
-    check_same_examples(a, target.kernel if isinstance(target, CentredKernel) else target)
+    check_same_number_of_examples(a, target.kernel if isinstance(target, CentredKernel) else target)
     target_kernel = target if isinstance(target, CentredKernel) else CentredKernel.from_kernel(target, block)
     centred = _centre_columns(a)
-    if not bool(norm_or_zero_if_rounding(centred, a)):
+    if not bool(norm_or_zero_if_only_rounding_error(centred, a)):
         return (a * 0).sum()
     # For few examples the squared distances are kept for the backward pass; for many they are recomputed.
     compute_bandwidth = (
@@ -228,7 +227,7 @@ def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block
         block,
     )
     inner, squared_norm = _RbfSums.apply(*arguments)  # type: ignore[no-untyped-call]
-    return cosine_from_norms(inner, squared_norm.clamp(min=0), target_kernel.squared_norm).to(a.dtype)
+    return cosine_or_zero_from_norms(inner, squared_norm.clamp(min=0), target_kernel.squared_norm).to(a.dtype)
 
 
 class _RbfSums(torch.autograd.Function):
@@ -250,7 +249,7 @@ class _RbfSums(torch.autograd.Function):
             rows = slice(start, start + block)
             # K − 1 has the same centred kernel as K, and keeps digits where a wide kernel is near 1.
             k = torch.expm1(-_squared_distances(centred[rows], centred) / (2 * s_squared))
-            inner += (k * target_kernel.centred_rows(start, start + block)).sum(dtype=torch.float64)
+            inner += (k * target_kernel.centred_normalised_rows(start, start + block)).sum(dtype=torch.float64)
             squares += k.square().sum(dtype=torch.float64)
             of_rows[rows] = k.sum(1, dtype=torch.float64)
         ctx.save_for_backward(centred, s_squared, kernel, means, scale, of_rows / number)
@@ -277,7 +276,7 @@ class _RbfSums(torch.autograd.Function):
                 to_kernel[rows] = double * (grad_inner * scale)
             # The gradient with respect to K, times the derivative of K by −‖a_p − a_q‖²/(2s²), which is K again.
             slope = (
-                target_kernel.centred_rows(start, start + block)
+                target_kernel.centred_normalised_rows(start, start + block)
                 .mul_(grad_inner)
                 .add_(double.mul_(2 * grad_squared_norm))
                 .mul_(k.add_(1))
@@ -307,8 +306,8 @@ def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Ite
         yield places, _rbf_kernel_rows(centred[places], centred, s_squared)
 
 
-def cosine_from_norms(inner: Tensor, squared_norm_a: Tensor, squared_norm_b: Tensor) -> Tensor:
-    """Returns the cosine inner/√(squared_norm_a·squared_norm_b); 0, with gradient 0, where a norm is 0."""
+def cosine_or_zero_from_norms(inner: Tensor, squared_norm_a: Tensor, squared_norm_b: Tensor) -> Tensor:
+    """Returns the cosine of two matrices, given their inner product and squared norms; 0 (gradient 0) if a norm is 0."""
     norm = squared_norm_a * squared_norm_b
     defined = norm > 0
     value = inner / torch.where(defined, norm, torch.ones_like(norm)).sqrt()
@@ -316,7 +315,7 @@ def cosine_from_norms(inner: Tensor, squared_norm_a: Tensor, squared_norm_b: Ten
 
 
 def _matrix_cosine(k: Tensor, m: Tensor) -> Tensor:
-    return cosine_from_norms((k * m).sum(), k.square().sum(), m.square().sum())
+    return cosine_or_zero_from_norms((k * m).sum(), k.square().sum(), m.square().sum())
 
 
 def _squared_kernel_norm(a: Tensor) -> Tensor:
@@ -335,8 +334,8 @@ def _double_centre(k: Tensor) -> Tensor:
     return k - means[:, None] - means[None, :] + means.mean()
 
 
-def norm_or_zero_if_rounding(centred: Tensor, raw: Tensor) -> Tensor:
-    """Returns the norm of a centred representation; 0 if rounding errors of a constant one explain it."""
+def norm_or_zero_if_only_rounding_error(centred: Tensor, raw: Tensor) -> Tensor:
+    """Returns the norm of a centred representation; 0 if the norm is so small that it can be rounding error alone."""
     return _zero_if_rounding(torch.linalg.vector_norm(centred.detach()), raw)
 
 
@@ -353,7 +352,7 @@ def _inverse_or_zero(norm: Tensor) -> Tensor:
 
 def _normalise(centred: Tensor, raw: Tensor) -> Tensor:
     """Returns the centred matrix divided by its norm; 0 if `raw` is constant."""
-    return centred * _inverse_or_zero(norm_or_zero_if_rounding(centred, raw))
+    return centred * _inverse_or_zero(norm_or_zero_if_only_rounding_error(centred, raw))
 
 
 def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
@@ -388,7 +387,7 @@ def _squared_bandwidth(centred: Tensor, sigma: float) -> Tensor:
     return sigma**2 * median
 
 
-def check_same_examples(a: Tensor, b: Tensor) -> None:
+def check_same_number_of_examples(a: Tensor, b: Tensor) -> None:
     """Raises a `UserError` unless `a` and `b` are matrices with the same number of rows, at least 2: one per example."""
     if a.dim() != 2 or b.dim() != 2 or len(a) != len(b):
         raise UserError(

@@ -53,13 +53,15 @@ class EpochGradientTerm:
         return sum(products[1:], products[0])
 
     @classmethod
-    def build_for_client(cls, term: AlignmentTerm, network: nn.Module, steps: int, seed: int) -> PerClientTerm:
+    def build_penalty_for_client(
+        cls, term: AlignmentTerm, network: nn.Module, steps_per_epoch: int, seed: int
+    ) -> PerClientTerm:
         """Builds the term for the client with this network, whose local epochs have `steps` steps."""
         trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
         gradients = [torch.zeros_like(p, requires_grad=False) for p in trained.values()]
-        tensors = [*term.build_for_client(seed).tensors, torch.zeros((), dtype=torch.int64), *gradients]
+        tensors = [*term.build_penalty_for_client(seed).tensors, torch.zeros((), dtype=torch.int64), *gradients]
         return PerClientTerm(
-            cls(term, steps, tuple(trained)),
+            cls(term, steps_per_epoch, tuple(trained)),
             tensors,
             takes_network=True,
             num_rows=representation_batch_size(term.num_rows),

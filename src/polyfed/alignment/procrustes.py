@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from polyfed.alignment.cka import CentredFeatures, check_same_examples, cosine_from_norms
+from polyfed.alignment.cka import CentredFeatures, check_same_number_of_examples, cosine_or_zero_from_norms
 
 
 def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
@@ -36,13 +36,13 @@ def procrustes_distance(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
     >>> round(abs(procrustes_distance(a, 3 * a.flip(1)).item()), 5), procrustes_distance(torch.ones(3, 5), a).item()
     (0.0, 2.0)
     """
-    check_same_examples(a, b.normalised_features if isinstance(b, CentredFeatures) else b)
+    check_same_number_of_examples(a, b.normalised_features if isinstance(b, CentredFeatures) else b)
     features_a, features_b = (
         CentredFeatures.from_representation(a).normalised_features,
         (b if isinstance(b, CentredFeatures) else CentredFeatures.from_representation(b)).normalised_features,
     )
     inner: Tensor = _NuclearNorm.apply(features_a, features_b)  # type: ignore[no-untyped-call]
-    return 2 - 2 * cosine_from_norms(inner, features_a.square().sum(), features_b.square().sum())
+    return 2 - 2 * cosine_or_zero_from_norms(inner, features_a.square().sum(), features_b.square().sum())
 
 
 class _NuclearNorm(torch.autograd.Function):

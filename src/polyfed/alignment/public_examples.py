@@ -11,29 +11,29 @@ from polyfed.core.examples.pytree import input_spec_of
 from polyfed.core.seeds import derive_seed, torch_generator
 
 
-def draw_public_rows(seed: int, round_number: int, pool_size: int, size: int) -> Tensor:
-    """Draws which rows of the public pool are used in a round, without replacement: int32, shape (size,).
+def draw_public_rows(seed: int, round_number: int, pool_size: int, num_rows: int) -> Tensor:
+    """Draws which rows of the public pool are used in a round, without replacement: int32, shape (num_rows,).
 
     Args:
         seed: seed of the run.
         round_number: number of the round, counted from 1.
-        pool_size: number of examples in the pool, at least `size`.
-        size: L, the number of rows to draw.
+        pool_size: number of examples in the pool, at least `num_rows`.
+        num_rows: L, the number of rows to draw.
 
-    >>> draw_public_rows(0, 1, pool_size=10, size=10).sort().values.tolist() == list(range(10))
+    >>> draw_public_rows(0, 1, pool_size=10, num_rows=10).sort().values.tolist() == list(range(10))
     True
     """
     generator = torch_generator(derive_seed(seed, round_number, "rad"))
-    return torch.randperm(pool_size, generator=generator)[:size].to(torch.int32)
+    return torch.randperm(pool_size, generator=generator)[:num_rows].to(torch.int32)
 
 
-def noise_like(examples: Examples, number: int, seed: int) -> Examples:
+def noise_like(examples: Examples, num_examples: int, seed: int) -> Examples:
     """Generates noise examples in the shapes and types of a client's inputs; clients with equal shapes and types get
     the same noise.
 
     Args:
         examples: the client's examples; their transform is applied to the noise, too.
-        number: number of noise examples.
+        num_examples: number of noise examples.
         seed: seed of the noise.
 
     Returns:
@@ -49,14 +49,16 @@ def noise_like(examples: Examples, number: int, seed: int) -> Examples:
 
     def noise(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if dtype == torch.uint8:
-            return torch.randint(256, (number, *shape), generator=generator, dtype=torch.uint8).to(device)
+            return torch.randint(256, (num_examples, *shape), generator=generator, dtype=torch.uint8).to(device)
         if dtype.is_floating_point:
-            return torch.randn((number, *shape), generator=generator).to(device, dtype)
+            return torch.randn((num_examples, *shape), generator=generator).to(device, dtype)
         raise UserError(
             f"rad='noise' generates images or floats, but these inputs are {dtype} (text?); use rad='public' with public "
             "examples (public=..., or --data.public_fraction)"
         )
 
     return Examples(
-        input_spec_of(examples.x).build_inputs(noise), torch.zeros(number, device=device), transform=examples.transform
+        input_spec_of(examples.x).build_inputs(noise),
+        torch.zeros(num_examples, device=device),
+        transform=examples.transform,
     )

@@ -85,9 +85,9 @@ def differentiable_representations(model: nn.Module, examples: Examples, rows: T
     return torch.cat([run(batch) for batch in batches], dim=-2)
 
 
-def representation_batch_size(number: int) -> int:
+def representation_batch_size(num_examples: int) -> int:
     """Returns how many of `number` examples `differentiable_representations` runs through a network at once."""
-    return min(number, _BATCH if number <= _BATCH else _BATCH // 2)
+    return min(num_examples, _BATCH if num_examples <= _BATCH else _BATCH // 2)
 
 
 def _stacked_representations(networks: Stacked, examples: Examples, rows: Tensor, module: str) -> Tensor:

@@ -14,7 +14,7 @@ from polyfed.cli.commands.argv import CommandParser, format_warning, print_error
 from polyfed.cli.commands.results import export_command, predict_command
 from polyfed.cli.commands.run import inspect_commands
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
-from polyfed.core.io.trusted_code import temporary_trust, trust_code
+from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 
 _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if arguments[0] not in commands:
             raise UserError(f"unknown command {arguments[0]!r}; {did_you_mean(arguments[0], commands)}")
-        with temporary_trust():
+        with restore_trusted_names_afterwards():
             parser = CommandParser("polyfed COMMAND", "")
             parser.add_flag("--trust-code", "execute the code that a file or run directory names")
             options, words = parser.parse_words(arguments[1:])

@@ -24,10 +24,10 @@ from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metrics import COMPARISON_METRICS, Metric, resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
-from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
+from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
-from polyfed.data.partitioning.resplit import prepare_public_like_clients
+from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
 from polyfed.simulation.callbacks.base import Callback, validate_callbacks
 from polyfed.simulation.checks import requirements
@@ -160,7 +160,7 @@ def compare(
             )
         clients_by_seed = list(dealt_anew(client_list, resplit))
     client_sets = {
-        seed: ClientSet(tuple(sets), prepare_public_like_clients(pool, sets))
+        seed: ClientSet(tuple(sets), apply_common_preprocessing_to_public(pool, sets))
         for seed, sets in zip(seeds, clients_by_seed, strict=True)
     }
     is_single = isinstance(metrics, str | Metric) or callable(metrics)
@@ -223,7 +223,7 @@ def run_comparison(plan: ComparisonPlan) -> Comparison:
     """
     if plan.out is None:
         return _run_comparison(plan)
-    with add_resume_hint(
+    with add_resume_hint_if_disk_full(
         f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
     ):
         return _run_comparison(plan)

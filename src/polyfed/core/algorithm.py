@@ -44,10 +44,10 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, final, get_args
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.declared_words import check_declared_words
+from polyfed.core.declared_words import check_declared_words_are_known
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.as_examples import as_examples
-from polyfed.core.examples.converters import class_labels_error, multilabel_labels_error
+from polyfed.core.examples.converters import describe_wrong_class_labels, describe_wrong_multilabel_targets
 from polyfed.core.examples.examples import Examples
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
@@ -162,11 +162,13 @@ def _check_labels(examples: Examples, task: Task, name: str) -> None:
         raise UserError(f"{name} has no examples; give at least one, or leave this client out")
     if task == "classification":
         if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
-            raise UserError(f"{name} labels must be integers of shape (n,), {class_labels_error(labels)}")
+            raise UserError(f"{name} labels must be integers of shape (n,), {describe_wrong_class_labels(labels)}")
         if int(labels.min()) < 0:
             raise UserError(f"{name} labels must count from 0, found {int(labels.min())}")
     elif task == "multilabel" and (labels.dim() != 2 or not bool(((labels == 0) | (labels == 1)).all())):
-        raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), {multilabel_labels_error(labels)}")
+        raise UserError(
+            f"{name} labels must be 0 or 1 of shape (n, labels), {describe_wrong_multilabel_targets(labels)}"
+        )
 
 
 def _with_task_targets(examples: Examples, task: Task) -> Examples:
@@ -265,7 +267,7 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        check_declared_words(cls, cls.__name__)
+        check_declared_words_are_known(cls, cls.__name__)
         if cls.dispatch is Algorithm.dispatch and cls.dispatch_all is Algorithm.dispatch_all and not isabstract(cls):
             raise TypeError(f"{cls.__name__} must define dispatch or dispatch_all")
 
@@ -280,7 +282,8 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         return next(self.dispatch_all(server_state, [client_info]))
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Yields the messages to several clients, in their order, each built only when it is asked for.
+        """Yields the server's messages to several clients, in the clients' order; each message is built only when the
+        caller asks for it.
 
         A method that builds many messages at once faster overrides this instead of `dispatch`; both give the same
         messages, up to rounding.
@@ -288,7 +291,8 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         return (self.dispatch(server_state, client_info) for client_info in client_infos)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and dtypes of the tensors that a valid reply to `message` holds, by group.
+        """Returns, by group, the names, shapes and dtypes of the tensors that a client's valid reply to `message`
+        holds.
 
         By default these are the groups of `message`, unchanged in form. Every method's replies are also checked for
         finite tensors and for the scalars in `scalars_needed`.
@@ -308,8 +312,8 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the names of the reply's scalars that the server uses; a site sends no others unless its owner
-        discloses them.
+        """Returns the names of the scalars in a client's reply that the server uses; a client sends no other scalars
+        unless its owner allows it.
         """
         return frozenset({"num_examples"}) if getattr(self, "weighted", False) else frozenset()
 

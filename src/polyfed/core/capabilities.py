@@ -1,4 +1,6 @@
-"""Defines optional interfaces of a method; a method inherits those of the abilities that it has."""
+"""Defines optional interfaces of a federated method, such as "brings its own network"; a method inherits the interfaces
+that it implements.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -36,14 +38,14 @@ class BringsNetwork(ABC):
 
     @property
     def evaluated(self) -> str:
-        """Returns a few words on which network is evaluated, for tables and `manifest.json`, where the method's fields
-        decide it.
+        """Describes in a few words which network is evaluated, for tables and `manifest.json`; "" if the method's
+        fields do not decide it.
         """
         return ""
 
 
 def describe_evaluated_network(method: Algorithm[Any, Any]) -> str:
-    """Returns a few words on which network of a method is evaluated; empty if the method's fields do not decide it."""
+    """Returns a few words on which network of a method is evaluated; "" if the method's fields do not decide it."""
     return method.evaluated if isinstance(method, BringsNetwork) else ""
 
 
@@ -82,13 +84,15 @@ class WrapsNetwork(ABC):
         """
 
 
-def wrap_network(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> nn.Module:
-    """Builds the module that a personal model's weights fit: the client's own network, wrapped if the method wraps it."""
+def wrap_network_if_method_wraps(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> nn.Module:
+    """Returns the network that a personal model's weights fit: the client's own network, inside the method's wrapper if
+    the method has one.
+    """
     return method.wrap_network(network, weights) if isinstance(method, WrapsNetwork) else network
 
 
-def check_wrapped_network(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> None:
-    """Raises a `UserError` if the weights of a personal model contain tensors that its network has no place for.
+def check_network_has_all_weights(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> None:
+    """Raises a `UserError` if the weights of a personal model contain a tensor that the network lacks.
 
     Args:
         method: the method of the run.
@@ -110,7 +114,9 @@ def check_wrapped_network(method: Algorithm[Any, Any], network: nn.Module, weigh
 
 
 class ResolvesAutoFields(ABC):
-    """Decides the fields that the user left open (such as "auto") by looking at the clients, before the first round."""
+    """Decides the values of fields that the user left open (such as "auto") by looking at the clients, before the first
+    round.
+    """
 
     @abstractmethod
     def resolved_fields(self, server_state: Any) -> Mapping[str, str]:
@@ -122,12 +128,12 @@ class ResolvesAutoFields(ABC):
         """
 
 
-def resolved_fields_for_manifest(method: Algorithm[Any, Any], server_state: Any) -> dict[str, dict[str, str]]:
-    """Returns the entry of `manifest.json` with the decided values of fields that the user left open; empty if there
-    are none.
+def manifest_entry_of_resolved_fields(method: Algorithm[Any, Any], server_state: Any) -> dict[str, dict[str, str]]:
+    """Returns a dict for `manifest.json` with the values that a method decided for fields left open by the user; {} if
+    there are none.
 
     >>> from polyfed.algorithms import FedAvg
-    >>> resolved_fields_for_manifest(FedAvg(), {})
+    >>> manifest_entry_of_resolved_fields(FedAvg(), {})
     {}
     """
     fields = dict(method.resolved_fields(server_state)) if isinstance(method, ResolvesAutoFields) else {}

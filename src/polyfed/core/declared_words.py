@@ -40,7 +40,7 @@ DISCLOSURES = {
 """The words of `Algorithm.discloses`: what the server may learn of a client. A method may bring more (`NewDisclosure`)."""
 
 CONSENT = frozenset({"weights", "architecture", "class_means", "class_counts", "moments"})
-"""The words of `DISCLOSURES` that a site must have allowed before the method runs there (`words_needing_consent`)."""
+"""The words of `DISCLOSURES` that a site must have allowed before the method runs there (`disclosures_needing_consent`)."""
 
 TRAITS = {
     "everyone_trains": "all clients run `local_update` in each round, and only those drawn for it are aggregated (pFedMe)",
@@ -52,7 +52,8 @@ examples: they choose between methods, rates and rounds. `AlgorithmContract` fin
 
 @final
 class NewDisclosure(str):
-    """Defines a new word for `Algorithm.discloses`, with what the server learns of a client by it.
+    """A word that a user's method adds to the known words of `Algorithm.discloses`, with its meaning: what the server
+    learns of a client.
 
     A site is asked for its consent to it, and refuses the method if it adds noise.
 
@@ -88,14 +89,14 @@ class NewDisclosure(str):
         return NewDisclosure, (str(self), self.meaning)
 
 
-def words_needing_consent(words: Iterable[str]) -> frozenset[str]:
-    """Selects from a method's disclosures the words that a site must have allowed: those of `CONSENT`, and all new
-    ones.
+def disclosures_needing_consent(disclosures: Iterable[str]) -> frozenset[str]:
+    """Selects from a method's disclosures those that a site's owner must allow before training: the ones in `CONSENT`,
+    and all new ones.
 
-    >>> sorted(words_needing_consent({"weights", "choice", NewDisclosure("gaze", "where the client's people look")}))
+    >>> sorted(disclosures_needing_consent({"weights", "choice", NewDisclosure("gaze", "where the client's people look")}))
     ['gaze', 'weights']
     """
-    return frozenset(word for word in words if word in CONSENT or word not in DISCLOSURES)
+    return frozenset(word for word in disclosures if word in CONSENT or word not in DISCLOSURES)
 
 
 def meaning_of_disclosure(word: str) -> str:
@@ -109,8 +110,8 @@ def meaning_of_disclosure(word: str) -> str:
     return DISCLOSURES.get(word, "see the documentation of the method, which is not part of polyfed")
 
 
-def check_declared_words(method: Any, name: str) -> None:
-    """Raises a `TypeError` if a method declares an unknown word, which would ask for no consent and trigger no check.
+def check_declared_words_are_known(method: Any, name: str) -> None:
+    """Raises a `TypeError` if a method declares a requirement or disclosure that polyfed does not know.
 
     Args:
         method: an `Algorithm`, or its class.

@@ -59,7 +59,8 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Returns half a sentence that suggests the choices closest to a misspelt name, and lists all choices.
+    """Returns half a sentence for an error message, which suggests the choices closest to a misspelt name and lists all
+    choices.
 
 
     >>> did_you_mean("fedprx", ["fedavg", "fedprox"])

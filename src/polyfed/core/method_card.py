@@ -1,4 +1,6 @@
-"""Describes a method for the lists, documents, recipes and tests that are made from its card."""
+"""Defines the card of a method: its name, summary, paper and settings, from which polyfed makes lists, documents,
+recipes and tests.
+"""
 
 import re
 from collections.abc import Mapping
@@ -12,8 +14,8 @@ _SUMMARY_LENGTH = 60
 @final
 @dataclass(frozen=True, kw_only=True)
 class MethodCard:
-    """Describes a method, in the method's own file, for the lists, documents, recipes and tests that polyfed makes from
-    it.
+    """Describes a method by its name, summary, paper and settings, for the lists, documents, recipes and tests that
+    polyfed makes.
 
     `python tools/update_lists.py` makes the registry, the lists in README and `docs/`, and the recipe `leaderboard` from
     the cards; `polyfed list` and the tests read them. The family is the folder in which the method's file lies.

@@ -54,7 +54,7 @@ def _alignment(dtype: torch.dtype) -> int:
     return order.index(name) if name in order else -1
 
 
-def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> bytes:
+def serialize_state(state: PyTree, shared_names_by_id: Mapping[int, str] | None = None) -> bytes:
     """Writes nested state (dicts, lists, scalars and tensors) as safetensors bytes, which `deserialize_state` reads
     back.
 
@@ -62,7 +62,7 @@ def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> b
 
     Args:
         state: dicts with string keys, lists, tuples (read back as lists), plain scalars and tensors.
-        shared: `id(tensor)` -> name, for tensors that the reader already has: only the name is written.
+        shared_names_by_id: `id(tensor)` -> name, for tensors that the reader already has: only the name is written.
 
     Raises:
         TypeError: a value of another type, with its path.
@@ -76,8 +76,8 @@ def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> b
 
     def walk(value: PyTree, path: str) -> Any:
         if isinstance(value, Tensor):
-            if shared is not None and id(value) in shared:
-                return {"shared": shared[id(value)]}
+            if shared_names_by_id is not None and id(value) in shared_names_by_id:
+                return {"shared": shared_names_by_id[id(value)]}
             if id(value) in names:
                 return {"tensor": names[id(value)]}
             name = path if path not in tensors else f"{path}#{len(tensors)}"
@@ -103,8 +103,8 @@ def serialize_state(state: PyTree, shared: Mapping[int, str] | None = None) -> b
     return bytes(safetensors.torch.save(tensors, metadata={"structure": structure}))
 
 
-def deserialize_state(data: bytes, shared: Mapping[str, Tensor] | None = None) -> PyTree:
-    """Reads nested state back from the bytes that `serialize_state` wrote; `shared` supplies the tensors that were
+def deserialize_state(data: bytes, shared_tensors: Mapping[str, Tensor] | None = None) -> PyTree:
+    """Reads nested state back from the bytes that `serialize_state` wrote; `shared_tensors` supplies the tensors that were
     written by name only.
 
     Raises:
@@ -119,7 +119,7 @@ def deserialize_state(data: bytes, shared: Mapping[str, Tensor] | None = None) -
         raise UserError(f"{complaint} ({error})") from error
     if wrong := size_limit_error(structure):
         raise UserError(f"{complaint} ({wrong})")
-    sources = {"tensor": tensors, "shared": shared or {}}
+    sources = {"tensor": tensors, "shared": shared_tensors or {}}
 
     def walk(value: Any) -> PyTree:
         if isinstance(value, list):
@@ -161,10 +161,10 @@ def check_serializable(state: PyTree, name: str) -> None:
     walk(state, "")
 
 
-def check_scalars(scalars: Mapping[str, Any], name: str) -> None:
+def check_scalars_finite(scalars: Mapping[str, Any], name: str) -> None:
     """Raises a `TypeError` if a scalar of a message is not a finite number.
 
-    >>> check_scalars({"lr": 0.1, "steps": None}, "the message to 'north'")
+    >>> check_scalars_finite({"lr": 0.1, "steps": None}, "the message to 'north'")
     Traceback (most recent call last):
     TypeError: the message to 'north': scalar 'steps' is None; scalars are finite numbers
     """

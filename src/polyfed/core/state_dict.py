@@ -210,10 +210,10 @@ def spec_mismatch(tensors: StateDict, expected: StateDictSpec) -> str | None:
     return None
 
 
-def first_nonfinite(tensors: StateDict) -> str | None:
+def name_of_first_nonfinite(tensors: StateDict) -> str | None:
     """Returns the name of the first tensor that contains NaN or infinity; None if all values are finite.
 
-    >>> first_nonfinite({"a": torch.ones(1), "b": torch.tensor([float("nan")])})
+    >>> name_of_first_nonfinite({"a": torch.ones(1), "b": torch.tensor([float("nan")])})
     'b'
     """
     for name, tensor in tensors.items():
@@ -223,11 +223,11 @@ def first_nonfinite(tensors: StateDict) -> str | None:
     return None
 
 
-def first_exceeding(tensors: StateDict, limit: float) -> str | None:
+def name_of_first_exceeding(tensors: StateDict, limit: float) -> str | None:
     """Returns the name of the first floating-point tensor with NaN or an absolute value above `limit`; None if there is
     no such tensor.
 
-    >>> first_exceeding({"a": torch.ones(1), "b": torch.tensor([-3.0])}, limit=2.0)
+    >>> name_of_first_exceeding({"a": torch.ones(1), "b": torch.tensor([-3.0])}, limit=2.0)
     'b'
     """
     for name, tensor in tensors.items():

@@ -95,7 +95,7 @@ def make_clients(
     classes = pool.num_classes if pool.task == "classification" else None
     clients = []
     for i, client_rows in enumerate(rows):
-        shift = partial((shifts[i % len(shifts)] if shifts else Shift()).apply, classes=classes)
+        shift = partial((shifts[i % len(shifts)] if shifts else Shift()).apply, num_classes=classes)
         clients.append(
             ClientData(
                 id=client_rows.id,

@@ -16,7 +16,7 @@ def concat_examples(parts: Sequence[Examples]) -> Examples:
     parts have them.
 
     Args:
-        parts: at least one; of one structure and transform (`describe_mismatch` checks it) and on one device.
+        parts: at least one; of one structure and transform (`concatenation_obstacle` checks it) and on one device.
 
     Returns:
         A view if all parts are views of one store; otherwise examples with a store of their own.
@@ -27,8 +27,8 @@ def concat_examples(parts: Sequence[Examples]) -> Examples:
     ([3, 0, 1], True)
     """
     first = parts[0]
-    if all(share_storage(first, part) for part in parts[1:]):
-        return replace(first, index=torch.cat([storage_rows(part) for part in parts]))
+    if all(share_stored_tensors(first, part) for part in parts[1:]):
+        return replace(first, index=torch.cat([rows_in_stored_tensors(part) for part in parts]))
     stored = [(part.raw_inputs, part.labels) for part in parts]
     names = [name for name in first.columns or {} if all(name in (part.columns or {}) for part in parts)]
     columns = {name: np.concatenate([part.column(name) for part in parts]) for name in names}
@@ -36,10 +36,10 @@ def concat_examples(parts: Sequence[Examples]) -> Examples:
     return replace(first, x=x, y=y, index=None, columns=columns or None)
 
 
-def describe_mismatch(first: Examples, second: Examples) -> str:
-    """Returns why two `Examples` cannot be concatenated, in a few words, or "" if they can; augmentation may differ.
+def concatenation_obstacle(first: Examples, second: Examples) -> str | None:
+    """Returns why two `Examples` cannot be concatenated, in a few words, or None if they can; augmentation may differ.
 
-    >>> describe_mismatch(Examples(torch.ones(2, 3), torch.ones(2)), Examples(torch.ones(2, 4), torch.ones(2)))
+    >>> concatenation_obstacle(Examples(torch.ones(2, 3), torch.ones(2)), Examples(torch.ones(2, 4), torch.ones(2)))
     'inputs are torch.float32 of shape (3,) and torch.float32 of shape (4,)'
     """
     for name in ("x", "y"):
@@ -48,17 +48,17 @@ def describe_mismatch(first: Examples, second: Examples) -> str:
             return f"{'inputs' if name == 'x' else 'labels'} are {texts[0]} and {texts[1]}"
     if first.transform != second.transform:
         return "inputs are prepared by different transforms"
-    return ""
+    return None
 
 
-def share_storage(first: Examples, second: Examples) -> bool:
+def share_stored_tensors(first: Examples, second: Examples) -> bool:
     """Returns whether two `Examples` select from the same stored tensors.
 
     Labels may be an equal copy: a client converts several labels an example to floats.
 
     >>> x, y = torch.ones(3, 1), torch.ones(3)
-    >>> share_storage(Examples(x, y), Examples(x.detach(), y.clone())), share_storage(Examples(x, y), Examples(x.clone(), y))
-    (True, False)
+    >>> [share_stored_tensors(Examples(x, y), other) for other in (Examples(x.detach(), y.clone()), Examples(x.clone(), y))]
+    [True, False]
     """
     if input_memory_locations(first.x) != input_memory_locations(second.x):
         return False
@@ -79,6 +79,6 @@ def input_memory_locations(x: Inputs) -> tuple[object, ...]:
     return tuple((name, tensor_location(part)) for name, part in named_leaves(x))
 
 
-def storage_rows(examples: Examples) -> Tensor:
+def rows_in_stored_tensors(examples: Examples) -> Tensor:
     """Returns the positions of these examples in their stored tensors, int64, shape (n,)."""
     return torch.arange(len(examples.y), device=examples.device) if examples.index is None else examples.index

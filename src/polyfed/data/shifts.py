@@ -38,7 +38,7 @@ class Shift:
     >>> images = Examples(torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8), torch.tensor([0]))
     >>> Shift(rotation=90).apply(images).x[0, 0].tolist()
     [[2, 4], [1, 3]]
-    >>> Shift(labels=3).apply(images, classes=10).labels.tolist()
+    >>> Shift(labels=3).apply(images, num_classes=10).labels.tolist()
     [3]
     """
 
@@ -54,13 +54,13 @@ class Shift:
         if not float(self.labels).is_integer():
             raise UserError(f"labels must be a whole number to add to each label, got {self.labels}")
 
-    def apply(self, examples: Examples, classes: int | None = None) -> Examples:
+    def apply(self, examples: Examples, num_classes: int | None = None) -> Examples:
         """Returns the examples with the shift applied to images or labels, in new memory; without a shift, `examples`
         itself.
 
         Args:
             examples: of one client.
-            classes: number of classes; None for data that have none.
+            num_classes: number of classes; None for data that have none.
 
         Raises:
             UserError: labels are shifted where there are no classes; the inputs are no uint8 images; hue on other than three
@@ -68,7 +68,7 @@ class Shift:
                 the extra `augment`.
         """
         if self.labels:
-            examples = self._shift_labels(examples, classes)
+            examples = self._shift_labels(examples, num_classes)
         if self.rotation % 360 == 0 and self.hue == 0:
             return examples
         form = input_spec_of(examples.x)

@@ -48,7 +48,8 @@ class LayerType:
         dilation: one entry per dimension of the convolution; () means 1 in each dimension.
         activation: the first activation that the output reaches before another layer, through norms, joins, pooling and
             reshapes alone; "none", or several joined by "+", sorted (section 4.2: a type specifies the activation).
-        norm: kind of the norm layer that is folded into this layer (`contraction.fold_norms`), or "none".
+        norm: kind of the norm layer that is folded into this layer (`contraction.fold_norms_into_previous_layers`),
+            or "none".
         norm_bias: whether that norm has a shift.
 
     Raises:

@@ -22,7 +22,8 @@ class Contraction:
 
     Args:
         norms: "nodes": each norm layer is a node, as `extract` returns it; "layers": it is part of the layer before it, see
-            `fold_norms`; "local": no norm layer is a node, and all stay with the client, see `drop_norms`.
+            `fold_norms_into_previous_layers`; "local": no norm layer is a node, and all stay with the client, see
+            `drop_norms`.
         joins: whether sums and concatenations are nodes.
 
     >>> import torch
@@ -40,7 +41,7 @@ class Contraction:
     def apply(self, graph: ArchitectureGraph) -> ArchitectureGraph:
         """Returns the contracted form of a graph from `extract`."""
         if self.norms == "layers":
-            graph = fold_norms(graph)
+            graph = fold_norms_into_previous_layers(graph)
         elif self.norms == "local":
             graph = drop_norms(graph)
         return graph if self.joins else bypass_joins(graph)
@@ -50,7 +51,7 @@ NO_CONTRACTION = Contraction()
 """Leaves graphs as `extract` returns them."""
 
 
-def fold_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
+def fold_norms_into_previous_layers(graph: ArchitectureGraph) -> ArchitectureGraph:
     """Returns a graph in which each norm layer is part of the node of the convolution or linear layer before it.
 
     A norm is folded if its only predecessor is the layer, no other norm reads the layer's output, it has one scale for each

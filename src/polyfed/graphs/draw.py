@@ -4,6 +4,7 @@ import math
 import textwrap
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 from polyfed.data.plot import save_figure
 from polyfed.graphs.architecture import NONE, ArchitectureGraph, LayerType, Node
@@ -27,7 +28,7 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    places, lines = layout_nodes(graph)
+    places, lines = layout_nodes_and_edges(graph)
     rows = 1 + max((y for _, y in places), default=0)
     columns = 1 + max((x for line in [places, *lines] for x, _ in line), default=0)
     # A row is as high as two lines of text; the limit keeps the picture small enough for viewers to open.
@@ -53,14 +54,22 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
     save_figure(figure, path)
 
 
-def layout_nodes(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Point]]]:
-    """Computes the position of each node, (column, row) with row 0 on top, and the corners of each edge's line.
+class GraphLayout(NamedTuple):
+    """Holds the position of each node of a graph, and the corners of each edge's line."""
+
+    node_points: list[_Point]
+    edge_lines: list[list[_Point]]
+
+
+def layout_nodes_and_edges(graph: ArchitectureGraph) -> GraphLayout:
+    """Computes where a graph is drawn: the position (column, row) of each node, with row 0 on top, and the corners of
+    each edge's line.
 
     A node is in the row after its last predecessor; one without predecessors is in the row before its first successor. An
     edge that skips rows passes each of them to the right of the nodes, so that no line crosses a node.
 
     >>> nodes = [Node(name, "other", {name: name}) for name in "abc"]
-    >>> places, lines = layout_nodes(ArchitectureGraph(tuple(nodes), ((0, 1), (0, 2), (1, 2)), {}, {}))
+    >>> places, lines = layout_nodes_and_edges(ArchitectureGraph(tuple(nodes), ((0, 1), (0, 2), (1, 2)), {}, {}))
     >>> places, lines[1]
     ([(0.0, 0.0), (0.0, 1.0), (0.0, 2.0)], [(0.0, 0.0), (0.6, 1.0), (0.0, 2.0)])
     """
@@ -92,7 +101,8 @@ def layout_nodes(graph: ArchitectureGraph) -> tuple[list[_Point], list[list[_Poi
         for lane, edge in enumerate(crossing):
             passing[edge].append((len(row_nodes) - 0.4 + 0.1 * lane, float(row)))
     places = [(column, float(row)) for column, row in zip(columns, rows, strict=True)]
-    return places, [[places[start], *passing[start, end], places[end]] for start, end in graph.edges]
+    lines = [[places[start], *passing[start, end], places[end]] for start, end in graph.edges]
+    return GraphLayout(places, lines)
 
 
 def node_label(node: Node) -> str:

@@ -14,11 +14,11 @@ from torch.autograd.function import BackwardCFunction
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import (
     Inputs,
-    call_arguments,
     check_and_convert_inputs,
     first_leaf,
     input_spec_of,
     named_leaves,
+    split_into_call_arguments,
     tree_map,
 )
 from polyfed.core.nn.deep_copy import deep_copy
@@ -114,7 +114,7 @@ def _check_arguments(model: Any, x: Any) -> None:
         raise UserError(
             f"{compiled[0]} is compiled by torch.jit and cannot be traced; give the module that it was compiled from"
         )
-    args, named = call_arguments(inputs)
+    args, named = split_into_call_arguments(inputs)
     try:
         inspect.signature(model.forward).bind(*args, **named)
     except (TypeError, ValueError) as error:

@@ -72,7 +72,7 @@ def build_generated_network(
     """
     device = device or torch.device("cpu")
     network, cached_model = _cached(factory, _GraphKey(graph), config, device)
-    cached_model.reset()
+    cached_model.restore_all_but_weights()
     try:
         network.ghn.load_state_dict(dict(ghn_weights))
     except RuntimeError as error:

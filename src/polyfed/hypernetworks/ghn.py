@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.core.machine.memory_limit import build_if_memory_suffices
+from polyfed.core.machine.memory_limit import build_after_memory_check
 from polyfed.core.seeds import derive_seed, temporary_rng_seed, torch_generator
 from polyfed.core.state_dict import StateDict
 from polyfed.graphs.architecture import NODE_MARKS, ArchitectureGraph, LayerType, ParameterRole
@@ -27,7 +27,7 @@ from polyfed.hypernetworks.ghn_layers import (
     GatedGraphConv,
     GraphConv,
     Level,
-    aggregate_neighbours,
+    aggregate_predecessors,
     forward_backward_levels,
 )
 
@@ -154,10 +154,10 @@ class GHN(nn.Module):
         mean = self.config.gnn == "sage"
         for layer in self.gnn:
             if self.config.passing == "synchronous":
-                h = self._update_nodes(layer, h, aggregate_neighbours(h, sources, targets, len(h), mean))
+                h = self._update_nodes(layer, h, aggregate_predecessors(h, sources, targets, len(h), mean))
                 continue
             for nodes, level_sources, level_targets in levels:
-                incoming = aggregate_neighbours(h, level_sources, level_targets, len(nodes), mean)
+                incoming = aggregate_predecessors(h, level_sources, level_targets, len(nodes), mean)
                 h = h.index_copy(0, nodes, self._update_nodes(layer, h[nodes], incoming))
         return h
 
@@ -213,19 +213,21 @@ def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
     dense = replace(config, head="mlp")
     return (
         replace(config, head="factored")
-        if build_if_memory_suffices(_describe_size(config), lambda: hypernetwork_size_in_bytes(dense)) > MAX_DENSE_BYTES
+        if build_after_memory_check(_describe_size(config), lambda: hypernetwork_size_in_bytes(dense)) > MAX_DENSE_BYTES
         else config
     )
 
 
-def describe_factored_heads(config: GHNConfig) -> str:
-    """Describes in words how many MB a hypernetwork sends with low-rank heads, and how many with dense heads."""
+def describe_message_size_of_heads(config: GHNConfig) -> str:
+    """Describes in words how many MB a hypernetwork takes in a message with low-rank heads, and how many with dense
+    heads.
+    """
     factored, dense = (hypernetwork_size_in_bytes(replace(config, head=head)) / 2**20 for head in ("factored", "mlp"))
     return f"factored: {factored:.0f} MB each way a round, where the paper's heads (mlp) would send {dense:.0f} MB"
 
 
 def _build_ghn(config: GHNConfig) -> GHN:
-    return build_if_memory_suffices(_describe_size(config), lambda: GHN(config))
+    return build_after_memory_check(_describe_size(config), lambda: GHN(config))
 
 
 def _describe_size(config: GHNConfig) -> str:
@@ -301,7 +303,7 @@ def _reset_head(head: TypeHead, kind: LayerType, variance: float) -> None:
     nn.init.zeros_(head.scale.weight)
     nn.init.ones_(head.scale.bias)
     nn.init.zeros_(head.out.bias)
-    for role, name in head.layer_name_by_role.items():
+    for role, name in head.linear_layer_by_role_except_weight.items():
         layer = head.get_submodule(name)
         nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
         nn.init.constant_(layer.bias, 1.0 if role == "scale" else 0.0)  # type: ignore[arg-type]

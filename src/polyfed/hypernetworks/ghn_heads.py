@@ -75,11 +75,13 @@ class TypeHead(nn.Module):
         weights = self.out(z, s) if isinstance(self.out, Factored) else self._dense_weights(self.out, z, s)
         return {
             "weight": weights,
-            **{role: getattr(self, name)(z).unbind(0) for role, name in self.layer_name_by_role.items()},
+            **{
+                role: getattr(self, name)(z).unbind(0) for role, name in self.linear_layer_by_role_except_weight.items()
+            },
         }
 
     @property
-    def layer_name_by_role(self) -> dict[ParameterRole, str]:
+    def linear_layer_by_role_except_weight(self) -> dict[ParameterRole, str]:
         """Returns, for each parameter role other than the weight, the name of the head's linear layer that generates
         it.
         """

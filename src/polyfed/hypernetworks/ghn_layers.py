@@ -47,7 +47,7 @@ class GraphConv(nn.Module):
 
     def forward(self, h: Tensor, edges: Tensor) -> Tensor:
         """Returns the new states of all nodes, shape (V, d_out)."""
-        return self.update_nodes(h, aggregate_neighbours(h, edges[0], edges[1], len(h), self.mean))
+        return self.update_nodes(h, aggregate_predecessors(h, edges[0], edges[1], len(h), self.mean))
 
     def update_nodes(self, node_states: Tensor, messages: Tensor) -> Tensor:
         """Computes the new states of nodes from their old states and the aggregated states of their predecessors, both
@@ -77,7 +77,7 @@ class GatedGraphConv(nn.Module):
 
     def forward(self, h: Tensor, edges: Tensor, cell: nn.GRUCell) -> Tensor:
         """Returns the new states of all nodes, shape (V, d)."""
-        return self.update_nodes(h, aggregate_neighbours(h, edges[0], edges[1], len(h)), cell)
+        return self.update_nodes(h, aggregate_predecessors(h, edges[0], edges[1], len(h)), cell)
 
     def update_nodes(self, node_states: Tensor, messages: Tensor, cell: nn.GRUCell) -> Tensor:
         """Computes the new states of nodes from their old states and the aggregated states of their predecessors, both
@@ -87,15 +87,17 @@ class GatedGraphConv(nn.Module):
         return out
 
 
-def aggregate_neighbours(h: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, mean: bool = False) -> Tensor:
+def aggregate_predecessors(
+    node_states: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, mean: bool = False
+) -> Tensor:
     """Computes for each node the sum or mean of the states of its predecessors, shape (num_nodes, d); 0 for a node
     without predecessors.
 
     >>> h = torch.tensor([[1.0], [3.0]])
-    >>> aggregate_neighbours(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
+    >>> aggregate_predecessors(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
     [[0.0], [2.0]]
     """
-    incoming = h.new_zeros(num_nodes, h.shape[1]).index_add(0, targets, h[sources])
+    incoming = node_states.new_zeros(num_nodes, node_states.shape[1]).index_add(0, targets, node_states[sources])
     return incoming / targets.bincount(minlength=num_nodes).clamp(min=1)[:, None] if mean else incoming
 
 

@@ -84,10 +84,10 @@ def stack_hypernetworks(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
     return {name: torch.stack([network[name] for network in networks]) for name in networks[0]}
 
 
-def hypernetwork_batch_slices(number: int, sizes: HypernetworkSizes) -> list[slice]:
+def hypernetwork_batch_slices(num_hypernetworks: int, sizes: HypernetworkSizes) -> list[slice]:
     """Returns slices that divide `number` hypernetworks into batches small enough to be stacked in memory."""
     size = max(1, _STACKED // sizes.num_parameters)
-    return [slice(first, first + size) for first in range(0, number, size)]
+    return [slice(first, first + size) for first in range(0, num_hypernetworks, size)]
 
 
 def aggregation_logits(networks: Hypernetwork) -> Tensor:
@@ -143,13 +143,17 @@ def layer_aggregation_weights(
     )
 
 
-def rows_without_positive_entry(z: Tensor) -> Tensor:
+def rows_without_positive_entry(scores: Tensor) -> Tensor:
     """Returns a mask (B, L) of the rows of scores z, shape (B, L, N), in which no entry is positive."""
-    return (z <= 0).all(2)
+    return (scores <= 0).all(2)
 
 
 def update_aggregation_hypernetworks(
-    networks: Sequence[Hypernetwork], rows: Sequence[int], products: Tensor, rate: float, normalise: WeightNormalisation
+    networks: Sequence[Hypernetwork],
+    client_rows: Sequence[int],
+    inner_products: Tensor,
+    learning_rate: float,
+    normalise: WeightNormalisation,
 ) -> list[dict[str, Tensor]]:
     """Updates B clients' hypernetworks by one gradient step towards their trained models (eq. 10 and 11).
 
@@ -159,51 +163,49 @@ def update_aggregation_hypernetworks(
 
     Args:
         networks: hypernetworks of the B clients.
-        rows: positions of these clients among the N.
-        products: ⟨θ_j^l, Δθ_i^l⟩, (B, L, N), from `inner_products_with_updates`.
-        rate: the hypernetworks' learning rate.
+        client_rows: positions of these clients among the N.
+        inner_products: ⟨θ_j^l, Δθ_i^l⟩, (B, L, N), from `inner_products_with_updates`.
+        learning_rate: the hypernetworks' learning rate.
         normalise: "relu" or "softmax".
     """
     with torch.enable_grad():
         leaves = {name: tensor.requires_grad_() for name, tensor in stack_hypernetworks(networks).items()}
-        alpha = layer_aggregation_weights(leaves, rows, normalise)
-        ascent = torch.autograd.grad(alpha, list(leaves.values()), products.to(alpha.dtype))
+        alpha = layer_aggregation_weights(leaves, client_rows, normalise)
+        ascent = torch.autograd.grad(alpha, list(leaves.values()), inner_products.to(alpha.dtype))
     steps = dict(zip(leaves, ascent, strict=True))
     stepped = []
     for i, network in enumerate(networks):
         new_tensors = _allocate_contiguous(network)
         for name, tensor in network.items():
-            torch.add(tensor, steps[name][i], alpha=rate, out=new_tensors[name])
+            torch.add(tensor, steps[name][i], alpha=learning_rate, out=new_tensors[name])
         stepped.append(new_tensors)
     return stepped
 
 
 def _allocate_contiguous(like: Hypernetwork) -> dict[str, Tensor]:
-    """Allocates uninitialised tensors, with the names and shapes of the given ones, in one block of memory, which can
-    be reused once freed.
-    """
+    """Allocates uninitialised tensors with the names and shapes of the given ones, in one block of memory."""
     sizes = [tensor.numel() for tensor in like.values()]
     parts = torch.split(torch.empty(sum(sizes), dtype=next(iter(like.values())).dtype), sizes)
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}
 
 
-def group_into_layers(
-    parameters: Sequence[str], owners: Mapping[str, Sequence[str]], granularity: str
+def group_tensor_names_into_layers(
+    tensor_names: Sequence[str], tensor_names_by_module: Mapping[str, Sequence[str]], granularity: str
 ) -> dict[str, list[str]]:
     """Groups a model's tensors into the layers that get one aggregation weight each: layer's name -> names of its
     tensors, in the order of the model.
 
     Args:
-        parameters: names of the tensors that are aggregated.
-        owners: module -> names of the tensors it owns (`models.structure.tensor_names_by_module`).
+        tensor_names: names of the tensors that are aggregated.
+        tensor_names_by_module: module -> names of the tensors it owns (`models.structure.tensor_names_by_module`).
         granularity: a layer is a "module" (the owner of a tensor), a "block" (the top-level module around it), a "tensor",
             or the whole "model".
 
-    >>> group_into_layers(["a.0.weight", "a.0.bias", "b.weight"],
+    >>> group_tensor_names_into_layers(["a.0.weight", "a.0.bias", "b.weight"],
     ...                   {"a.0": ["a.0.weight", "a.0.bias"], "b": ["b.weight"]}, "block")
     {'a': ['a.0.weight', 'a.0.bias'], 'b': ['b.weight']}
     """
-    owner = {name: module for module, names in owners.items() for name in names}
+    owner = {name: module for module, names in tensor_names_by_module.items() for name in names}
     label: dict[str, Callable[[str], str]] = {
         "module": lambda name: owner[name] or name,
         "block": lambda name: name.partition(".")[0],
@@ -211,7 +213,7 @@ def group_into_layers(
         "model": lambda _: "model",
     }
     by_layer: dict[str, list[str]] = {}
-    for name in parameters:
+    for name in tensor_names:
         by_layer.setdefault(label[granularity](name), []).append(name)
     return by_layer
 
@@ -258,7 +260,7 @@ def mix_models_by_layer(
 
 def inner_products_with_updates(
     models: Sequence[StateDict],
-    served: Tensor,
+    served_models: Tensor,
     replies: Sequence[StateDict],
     layers: Mapping[str, Sequence[str]],
 ) -> Tensor:
@@ -269,17 +271,17 @@ def inner_products_with_updates(
 
     Args:
         models: θ_1 ... θ_N at the start of the round.
-        served: the weights α with which θ̄_i was computed, (B, L, N).
+        served_models: the weights α with which θ̄_i was computed, (B, L, N).
         replies: θ_i of the B clients after local training.
         layers: as for `mix_models_by_layer`.
     """
-    total = torch.zeros(served.shape, dtype=torch.float64)
+    total = torch.zeros(served_models.shape, dtype=torch.float64)
 
     thetas, afters = _split_tensors(models, layers, len(models)), _split_tensors(replies, layers, len(models))
 
     def product(part: _TensorPart) -> tuple[int, Tensor]:
         theta, delta = part.stack_models(thetas), part.stack_models(afters)
-        weights = served[:, part.layer].to(theta.dtype)
+        weights = served_models[:, part.layer].to(theta.dtype)
         for near in _cache_sized_blocks(theta):
             delta[:, near].addmm_(weights, theta[:, near], alpha=-1)
         return part.layer, delta @ theta.T

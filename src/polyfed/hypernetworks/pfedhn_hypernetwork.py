@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from polyfed.core.machine.memory_limit import build_if_memory_suffices
+from polyfed.core.machine.memory_limit import build_after_memory_check
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict
 
@@ -68,7 +68,7 @@ def init_weight_hypernetwork(
             params |= {f"heads.{key}.{name}.bias": offset.clone() for name, offset in offsets.get(key, {}).items()}
         return params
 
-    return build_if_memory_suffices(
+    return build_after_memory_check(
         f"a hypernetwork with embedding_dim={embedding_dim}, hidden={hidden} and hn_depth={depth}", init_tensors
     )
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.io.trusted_code import import_object
-from polyfed.core.machine.memory_limit import build_if_memory_suffices
+from polyfed.core.io.trusted_code import import_trusted_callable
+from polyfed.core.machine.memory_limit import build_after_memory_check
 from polyfed.models.call_factory import call_factory
 from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedpnas, cnn_pfedla, cnn_small
 from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
@@ -67,14 +67,14 @@ def build(
         label = getattr(model, "__name__", type(model).__name__)
         return call_factory(label, model, tuple(input_shape), num_classes, arguments)
     if ":" in model:
-        return call_factory(model, import_object(model), tuple(input_shape), num_classes, arguments)
+        return call_factory(model, import_trusted_callable(model), tuple(input_shape), num_classes, arguments)
     if model not in MODELS:
         raise UserError(
             f"there is no model {model!r}; {did_you_mean(model, MODELS)}. A network of your own is given as module:factory"
         )
     argument_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     description = f"model {model}({argument_text[:200]}) on inputs {tuple(input_shape)} with {num_classes} outputs"
-    return build_if_memory_suffices(
+    return build_after_memory_check(
         description, lambda: call_factory(model, MODELS[model], tuple(input_shape), num_classes, arguments)
     )
 

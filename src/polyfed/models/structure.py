@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.examples.pytree import Inputs, call_arguments, call_network, logits_or_output, tree_map
+from polyfed.core.examples.pytree import Inputs, call_network, logits_or_output, split_into_call_arguments, tree_map
 from polyfed.core.nn.functional_call import call_with_tensors
 from polyfed.core.nn.tied_weights import first_name_by_name
 
@@ -331,7 +331,9 @@ def _layers_in_use(model: nn.Module, example: Inputs, layers: Mapping[str, nn.Mo
                 name: _detach(p).requires_grad_(p.is_floating_point()) for name, p in model.named_parameters()
             }
             buffers = {name: _detach(b) for name, b in model.named_buffers()}
-            output = call_with_tensors(model, {**parameters, **buffers}, *call_arguments(tree_map(_detach, example)))
+            output = call_with_tensors(
+                model, {**parameters, **buffers}, *split_into_call_arguments(tree_map(_detach, example))
+            )
             reached = _reached_parameters(logits_or_output(output), parameters)
     finally:
         for handle in handles:

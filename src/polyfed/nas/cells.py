@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.machine.allocator import enlarge_kernel_cache
-from polyfed.nas.operations import GroupedNorm, build_operations, untracked_batch_statistics
+from polyfed.core.machine.allocator import enlarge_onednn_kernel_cache
+from polyfed.nas.operations import GroupedNorm, build_operations, normalise_by_batch_without_tracking
 from polyfed.nas.sampling import OperationChoice
 
 EdgeJoin = Literal["sum", "mean"]
-enlarge_kernel_cache()  # the number of examples that choose an operation differs from step to step
+enlarge_onednn_kernel_cache()  # the number of examples that choose an operation differs from step to step
 
 
 @final
@@ -285,6 +285,6 @@ def _choice_gradient(
     if bool(chosen.all()):
         return of_chosen
     kind, dtype, enabled = autocast
-    with untracked_batch_statistics(operation), torch.autocast(kind, dtype, enabled=enabled):
+    with normalise_by_batch_without_tracking(operation), torch.autocast(kind, dtype, enabled=enabled):
         out = operation(value)
     return torch.where(chosen, of_chosen, (gradient * out).flatten(1).sum(1))

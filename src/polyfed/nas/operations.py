@@ -30,9 +30,9 @@ class GroupedNorm(nn.BatchNorm2d):
 
 
 @contextmanager
-def untracked_batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Makes all BatchNorm layers of a network normalise by their batch inside the block, without updating their running
-    statistics.
+def normalise_by_batch_without_tracking(module: nn.Module) -> Iterator[None]:
+    """Makes all BatchNorm layers of a network normalise by the batch's statistics inside the block, without updating
+    their running statistics.
     """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     for norm in norms:

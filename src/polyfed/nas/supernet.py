@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyfed.core.errors import UserError
-from polyfed.core.machine.memory_limit import build_if_memory_suffices
+from polyfed.core.machine.memory_limit import build_after_memory_check
 from polyfed.nas.cells import Cell, CellPlan, EdgeJoin
 from polyfed.nas.operations import OPERATION_NAMES, SMALL_OPERATION_NAMES, build_operations
 from polyfed.nas.sampling import (
@@ -72,7 +72,7 @@ class SupernetPlan:
         """
         cells = f"{len(self.base)} base cells and {len(self.personal)} personal cells"
         description = f"a supernet of {cells} with channels={self.channels} and sampler_width={self.sampler_width}"
-        return build_if_memory_suffices(description, lambda: Network(self))
+        return build_after_memory_check(description, lambda: Network(self))
 
 
 def plan_cell_stacks(

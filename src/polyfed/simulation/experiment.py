@@ -11,7 +11,7 @@ from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.former_fields import rename_former_fields
-from polyfed.core.io.trusted_code import check_trusted, import_dataclass
+from polyfed.core.io.trusted_code import check_code_trusted, import_trusted_dataclass
 from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
@@ -145,7 +145,7 @@ def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[
     arguments = dict(fields)
     name = str(arguments.pop("name", ""))
     if ":" in name:
-        return build_dataclass(import_dataclass(name, base, base.__name__.lower()), arguments, section_name)
+        return build_dataclass(import_trusted_dataclass(name, base, base.__name__.lower()), arguments, section_name)
     if name not in registry:
         raise UserError(f"unknown {section_name} {name!r}; {did_you_mean(name, registry)}")
     return build_dataclass(registry[name], arguments, section_name)
@@ -159,7 +159,7 @@ def check_ray_cluster_trusted(settings: Settings) -> None:
         UserError: the address is not this machine's, and the user has not trusted it.
     """
     if settings.engine == "ray" and settings.ray_address not in ("local", "auto"):
-        check_trusted(settings.ray_address, f"join the Ray cluster at {settings.ray_address!r}")
+        check_code_trusted(settings.ray_address, f"join the Ray cluster at {settings.ray_address!r}")
 
 
 def _build_shift(fields: Mapping[str, float]) -> Shift:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from polyfed.algorithms import get
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import RunInterrupt
-from polyfed.core.io.atomic_files import add_resume_hint, expand_user_path
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.compressors import Compressor
 from polyfed.simulation.callbacks.base import Callback, validate_callbacks
 from polyfed.simulation.callbacks.checkpoint import CheckpointSaver
@@ -126,7 +126,7 @@ def federate(
     )
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def run_federation(
     clients: Iterable[Client],
     algorithm: Algorithm[Any, Any],
@@ -207,7 +207,7 @@ def resume(
     )
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def resume_federation(
     out: str | Path,
     *,
@@ -275,7 +275,7 @@ def run_rounds(
     """
     with ExitStack() as stack:
         if directory is not None:
-            stack.enter_context(add_resume_hint(f"`polyfed resume {directory.path}`"))
+            stack.enter_context(add_resume_hint_if_disk_full(f"`polyfed resume {directory.path}`"))
             stack.callback(directory.close)
         checkpoint = start or federation.initial_checkpoint()
         engine = engine or _build_engine(federation, checkpoint, directory, progress)

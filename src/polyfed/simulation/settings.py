@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final, get_args
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.plain_values import convert_numpy_fields
+from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 
 EngineName = Literal["auto", "inprocess", "pool", "cohort", "ray"]
 Keep = Literal["last", "best", "loss"] | int
@@ -72,7 +72,7 @@ class Settings:
     secure: bool = False
 
     def __post_init__(self) -> None:
-        convert_numpy_fields(self)
+        convert_numpy_fields_in_place(self)
         listed = isinstance(self.metrics, tuple | list)  # a file has a list
         if not (listed and all(isinstance(name, str) for name in self.metrics)):
             raise UserError(f"metrics must be names such as ('auc', 'accuracy'), got {self.metrics!r}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm, Architecture, Client, Message
 from polyfed.core.examples.examples import Examples
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
@@ -250,7 +250,7 @@ def find_reply_reach(algorithm: Algorithm[Any, Any], public: Examples | None = N
     if "one_representation" in algorithm.requires:
         clients = [with_client_fields(c, model=audit_network) if c.model is wide_network else c for c in clients]
     federation = _build_federation(algorithm, clients, public)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         state, client_states = federation.initial_checkpoint().state, dict[str, Any]()
         for number in (1, 2):
             messages = {i: algorithm.dispatch(state, federation.client_info(i, number)) for i in federation.clients}
@@ -341,7 +341,7 @@ def _first_rounds(
     `_reply_signatures`."""
     federation, exchanges = _build_federation(algorithm, clients, public), list[tuple[Message, Message]]()
     client, *other_clients = clients
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         state, client_state = federation.initial_checkpoint().state, algorithm.client_init(client, 0)
         if others_replies is not None and not others_replies:
             for other_client in other_clients:

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, final
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client, Message
-from polyfed.core.declared_words import check_declared_words
+from polyfed.core.declared_words import check_declared_words_are_known
 from polyfed.core.evaluation.evaluate import evaluate_client_with_outputs
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.contiguous import path_of_first_difference
 from polyfed.core.method_card import card_of_method
 from polyfed.core.seeds import torch_generator
@@ -137,7 +137,7 @@ class AlgorithmContract(ABC):
 
     def test_declared_words_are_known(self, algorithm: Algorithm[Any, Any]) -> None:
         """A method's `requires` and `discloses` must contain only words that polyfed defines."""
-        check_declared_words(algorithm, type(algorithm).__name__)
+        check_declared_words_are_known(algorithm, type(algorithm).__name__)
 
     def test_metrics_are_complete_and_of_the_returned_network(self, algorithm: Algorithm[Any, Any]) -> None:
         """Every round must record a score, a loss and the bytes of each client, and the last round's values must be
@@ -168,7 +168,7 @@ class AlgorithmContract(ABC):
         """The server state and the client states must be unchanged after they are written to a checkpoint and read
         back."""
         federation = self._federation(algorithm)
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             check_serializable(algorithm.server_init(federation.server_context()), "the server's state")
             for client in federation.clients.values():
                 check_serializable(algorithm.client_init(client, 3), "the private state")
@@ -191,7 +191,9 @@ class AlgorithmContract(ABC):
         other_run = self._federate(algorithm, rounds=1, seed=4)
         assert without_durations(run.history) != without_durations(other_run.history)
         federation = self._federation(algorithm)
-        with single_torch_thread():  # the halves by themselves: an engine may give each task a random state of its own
+        with (
+            exclusive_single_torch_thread_with_grad()
+        ):  # the halves by themselves: an engine may give each task a random state of its own
             server_state = algorithm.server_init(federation.server_context())
             for client in federation.clients.values():
                 message = algorithm.dispatch(server_state, federation.client_info(client.id, 1))
@@ -204,7 +206,7 @@ class AlgorithmContract(ABC):
         federation = self._federation(algorithm)
         clients = list(federation.clients.values())
         data = [t.clone() for c in clients for t in (c.train.input_tensor, c.train.y, c.test.input_tensor)]
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
             server_state_copy, replies = _copy(server_state), {}
             for client in clients:
@@ -235,7 +237,7 @@ class AlgorithmContract(ABC):
         """The methods `dispatch` and `dispatch_all` must send a client the same message, up to rounding, both for
         training and for evaluation."""
         federation = self._federation(algorithm)
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
             for phase in ("local", "evaluate"):
                 client_infos = [federation.client_info(i, 1, phase) for i in federation.clients]
@@ -253,7 +255,7 @@ class AlgorithmContract(ABC):
         whatever scalars the replies hold that the method does not name in `scalars_needed`.
         """
         federation = self._federation(algorithm)
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
             start = Checkpoint(0, server_state, {})
             tasks = [
@@ -312,7 +314,7 @@ class AlgorithmContract(ABC):
             frozenset[str]() if (card := card_of_method(algorithm)) is None else card.published
         )
         federation = self._federation(algorithm)
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             server_state = algorithm.server_init(federation.server_context())
             for client in federation.clients.values():
                 message = algorithm.dispatch(server_state, federation.client_info(client.id, 1))

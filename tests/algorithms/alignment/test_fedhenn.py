@@ -13,7 +13,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
 from polyfed.alignment import draw_public_rows, mean_kernel_features, mean_rbf_kernel
 from polyfed.core.examples.as_examples import as_examples
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.results.run import Run
@@ -61,7 +61,7 @@ def federation(method: pf.Algorithm, clients: Sequence[pf.Client], public: Any =
 def one_round(at: Federation, state: Any, number: int, who: Sequence[str], client_states: dict[str, Any]) -> Any:
     """The server's state after a round with these clients, whose private states are changed in `client_states`."""
     method, replies = at.algorithm, {}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         for i in who:
             down, client = method.dispatch(state, at.client_info(i, number)), at.clients[i]
             own = client_states[i] if i in client_states else method.client_init(client, SEED)
@@ -247,7 +247,7 @@ def test_a_step_descends_the_papers_loss(fields: Mapping[str, Any]) -> None:
         kernels.append(kernel_by_hand(a, method.kernel))
     mean = sum(kernels) / 3
     assert isinstance(mean, Tensor)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         down = method.dispatch(state, at.client_info("client-0", 3))
         reply, own = method.local_update(down, client_states["client-0"], clients[0], 7)
     eta = 2.0 * (3 if method.growth == "linear" else 3**0.5)
@@ -268,7 +268,7 @@ def test_steps_of_the_homogeneous_form_descend_the_papers_loss(kernel: Literal["
     method = FedHeNNHomo(local_epochs=3, kernel=kernel, **STEP | {"eta0": 20.0})
     (client, *_), start = double_clients(), initial_state(narrow_net, SEED)
     at = federation(method, [client], DOUBLE_PUBLIC)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         down = method.dispatch(method.server_init(at.server_context()), at.client_info(client.id, 4))
         reply, _ = method.local_update(down, method.client_init(client, SEED), client, 7)
     x = DOUBLE_PUBLIC[0][draw_public_rows(SEED, 4, 40, 20).long()]

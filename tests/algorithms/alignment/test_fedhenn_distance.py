@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import FedHeNN, FedHeNNHomo
 from polyfed.alignment import draw_public_rows, linear_cka
 from polyfed.core.examples.as_examples import as_examples
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.rounds.federation import Federation
@@ -81,7 +81,7 @@ def test_a_step_descends_the_procrustes_distance_from_the_mean_kernel(normalise:
     members = clients([five, eight, five])
     method = FedHeNN(distance="procrustes", local_epochs=1, normalise=normalise, **STEP)
     at, states, replies = federation(method, members), dict[str, Any](), {}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         state = method.server_init(at.server_context())
         for client in members:
             down = method.dispatch(state, at.client_info(client.id, 1))
@@ -112,7 +112,7 @@ def test_steps_of_the_homogeneous_form_descend_the_procrustes_distance() -> None
     method = FedHeNNHomo(distance="procrustes", local_epochs=3, **STEP | {"eta0": 20.0})
     (client,) = clients([five])
     at = federation(method, [client])
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         down = method.dispatch(method.server_init(at.server_context()), at.client_info(client.id, 1))
         reply, _ = method.local_update(down, method.client_init(client, SEED), client, 7)
     start = initial_state(five, SEED)

@@ -14,7 +14,7 @@ from polyfed.algorithms import FedHeNN, FedHeNNHomo
 from polyfed.alignment import AlignmentTarget, draw_public_rows
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples, Normalise
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.simulation.results.run import Run
@@ -65,7 +65,7 @@ def federation(method: pf.Algorithm, public: Any = PUBLIC) -> Federation:
 
 def reply_of(at: Federation, state: Any, client: str, number: int = 1) -> tuple[pf.Message, pf.Message]:
     """What goes down to a client that starts, and its reply."""
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         down = at.algorithm.dispatch(state, at.client_info(client, number))
         own = at.clients[client]
         return down, at.algorithm.local_update(down, at.algorithm.client_init(own, SEED), own, 7)[0]

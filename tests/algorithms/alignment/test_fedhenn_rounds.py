@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo, Local
 from polyfed.alignment import draw_public_rows
 from polyfed.core.examples.examples import Examples
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.simulation.rounds.federation import Federation
@@ -45,7 +45,7 @@ def played(method, people):
     public = Examples(PUBLIC, torch.zeros(POOL, dtype=torch.int64))
     at = Federation({c.id: c for c in people}, method, Settings(rounds=len(COHORTS), seed=SEED), public)
     state, private = method.server_init(at.server_context()), {c.id: method.client_init(c, SEED) for c in people}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         for t, cohort in enumerate(COHORTS, 1):
             replies = {}
             for c in (people[k] for k in cohort):

@@ -19,7 +19,7 @@ from polyfed.algorithms.distillation.output_matching import softened_kl_divergen
 from polyfed.cli.commands.options.configuration_parser import parse_configuration
 from polyfed.cli.main import main
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import safetensors_num_bytes
@@ -55,7 +55,7 @@ def phase_two(teacher, rounds=9):
 
 def distil(method, client, teacher, own=None, seed=5, round_number=6):
     """One round of phase 2 for a client: reply and private state."""
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         own = method.client_init(client, 3) if own is None else own
         down = method.dispatch(phase_two(teacher), ClientInfo(client.id, round_number, 9))
         return method.local_update(down, own, client, seed)
@@ -109,7 +109,7 @@ def test_without_the_teachers_share_it_is_local_training_bit_for_bit(net):
     own, alone = None, local.client_init(client, 3)
     for t in (6, 7):
         reply, own = distil(method, client, initial_state(SmallNet, 8), own, seed=t, round_number=t)
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             theirs, alone = local.local_update(local.dispatch({}, ClientInfo("a", t, 9)), alone, client, t)
         assert_equal(own["student"], alone["model"])
         assert reply == theirs
@@ -191,7 +191,7 @@ def test_a_student_that_is_the_teacher_stays_as_it_is():
         torch.testing.assert_close(same["student"][name], weights[name], rtol=0, atol=1e-6)
         assert (other["student"][name] - tensor).abs().max() > 1e-4
     assert_equal(other["teacher"], weights)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         ((name, teacher),) = method.other_models(Message(), other, client, 0)
     assert name == "teacher"
     assert_equal(teacher.state_dict(), weights)

@@ -7,7 +7,7 @@ from closed_forms import CURVATURE, OPTIMUM, assert_near, linear, linear_clients
 import polyfed as pf
 from polyfed.algorithms import FedAvg, FedDyn
 from polyfed.core.algorithm import Message
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import SmallNet, small_clients
 
@@ -73,7 +73,7 @@ def test_the_penalty_is_the_whole_regulariser():
     start = initial_state(client.model, 0)
     g = {n: torch.full_like(t, 0.3) for n, t in start.items()}
     method = FedDyn(alpha=4.0, lr=1e-3, batch_size=0, local_steps=2)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         with_g, _ = method.local_update(Message({"model": start}, {"lr": 1e-3}), {"gradient": g}, client, 0)
         without, _ = method.local_update(Message({"model": start}, {"lr": 1e-3}), {"gradient": {}}, client, 0)
     for name in start:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Moon
 from polyfed.core.algorithm import Message
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import assert_runs_equal, small_clients
 
@@ -40,7 +40,7 @@ def test_a_first_round_has_no_model_before_and_no_contrast():
     """Where the model before is the global one, the contrast is log 2 and has no gradient."""
     start = initial_state(net, 0)
     down, method = Message({"model": start}, {"lr": 0.1}), Moon(mu=5.0, lr=0.1, batch_size=0)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         first, own = method.local_update(down, {}, client(), 3)
         again, _ = method.local_update(down, {"previous": start}, client(), 3)
     assert_near(first.tensors["model"], again.tensors["model"])
@@ -54,7 +54,7 @@ def test_a_round_is_what_the_paper_says_step_by_step(mu, tau):
     start = initial_state(net, 0)
     before = {n: t + 0.3 * torch.sin(torch.arange(t.numel()).view(t.shape)) for n, t in start.items()}
     method = Moon(mu=mu, tau=tau, lr=eta, batch_size=0, local_steps=3)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, own = method.local_update(Message({"model": start}, {"lr": eta}), {"previous": before}, who, 5)
     x, y = who.train.x, who.train.y
 
@@ -84,7 +84,7 @@ def test_the_representation_can_be_named():
     """The input of the first layer is x, on which nothing that is trained has a say: no contrast."""
     start = initial_state(net, 0)
     before, down = {n: t + 0.3 for n, t in start.items()}, Message({"model": start}, {"lr": 0.1})
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         named, _ = Moon(module="0", mu=9.0, lr=0.1, batch_size=0).local_update(down, {"previous": before}, client(), 3)
         plain, _ = FedAvg(lr=0.1, batch_size=0).local_update(down, {}, client(), 3)
         assert_near(named.tensors["model"], plain.tensors["model"])

@@ -15,7 +15,7 @@ from polyfed.hypernetworks import ghn
 from polyfed.hypernetworks.ghn import (
     MAX_DENSE_BYTES,
     GHNConfig,
-    describe_factored_heads,
+    describe_message_size_of_heads,
     hypernetwork_size_in_bytes,
     init_ghn_params,
     use_factored_heads_if_large,
@@ -59,7 +59,7 @@ def test_the_papers_networks_are_light_where_they_are_large():
     assert use_factored_heads_if_large(small) is small
     assert use_factored_heads_if_large(large).head == "factored"
     assert (
-        describe_factored_heads(large)
+        describe_message_size_of_heads(large)
         == "factored: 19 MB each way a round, where the paper's heads (mlp) would send 315 MB"
     )
 

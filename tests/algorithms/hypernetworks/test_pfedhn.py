@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import polyfed as pf
 from polyfed.algorithms.hypernetworks import pfedhn
 from polyfed.algorithms.hypernetworks.pfedhn import PFedHN
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.hypernetworks.pfedhn_hypernetwork import (
     backpropagate_deltas,
     generate_client_weights,
@@ -220,7 +220,7 @@ def halves(method, clients, seed=3):
 
 def replies_of(method, federation, state, ids=None):
     replies = {}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         for i in ids or federation.clients:
             client = federation.clients[i]
             down = method.dispatch(state, federation.client_info(i, 1))

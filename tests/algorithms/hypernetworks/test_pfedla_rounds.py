@@ -8,7 +8,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import HeurPFedLA, PFedLA
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.hypernetworks.layer_aggregation import HypernetworkSizes, init_aggregation_hypernetwork
@@ -120,7 +120,7 @@ def test_rounds_written_out_in_plain_torch_are_the_same(method, k, normalise):
     members = clients()
     options = {"hn_lr": RATE, "normalise": normalise, "embedding_dim": 6, "hidden": 5, "momentum": 0.9, **FULL}
     made = method(**options, **({"k": k} if k else {}))
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         state, evaluated = polyfeds(made, members, ROUNDS)
         written, kept = Written(members, k, normalise), set()
         for who in ROUNDS:

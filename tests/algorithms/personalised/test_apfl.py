@@ -7,7 +7,7 @@ from closed_forms import assert_equal, assert_near, linear, linear_clients, slop
 import polyfed as pf
 from polyfed.algorithms import APFL, FedAvg, Local
 from polyfed.core.algorithm import Message
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
@@ -47,7 +47,7 @@ def test_a_round_is_what_the_paper_says_step_by_step(adaptive):
     v = {n: t + 0.5 * torch.cos(torch.arange(t.numel()).view(t.shape)) for n, t in start.items()}
     method = APFL(lr=eta, batch_size=0, local_steps=4, adaptive=adaptive)
     own = {"model": v, "alpha": alpha, "trained": True}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, after = method.local_update(Message({"model": start}, {"lr": eta}), own, client, 5)
     w = dict(start)
     for step in range(4):
@@ -61,7 +61,7 @@ def test_a_round_is_what_the_paper_says_step_by_step(adaptive):
     assert_near(after["model"], v)
     assert after["alpha"] == pytest.approx(alpha, abs=1e-6)
     assert (alpha == 0.3) != adaptive
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         mixture = method.personal_model(Message({"model": start}), after, client, 0).state_dict()
     assert_near(mixture, {n: alpha * v[n] + (1 - alpha) * start[n] for n in start})
 

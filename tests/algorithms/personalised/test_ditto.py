@@ -7,7 +7,7 @@ from closed_forms import COUNT, CURVATURE, OPTIMUM, assert_equal, assert_near, l
 import polyfed as pf
 from polyfed.algorithms import Ditto, FedAvg, Local
 from polyfed.core.algorithm import Message
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import SmallNet, small_clients
 
@@ -51,7 +51,7 @@ def test_a_round_is_what_the_paper_says_step_by_step():
     start = initial_state(client.model, 0)
     own = {"model": {n: t + 0.1 for n, t in start.items()}, "trained": True}
     method = Ditto(lam=lam, lr=eta, batch_size=0, local_steps=3)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, after = method.local_update(Message({"model": start}, {"lr": eta}), own, client, 5)
 
     w, v = dict(start), dict(own["model"])

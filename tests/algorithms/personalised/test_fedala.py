@@ -9,7 +9,7 @@ from closed_forms import assert_equal, assert_near, linear, linear_clients, slop
 import polyfed as pf
 from polyfed.algorithms import FedALA, FedAvg, Local
 from polyfed.core.algorithm import Message
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
@@ -49,7 +49,7 @@ def test_w_is_learnt_as_the_paper_says_step_by_step(known):
     weights = {n: torch.linspace(0.2, 1.0, t.numel()).view(t.shape) for n, t in shared.items()}
     method = FedALA(lr=rate, weight_lr=eta * 50, sample=1.0, start_epochs=3, batch_size=0, momentum=0.5, local_steps=1)
     own = {"model": mine, "weights": weights, "trained": True, "learnt": known}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, after = method.local_update(Message({"model": shared}, {"lr": rate}), own, client, 5)
     w = weights
     for _ in range(1 if known else 3):

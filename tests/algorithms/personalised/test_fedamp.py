@@ -8,7 +8,7 @@ from closed_forms import assert_equal, assert_near, linear, linear_clients, slop
 import polyfed as pf
 from polyfed.algorithms import FedAMP, Local
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
@@ -92,7 +92,7 @@ def test_a_round_is_what_the_paper_says_step_by_step():
     models = drawn(2, 0.4)
     w, u = models.values()
     method = FedAMP(lr=eta, batch_size=0, local_steps=4)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, own = method.local_update(Message({"cloud": u}, {"lr": eta, "pull": pull}), {"model": w}, client, 5)
     for _ in range(4):
         g = slopes(w, client.train)

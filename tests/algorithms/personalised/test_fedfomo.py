@@ -11,7 +11,7 @@ import polyfed as pf
 from polyfed.algorithms import Local
 from polyfed.algorithms.personalised.fedfomo import FedFomo
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import safetensors_num_bytes
@@ -66,7 +66,7 @@ def mixed(client, start, models, preferences=None, trained=None):
     """`own` is θ_i', with which the last local training began; it came out as `trained`, or unchanged."""
     own = {"model": at(start if trained is None else trained), "before": at(start)}
     own |= {} if preferences is None else {"preferences": preferences}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, own = FedFomo(num_models=2).local_update(offered(models), own, client, 7)
     return reply, own
 
@@ -98,7 +98,7 @@ def test_training_that_made_things_worse_is_undone():
 
 def test_nothing_is_weighed_before_the_client_has_trained():
     own = {"model": at(4.0)}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         reply, after = FedFomo(num_models=2).local_update(offered({1: 1.0}), own, quadratic_client(2.0, 1.0), 7)
     assert reply.tensors["model"]["theta"].item() == 4.0
     assert after["preferences"].tolist() == [0.0] * 5
@@ -136,7 +136,7 @@ def test_distance_is_the_euclidean_norm_over_all_parameters():
     other = {name: tensor.clone() for name, tensor in start.items()}
     other["weight"][0, 0], other["weight"][0, 1], other["bias"][0] = 1.0, 2.0, -1.0  # differs by (−2, 2, −1): norm 3
     down = Message({"model/1": other}, offered({}).scalars)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         _, own = FedFomo(num_models=1).local_update(down, {"model": start, "before": start}, client, 0)
     # outputs (3, 0) and (0, 1): half the mean squares are 9/4 and 1/4
     assert own["preferences"][1].item() == pytest.approx((9 / 4 - 1 / 4) / 3, abs=1e-6)
@@ -273,7 +273,7 @@ def test_holdout_weighs_the_models():
     y[held] = 1.0
     client = pf.Client("q", Line, pf.Examples(x, y), pf.Examples(x, x), task="regression")
     own = {"model": at(0.0), "before": at(0.0), "holdout": held}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         _, after = FedFomo(num_models=2).local_update(offered({1: 1.0, 2: -1.0}), own, client, 0)
     assert after["preferences"].tolist() == pytest.approx([0, 0.5, -1.5, 0, 0], abs=1e-6)
     assert torch.equal(after["holdout"], held)
@@ -329,7 +329,7 @@ def test_held_out_examples_weigh_the_models():
     train, test, val = (pf.Examples(x, y * x) for y in (torch.tensor([[-1.0], [1.0], [1.0], [1.0]]), 5.0, 7.0))
     client = pf.Client("q", Line, train, test, val, task="regression")
     own = {"model": at(0.0), "before": at(0.0), "holdout": torch.tensor([0])}
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         _, own = FedFomo(num_models=2).local_update(offered({1: 1.0, 2: -1.0, 3: 5.0}), own, client, 7)
     assert own["preferences"].tolist() == pytest.approx([0, -1.5, 0.5, -17.5 / 5, 0], abs=1e-5)
 
@@ -340,7 +340,7 @@ def test_a_round_explores_as_the_server_tells_it():
     own = {"model": at(4.0), "before": at(4.0), "preferences": preferences}
     asked = {}
     for epsilon in (0.0, 1.0):
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             replies = [
                 FedFomo(num_models=1).local_update(offered({}, epsilon=epsilon), own, quadratic_client(2.0, 1.0), seed)[
                     0

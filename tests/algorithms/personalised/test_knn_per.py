@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import FedAvg, KNNPer
 from polyfed.core.algorithm import Message
 from polyfed.core.evaluation.evaluate import predict
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.testing import small_clients
 
@@ -25,7 +25,7 @@ def client(val=True):
 
 
 def personal(method, who):
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         return method.personal_model(Message({"model": initial_state(net, 0)}, {"lr": 0.1}), {}, who, 0)
 
 

@@ -18,7 +18,7 @@ from polyfed.comparison.plan import ClientSet, ComparisonPlan
 from polyfed.comparison.storage.comparison_directory import load_comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.core.errors import RoundError
-from polyfed.data.partitioning.validation_split import hold_out_validation_sets
+from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.directory import read_manifest
@@ -322,19 +322,19 @@ def test_every_method_is_tuned_unasked_and_trained_on_all_examples_afterwards(tm
     trained = read_manifest(tmp_path / "a" / "fedavg" / "seed-0")["data_fingerprint"]
     searched = read_manifest(next((tmp_path / "a" / "tuning" / "fedavg").iterdir()))["data_fingerprint"]
     assert trained == data_fingerprint(clients)
-    assert searched == data_fingerprint(hold_out_validation_sets(clients, seed=0))
-    assert [len(c.train) + len(c.val) for c in hold_out_validation_sets(clients, seed=0)] == [
+    assert searched == data_fingerprint(hold_out_missing_validation_sets(clients, seed=0))
+    assert [len(c.train) + len(c.val) for c in hold_out_missing_validation_sets(clients, seed=0)] == [
         len(c.train) for c in clients
     ]
 
 
 def test_what_is_held_out_has_every_class_and_is_disjoint():
-    for before, after in zip(bare(3), hold_out_validation_sets(bare(3), seed=1), strict=True):
+    for before, after in zip(bare(3), hold_out_missing_validation_sets(bare(3), seed=1), strict=True):
         rows = torch.cat([after.train.x[after.train.index], after.val.x[after.val.index]])
         assert torch.equal(rows.sort(dim=0).values, before.train.x.sort(dim=0).values)
         assert set(after.val.labels.tolist()) == {0, 1, 2}
     tiny = pf.Client("tiny", None, (torch.randn(4, 2), torch.arange(4) % 2), (torch.randn(4, 2), torch.arange(4) % 2))
-    assert hold_out_validation_sets([tiny], seed=0)[0].val is None
+    assert hold_out_missing_validation_sets([tiny], seed=0)[0].val is None
 
 
 def test_a_value_at_the_edge_of_what_was_tried_is_named():

@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.core.evaluation.evaluate import evaluate, predict
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.examples.nan_checks import check_examples_finite
-from polyfed.core.examples.prediction_inputs import convert_inputs_like
+from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
 from polyfed.core.examples.pytree import (
     call_network,
     input_spec_of,
@@ -146,7 +146,7 @@ def test_inputs_to_predict_have_the_parts_of_the_clients():
         {"image": IMAGES, "age": AGES}, Y, transform=PartwiseTransform({"image": Normalise((0.0,), (1.0,))})
     )
     given = {"age": [[60]], "image": IMAGES[:1, 0]}  # whole numbers, and no axis of channels
-    x = convert_inputs_like(known, given, "the inputs").batch(torch.tensor([0]))[0]
+    x = convert_inputs_to_examples_like(known, given, "the inputs").batch(torch.tensor([0]))[0]
     assert (x["age"].item(), x["age"].dtype) == (60.0, torch.float32)
     torch.testing.assert_close(x["image"], IMAGES[:1] / 255)
     for wrong, sentence in (
@@ -156,7 +156,7 @@ def test_inputs_to_predict_have_the_parts_of_the_clients():
         ({"age": AGES * torch.nan, "image": IMAGES}, "the inputs: 'age' have values that are NaN"),
     ):
         with pytest.raises(pf.UserError, match=sentence):
-            convert_inputs_like(known, wrong, "the inputs")
+            convert_inputs_to_examples_like(known, wrong, "the inputs")
 
 
 def test_forms_are_values():

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from polyfed.core.machine.allocator import enlarge_kernel_cache, tune_malloc
+from polyfed.core.machine.allocator import enlarge_onednn_kernel_cache, make_malloc_keep_freed_memory
 
 resource = pytest.importorskip("resource")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a matter of glibc")
 def test_memory_is_taken_from_the_system_once():
-    if not tune_malloc():
+    if not make_malloc_keep_freed_memory():
         pytest.skip("another C library than glibc")
 
     def faults():
@@ -55,5 +55,5 @@ def test_the_environment_decides_how_many_kernels_are_kept(monkeypatch):
         monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
         if asked is not None:
             monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", asked)
-        enlarge_kernel_cache()
+        enlarge_onednn_kernel_cache()
         assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == kept

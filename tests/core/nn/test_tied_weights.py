@@ -8,7 +8,13 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg
 from polyfed.core.errors import UserError
-from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.nn.module_cache import (
+    cached_module,
+    copy_trained_weights_and_buffers,
+    fill_module,
+    initial_state,
+    restore_all_but_weights_and_set_eval,
+)
 from polyfed.core.nn.tied_weights import (
     all_names_by_first_name,
     first_name_by_alias,
@@ -65,15 +71,19 @@ def test_the_first_name_is_that_of_named_parameters(factory):
     assert {name for names in all_names_by_first_name(module).values() for name in names[1:]} == set(
         first_name_by_alias(module)
     )
-    assert list(trainable_state(module)) == [n for n, first in first_name_by_name(module).items() if n == first]
-    assert initial_state(factory, 3).keys() == trainable_state(module).keys()
+    assert list(copy_trained_weights_and_buffers(module)) == [
+        n for n, first in first_name_by_name(module).items() if n == first
+    ]
+    assert initial_state(factory, 3).keys() == copy_trained_weights_and_buffers(module).keys()
 
 
 def test_buffers_of_several_names_are_one_and_are_not_put_back():
     net = cached_module(TwoNorms)
     assert set(net.buffers) == {"mask", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     net.module.norm.running_mean.fill_(5.0)
-    assert reset_for_eval(net.module).norm.running_mean.tolist() == [5.0] * 6  # it is persistent under one of its names
+    assert (
+        restore_all_but_weights_and_set_eval(net.module).norm.running_mean.tolist() == [5.0] * 6
+    )  # it is persistent under one of its names
     module = TwoNorms()
     module.same_mask = module.same_mask.clone()  # as after a move to another device
     retie_buffers(module, {"same_mask": "mask", "again.weight": "norm.weight"})
@@ -81,7 +91,7 @@ def test_buffers_of_several_names_are_one_and_are_not_put_back():
 
 
 def test_a_tree_may_have_any_of_the_names_but_not_two_values():
-    module, state = tied(), trainable_state(tied())
+    module, state = tied(), copy_trained_weights_and_buffers(tied())
     further = {("2.weight" if name == "0.weight" else name): tensor for name, tensor in state.items()}
     both = {**state, **further}
     for tree in (state, further, both, {**both, "2.weight": both["0.weight"].clone()}):

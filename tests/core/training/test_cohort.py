@@ -21,8 +21,8 @@ from polyfed.core.vectorized.deferred_calls import (
     DeferredRun,
     FitCall,
     PerClientTerm,
-    copy_full_state,
-    copy_named_tensors,
+    copy_all_parameters_and_buffers,
+    copy_tensors_into_module,
     current_deferred_run,
     deferring_calls,
 )
@@ -113,7 +113,11 @@ def calls_of(make, data, options, **more):
             "reported_loss": "loss",
         }
         given = {key: value(seed) if callable(value) else value for key, value in more.items()}
-        calls.append(FitCall(module, copy_full_state(other), trained, mine, options, 0.1, seed, **{**task, **given}))
+        calls.append(
+            FitCall(
+                module, copy_all_parameters_and_buffers(other), trained, mine, options, 0.1, seed, **{**task, **given}
+            )
+        )
         alone.append(other)
     return calls, alone
 
@@ -288,7 +292,7 @@ def test_buffers_that_no_layer_knows_must_be_equal():
 
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     module.register_buffer("shift", torch.zeros(1))
-    states = [{**copy_full_state(module), "shift": torch.full((1,), float(k))} for k in range(2)]
+    states = [{**copy_all_parameters_and_buffers(module), "shift": torch.full((1,), float(k))} for k in range(2)]
     with pytest.raises(CannotStackError, match="'shift' differs"):
         Stacked(module, states)
     assert stacking_obstacle(Shifted(2, 2)) == "Shifted has weights of its own"
@@ -323,5 +327,5 @@ def test_training_alone_is_left_in_place():
 def test_only_what_differs_is_copied_into_a_module():
     module = nn.Linear(4, 3)
     before = module.weight._version
-    copy_named_tensors(module, copy_full_state(module))
+    copy_tensors_into_module(module, copy_all_parameters_and_buffers(module))
     assert module.weight._version == before

@@ -12,7 +12,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, FedFomo, Local
 from polyfed.core.errors import ClientError, UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.trusted_code import temporary_trust, trust_code
+from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.seeds import torch_generator
 from polyfed.core.training.loop import fit
@@ -80,7 +80,7 @@ def test_a_clients_own_loss_is_trained_on_by_every_method(name):
         more = {"alpha": 0.0, "teacher": "polyfed.testing:SmallNet", "teacher_rounds": 1}
     method = REGISTRY[name](lr=0.1, batch_size=8, momentum=0.0, **more)
     public = torch.randn(24, 6, generator=torch_generator(1)) if "public_data" in method.requires else None
-    with temporary_trust():
+    with restore_trusted_names_afterwards():
         trust_code("polyfed.testing:SmallNet")
         runs = [
             pf.federate(clients, method, rounds=2, workers=0, public=public)

@@ -10,8 +10,8 @@ import polyfed as pf
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data import PadCropFlip, Split, make_clients
-from polyfed.data.concat import concat_examples, describe_mismatch
-from polyfed.data.formats.lazy_images import EncodedArrowImages, write_arrow_images
+from polyfed.data.concat import concat_examples, concatenation_obstacle
+from polyfed.data.formats.lazy_images import EncodedArrowImages, copy_parquet_images_to_arrow_file
 from polyfed.data.partitioning.partitions import IID, Natural
 from polyfed.data.sources.arrays import Parquet
 from polyfed.data.sources.folders import ImageFolder, ImageTable
@@ -170,10 +170,10 @@ def test_equal_lazy_pictures_are_found_as_in_memory(folder):
 
 def test_lazy_pictures_of_two_sets_are_not_mixed(folder):
     a, b = (ImageFolder(str(folder / "a" / site), 8, lazy=True).load().train for site in ("north", "south"))
-    assert describe_mismatch(a, b) == "inputs are prepared by different transforms"
+    assert concatenation_obstacle(a, b) == "inputs are prepared by different transforms"
     with pytest.raises(UserError, match="of other images than their transform decodes"):
         a.transform(b.x)
-    assert describe_mismatch(a, concat_examples([a, a])) == ""
+    assert concatenation_obstacle(a, concat_examples([a, a])) is None
 
 
 def test_lazy_pictures_that_fail_are_named(folder):
@@ -190,7 +190,7 @@ def test_lazy_pictures_that_fail_are_named(folder):
     with pytest.raises(UserError, match="cannot be read as an Arrow file of images"):
         len(EncodedArrowImages(str(folder / "x.arrow")))
     with pytest.raises(UserError, match="cannot be read as Parquet"):
-        write_arrow_images([path], "image", folder / "y.arrow")
+        copy_parquet_images_to_arrow_file([path], "image", folder / "y.arrow")
     assert not (folder / "y.arrow").exists()
 
 

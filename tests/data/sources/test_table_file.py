@@ -12,8 +12,8 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.data import Split, make_clients
 from polyfed.data.partitioning.partitions import Natural
-from polyfed.data.partitioning.resplit import prepare_public_like_clients, resplit_clients
-from polyfed.data.partitioning.validation_split import hold_out_validation_sets
+from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public, resplit_clients
+from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.data.sources.table_file import TableFile
 from polyfed.data.tabular.preprocessing import TablePreprocessor, fit_preprocessor
 
@@ -177,7 +177,7 @@ def test_preprocessing_is_fitted_on_the_training_rows_of_each_site():
 def test_it_is_fitted_again_where_examples_are_dealt_again():
     sites = pf.data.split_table(frame(), "ill", "hospital", drop=["cost", "patient"])
     clients = sites.build_clients(linear(sites))
-    for again in (*resplit_clients(clients, 2), hold_out_validation_sets(clients, seed=1)):
+    for again in (*resplit_clients(clients, 2), hold_out_missing_validation_sets(clients, seed=1)):
         for client in again:
             assert (
                 client.test.transform
@@ -215,7 +215,7 @@ def test_a_group_is_never_in_two_sets_even_of_two_sites():
     assert (shared > 1).sum() > 10
     assert "patient" not in sites.feature_names
     bare = [pf.Client(c.id, c.model, c.train, c.test) for c in clients]
-    for again in (clients, *resplit_clients(clients, 3), hold_out_validation_sets(bare, seed=0)):
+    for again in (clients, *resplit_clients(clients, 3), hold_out_missing_validation_sets(bare, seed=0)):
         assert all(len(kinds) == 1 for kinds in sets_of(again).values())
         assert all(len(c.train) and len(c.val) and len(c.test) for c in again)
     ungrouped = pf.data.split_table(data, "ill", "hospital", drop="cost,patient", val_fraction=0.2)
@@ -289,10 +289,10 @@ def test_public_rows_are_prepared_as_clients_are_after_each_dealing():
     )
     clients = sites.build_clients(linear(sites))
     assert sites.public.transform == clients[0].train.transform
-    for again in (*resplit_clients(clients, 3), hold_out_validation_sets(clients, seed=1)):
-        now = prepare_public_like_clients(sites.public, again)
+    for again in (*resplit_clients(clients, 3), hold_out_missing_validation_sets(clients, seed=1)):
+        now = apply_common_preprocessing_to_public(sites.public, again)
         assert now.transform == again[0].train.transform
         assert now.transform != sites.public.transform
     bare = Examples(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
-    assert prepare_public_like_clients(bare, clients) is bare
-    assert prepare_public_like_clients(None, clients) is None
+    assert apply_common_preprocessing_to_public(bare, clients) is bare
+    assert apply_common_preprocessing_to_public(None, clients) is None

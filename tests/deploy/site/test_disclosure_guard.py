@@ -160,10 +160,12 @@ def test_a_message_is_entered_before_data_noise_and_state(sites, secure, monkeyp
         noted(owner, name)
     noted(GaussianNoise, "draw_standard_normal")
     noted(SumParticipation, "mask_reply_words")
-    noted(private_state, "append_line")
+    noted(private_state, "append_line_and_flush")
     assert three[NAMES[0]].answer_envelope(letter("local", secure=secure, boxes=boxes)).body.tensors
     assert order[:2] == ["spend_budget", "client"]
-    assert order.index("write_private_state") < order.index("draw_standard_normal") < order.index("append_line")
+    assert (
+        order.index("write_private_state") < order.index("draw_standard_normal") < order.index("append_line_and_flush")
+    )
     assert ("mask_reply_words" in order) == secure
 
 

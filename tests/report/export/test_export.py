@@ -274,7 +274,7 @@ def test_a_failure_while_writing_leaves_nothing(images, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
         yield
 
-    monkeypatch.setattr(folder, "open_new_file", full)
+    monkeypatch.setattr(folder, "open_file_for_overwrite", full)
     with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\)"):
         export_model(images, "b", tmp_path / "b", format="weights")
     assert not list(tmp_path.iterdir())

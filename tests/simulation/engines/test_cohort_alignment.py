@@ -14,7 +14,7 @@ from polyfed.alignment.representations import differentiable_representations
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.training import cohort
-from polyfed.core.vectorized.deferred_calls import copy_full_state
+from polyfed.core.vectorized.deferred_calls import copy_all_parameters_and_buffers
 from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked
 
 FORMS = {
@@ -107,11 +107,13 @@ def test_each_client_meets_its_own_rows_at_every_step(number, sigma):
     """Against each network by itself, on rows drawn here; the gradients, too. A wrong pairing changes all of them."""
     networks, rows, examples = [plain() for _ in range(3)], torch.arange(2, 12), pool()
     ours = term(num_rows=number, target=NetworkTarget(plain(), sigma))
-    states = torch.stack([ours.build_for_client(seed).tensors[0] for seed in (5, 6, 7)])
+    states = torch.stack([ours.build_penalty_for_client(seed).tensors[0] for seed in (5, 6, 7)])
     generators = [torch_generator(derive_seed(seed, "rad")) for seed in (5, 6, 7)]
     target = ours.target.compute_target(examples, rows, "3")
     target = AlignmentTarget(target.matrix.double(), sigma)
-    with Stacked(networks[0], [copy_full_state(net) for net in networks], frozenset({"0.weight"})) as stack:
+    with Stacked(
+        networks[0], [copy_all_parameters_and_buffers(net) for net in networks], frozenset({"0.weight"})
+    ) as stack:
         (weights,) = (p for _, p in stack.named_parameters())
         together_found = [ours(stack, [states]) for _ in range(3)]
         slopes = [torch.autograd.grad(found.sum(), weights)[0] for found in together_found]
@@ -149,7 +151,7 @@ class Turned(nn.Module):
 
 def test_an_input_without_a_row_for_each_example_is_left_to_each_client():
     with (
-        Stacked(Turned(), [copy_full_state(Turned()) for _ in range(3)]) as stack,
+        Stacked(Turned(), [copy_all_parameters_and_buffers(Turned()) for _ in range(3)]) as stack,
         pytest.raises(CannotStackError, match="row"),
     ):
         differentiable_representations(stack, pool(), torch.arange(6).view(3, 2), "head")

@@ -219,8 +219,8 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         batch_rows = min(self.rad_batch or len(rows), len(rows))
         term = AlignmentTerm(pool, rows, module, target, self.distance, eta, batch_rows, type(self).__name__)
         if self.term == "minibatch":
-            return term.build_for_client(seed)
+            return term.build_penalty_for_client(seed)
         batches = plan_batch_sizes(
             len(client.train), self.batch_size, 1, None, self.accumulate, has_batch_statistics(network)
         )
-        return EpochGradientTerm.build_for_client(term, network, len(batches), seed)
+        return EpochGradientTerm.build_penalty_for_client(term, network, len(batches), seed)

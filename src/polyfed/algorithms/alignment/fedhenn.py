@@ -26,7 +26,13 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import first_leaf
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.nn.module_cache import (
+    cached_module,
+    copy_trained_weights_and_buffers,
+    fill_module,
+    initial_state,
+    restore_all_but_weights_and_set_eval,
+)
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors
 from polyfed.core.training.loop import fit
 
@@ -299,12 +305,14 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         scalars = {"train_loss": fit_result.loss, "num_examples": len(client.train)}
         if self.weighting == "capacity" and self.share == "representations":
             scalars["capacity"] = _count_trained_parameters(model)
-        state = trainable_state(model)
+        state = copy_trained_weights_and_buffers(model)
         state_after: ClientState = {"model": state, **self._pool_state(message, client_state)}
         if self.share == "weights":
             return Message({"model": {**clone_tensors(state), **self._initial_counters(client)}}, scalars), state_after
         a = self._reduce_rank(
-            compute_representations(reset_for_eval(model), pool, module=module, batch_statistics=True)
+            compute_representations(
+                restore_all_but_weights_and_set_eval(model), pool, module=module, batch_statistics=True
+            )
         )
         return Message({"representations": {"a": a}}, scalars), state_after
 

@@ -14,7 +14,7 @@ from polyfed.alignment.alignment_term import NetworkTarget
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model, load_model_for_eval
-from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
+from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit
 
@@ -111,7 +111,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
         reply, buffer_state = build_reply(net, client, fit_result.loss, self)
         return reply, {
             **buffer_state,
-            "trained": trainable_state(net.module),
+            "trained": copy_trained_weights_and_buffers(net.module),
             **self._pool_state(message, client_state),
         }
 

@@ -14,7 +14,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.messages.lora import AdapterMode, factorise_mean_adapters
 from polyfed.core.nn.buffers import (
     HasBufferPolicy,
-    extract_update,
+    extract_sent_tensors_and_client_state,
     load_client_model,
     load_model_for_eval,
     tensors_to_send,
@@ -387,5 +387,5 @@ def build_reply(net: CachedModule, client: Client, loss: float, method: HasBuffe
 
     Returns the reply and the client state.
     """
-    model, buffer_state = extract_update(net, method)
+    model, buffer_state = extract_sent_tensors_and_client_state(net, method)
     return Message({"model": model}, reply_scalars(client, loss)), buffer_state

@@ -12,8 +12,19 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
-from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, tensors_to_send
-from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.nn.buffers import (
+    extract_sent_tensors_and_client_state,
+    load_client_model,
+    recompute_norm_statistics_if_needed,
+    tensors_to_send,
+)
+from polyfed.core.nn.module_cache import (
+    CachedModule,
+    cached_module,
+    copy_trained_weights_and_buffers,
+    fill_module,
+    initial_state,
+)
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit, reply_scalars
 
@@ -89,7 +100,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the client's network: the global part θ with the client's local part."""
         net = self._load_with_local_part(message, client_state, client)
-        return prepare_for_eval(net, client, client_state, self.buffers)
+        return recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
 
     def _load_with_local_part(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
         return load_client_model(
@@ -100,8 +111,8 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
         self, net: CachedModule, client_state: ClientState
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, StateDict]]:
         """Splits the trained network into the tensors to send, the local part, and the buffers that the client keeps."""
-        state, buffer_state = extract_update(net, self)
+        state, buffer_state = extract_sent_tensors_and_client_state(net, self)
         local_names = client_state[self.local_group]
         travelling = {name: tensor for name, tensor in state.items() if name not in local_names}
-        trained = trainable_state(net.module)  # the local part's counters, which stay, count on
+        trained = copy_trained_weights_and_buffers(net.module)  # the local part's counters, which stay, count on
         return travelling, {name: trained[name] for name in local_names}, buffer_state

@@ -15,7 +15,7 @@ from polyfed.algorithms.base.initial_heads import InitialHead, find_last_layer_n
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import cached_module, fill_module, trainable_state
+from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
 from polyfed.core.training.config import LocalTraining
@@ -125,7 +125,9 @@ class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
         """Trains the client's body φ_i and the received head h for `local_epochs`, and sends only the trained head h_i."""
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
-        state_after = self._split_body_and_head(trainable_state(model), self._head_tensor_names(client))
+        state_after = self._split_body_and_head(
+            copy_trained_weights_and_buffers(model), self._head_tensor_names(client)
+        )
         return Message(
             {"head": clone_tensors(state_after["head"])}, reply_scalars(client, fit_result.loss)
         ), state_after

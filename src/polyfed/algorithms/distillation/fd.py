@@ -22,7 +22,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
+from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, clone_tensors, state_dict_spec
 from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
@@ -134,13 +134,13 @@ class FD(PersonalNetworkMethod, Averaging):
             loss=self._distillation_loss(message, client_state, client),
             reported_loss="task",
         )
-        outputs = predict(reset_for_eval(model), client.train)
+        outputs = predict(restore_all_but_weights_and_set_eval(model), client.train)
         values = outputs.softmax(1) if self.outputs == "probabilities" else outputs
         class_sums_i = class_means_with_weights(values, client.train.labels, outputs.shape[1])
         scalars = reply_scalars(client, fit_result.loss)
         class_sums_copy = clone_tensors(class_sums_i)
         return Message({"classes": class_sums_i}, scalars), {
-            "model": trainable_state(model),
+            "model": copy_trained_weights_and_buffers(model),
             "classes": class_sums_copy,
         }
 

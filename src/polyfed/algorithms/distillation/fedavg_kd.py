@@ -23,9 +23,9 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import call_network, logits_of, tree_map
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, tensors_to_send
+from polyfed.core.nn.buffers import load_client_model, recompute_norm_statistics_if_needed, tensors_to_send
 from polyfed.core.nn.memory_format import to_preferred_memory_format
-from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, fill_module, initial_state
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import ForwardPass, fit
 
@@ -237,7 +237,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
             return (1 - self.alpha) * hard(batch.outputs, batch.targets) + self.alpha * soft
 
         fit_result = fit(student, client, self, lr=message.scalars["lr"], seed=seed, loss=loss)
-        state_after = {**client_state, "student": trainable_state(student)}
+        state_after = {**client_state, "student": copy_trained_weights_and_buffers(student)}
         if "model" in message.tensors:
             state_after["teacher"] = dict(message.tensors["model"])
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), state_after
@@ -251,7 +251,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
                 "start the run again"
             )
         teacher_client, _ = client_with_shared_network(self._teacher_options, client_state, client)
-        return prepare_for_eval(
+        return recompute_norm_statistics_if_needed(
             load_client_model(teacher_client, model, client_state, self.buffers),
             teacher_client,
             client_state,

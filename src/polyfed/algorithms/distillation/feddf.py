@@ -18,7 +18,13 @@ from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import cached_module, fill_module, initial_state, reset_for_eval, trainable_state
+from polyfed.core.nn.module_cache import (
+    cached_module,
+    copy_trained_weights_and_buffers,
+    fill_module,
+    initial_state,
+    restore_all_but_weights_and_set_eval,
+)
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.config import LocalTraining
@@ -151,13 +157,13 @@ class FedDF(Averaging):
             fit_to_targets(
                 student, server.public, mean_outputs, options, lr=self.server_lr, seed=seed, distance=_kl_divergence
             )
-            models[key] = trainable_state(student)
+            models[key] = copy_trained_weights_and_buffers(student)
         return {**server_state, "model": models, "round": round_number}
 
 
 def _predict_public(factory: Architecture, tree: StateDict, examples: Examples) -> Tensor:
     """Returns the logits of a client's model on public examples."""
-    return predict(reset_for_eval(fill_module(cached_module(factory).module, tree)), examples)
+    return predict(restore_all_but_weights_and_set_eval(fill_module(cached_module(factory).module, tree)), examples)
 
 
 def _kl_divergence(teacher: Tensor, student: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.pytree import first_leaf
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
+from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, restore_all_but_weights_and_set_eval
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec
 from polyfed.core.training.loop import fit, reply_scalars
@@ -182,8 +182,11 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
                 distance=distance,
             )
         fit_result = fit(model, client, self, lr=lr, seed=seed)
-        outputs = predict(reset_for_eval(model), pool.select(message.tensors["next"]["rows"].long().to(pool.device)))
+        outputs = predict(
+            restore_all_but_weights_and_set_eval(model),
+            pool.select(message.tensors["next"]["rows"].long().to(pool.device)),
+        )
         return Message({"outputs": {"logits": outputs}}, reply_scalars(client, fit_result.loss)), {
-            "model": trainable_state(model),
+            "model": copy_trained_weights_and_buffers(model),
             **pool_state,
         }

@@ -23,8 +23,19 @@ from polyfed.core.capabilities import TrainsAuxiliaryNetwork, ValidatesNetworks
 from polyfed.core.errors import UserError
 from polyfed.core.examples.pytree import logits_of
 from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, tensors_to_send
-from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.nn.buffers import (
+    extract_sent_tensors_and_client_state,
+    load_client_model,
+    recompute_norm_statistics_if_needed,
+    tensors_to_send,
+)
+from polyfed.core.nn.module_cache import (
+    build_module,
+    cached_module,
+    copy_trained_weights_and_buffers,
+    fill_module,
+    initial_state,
+)
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
@@ -157,11 +168,11 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
             reported_loss="task",
             representation=pair.watched,
         )
-        model, buffer_state = extract_update(net, self)
+        model, buffer_state = extract_sent_tensors_and_client_state(net, self)
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), {
             **client_state,
             **buffer_state,
-            "own": trainable_state(pair.own),
+            "own": copy_trained_weights_and_buffers(pair.own),
             **pair.bridge_client_state(),
         }
 
@@ -178,7 +189,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
             compute_representations(network, client.train.head()).shape[1] for network in (shared, personal)
         )
         bridge = build_module(partial(nn.Linear, columns, rows, bias=False), derive_seed(seed, client.id, "bridge"))
-        return {**client_state, "bridge": trainable_state(bridge)}
+        return {**client_state, "bridge": copy_trained_weights_and_buffers(bridge)}
 
     def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> "Pair":
         """Combines the client's own network and the shared one into one module, which is then trained."""
@@ -197,7 +208,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
         )
-        yield "shared", prepare_for_eval(net, shared_client, client_state, self.buffers)
+        yield "shared", recompute_norm_statistics_if_needed(net, shared_client, client_state, self.buffers)
 
 
 @final
@@ -252,7 +263,7 @@ class Pair(nn.Module):
         """Returns the weights of the matrix between the two representations, as part of the client state; empty if
         there is no matrix.
         """
-        return {} if self.bridge is None else {"bridge": trainable_state(self.bridge)}
+        return {} if self.bridge is None else {"bridge": copy_trained_weights_and_buffers(self.bridge)}
 
 
 def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client) -> Pair:

@@ -12,7 +12,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.pytree import input_spec_of, named_leaves
-from polyfed.core.io.trusted_code import import_object
+from polyfed.core.io.trusted_code import import_trusted_callable
 from polyfed.core.nn.module_cache import cached_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.models import ModelSpec
@@ -55,7 +55,7 @@ def validate_network_name(network_options: Mapping[str, Any]) -> None:
     Raises a `UserError` if not.
     """
     if ":" in network_options["name"]:
-        import_object(network_options["name"])
+        import_trusted_callable(network_options["name"])
 
 
 def client_with_shared_network(

@@ -16,7 +16,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.nn.deep_copy import deep_copy
-from polyfed.core.nn.module_cache import fill_module, trainable_state
+from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, fill_module
 from polyfed.core.training.loop import ForwardPass, fit
 from polyfed.models.structure import compute_batch_representation
 
@@ -93,7 +93,7 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
             net.module, client, self, lr=lr, seed=seed, loss=loss, representation=name, reported_loss="task"
         )
         reply, buffer_state = build_reply(net, client, fit_result.loss, self)
-        return reply, {**buffer_state, "previous": trainable_state(net.module)}
+        return reply, {**buffer_state, "previous": copy_trained_weights_and_buffers(net.module)}
 
     def _contrastive_loss(
         self, client: Client, reference_networks: list[nn.Module], name: str

@@ -15,7 +15,12 @@ from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.capabilities import ResolvesAutoFields
 from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import BufferPolicy, fill_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.nn.buffers import (
+    BufferPolicy,
+    fill_client_model,
+    recompute_norm_statistics,
+    recompute_norm_statistics_if_needed,
+)
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.training.config import Schedule
 from polyfed.core.training.loop import fit, reply_scalars
@@ -32,7 +37,7 @@ from polyfed.hypernetworks.ghn import (
     Init,
     Passing,
     catalogue_from_weights,
-    describe_factored_heads,
+    describe_message_size_of_heads,
     init_ghn_params,
     use_factored_heads_if_large,
 )
@@ -208,7 +213,11 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         description of the choice.
         """
         config = self._ghn_config(catalogue_from_weights(server_state["ghn"]))
-        return {"head": describe_factored_heads(config)} if self.head == "auto" and config.head == "factored" else {}
+        return (
+            {"head": describe_message_size_of_heads(config)}
+            if self.head == "auto" and config.head == "factored"
+            else {}
+        )
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +271,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         The paper calls this "Inference and local refinement".
         """
         _, cached, graph = self._generate_network(message, client_state, client)
-        prepare_for_eval(cached, client, client_state, self.buffers)
+        recompute_norm_statistics_if_needed(cached, client, client_state, self.buffers)
         if self.refine_epochs:
             self._refine_head(cached.module, graph.head_parameters, client, seed)
             if self.buffers == "recompute":
@@ -274,7 +283,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields the client's network with generated weights, without refining its head."""
         _, cached, _ = self._generate_network(message, client_state, client)
-        yield "generated", prepare_for_eval(cached, client, client_state, self.buffers)
+        yield "generated", recompute_norm_statistics_if_needed(cached, client, client_state, self.buffers)
 
     def client_graph(self, message: Message, client: Client) -> ArchitectureGraph:
         """Returns the graph of the client's network, in which only layers whose type is in the message's catalogue get

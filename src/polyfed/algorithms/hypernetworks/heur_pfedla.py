@@ -13,7 +13,12 @@ from polyfed.algorithms.hypernetworks.pfedla import (
 )
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import extract_update, load_client_model, prepare_for_eval, tensors_to_send
+from polyfed.core.nn.buffers import (
+    extract_sent_tensors_and_client_state,
+    load_client_model,
+    recompute_norm_statistics_if_needed,
+    tensors_to_send,
+)
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.state_dict import StateDictSpec, clone_tensors, state_dict_spec
 from polyfed.core.training.loop import fit, reply_scalars
@@ -83,7 +88,7 @@ class HeurPFedLA(LayerAggregationMethod):
         """
         net = self._load_with_retained_layers(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        model, state_after = extract_update(net, self)
+        model, state_after = extract_sent_tensors_and_client_state(net, self)
         state_after["model"] = clone_tensors(model)
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
@@ -91,7 +96,7 @@ class HeurPFedLA(LayerAggregationMethod):
         """Returns the network made of the received layers and the layers that the client retained, {Heurθ̄_i,
         θ_i^retain}.
         """
-        return prepare_for_eval(
+        return recompute_norm_statistics_if_needed(
             self._load_with_retained_layers(message, client_state, client), client, client_state, self.buffers
         )
 
@@ -101,7 +106,7 @@ class HeurPFedLA(LayerAggregationMethod):
         """Yields the client's model as it was after its last local training, θ_i."""
         if self.evaluate_trained:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
-            yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
+            yield "trained", recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
 
     def _load_with_retained_layers(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
         """Loads the client's own model into its network, then replaces the layers that are in the message."""

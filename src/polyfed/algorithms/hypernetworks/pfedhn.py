@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import BufferPolicy, extract_update, load_client_model, prepare_for_eval
+from polyfed.core.nn.buffers import (
+    BufferPolicy,
+    extract_sent_tensors_and_client_state,
+    load_client_model,
+    recompute_norm_statistics_if_needed,
+)
 from polyfed.core.nn.module_cache import CachedModule, cached_module, initial_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.config import LocalTraining
@@ -223,13 +228,13 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         """
         net = self._load_generated_weights(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        trained, buffer_state = extract_update(net, self)
+        trained, buffer_state = extract_sent_tensors_and_client_state(net, self)
         delta = {name: theta_bar - trained[name] for name, theta_bar in message.tensors["model"].items()}
         return Message({"delta": delta}, reply_scalars(client, fit_result.loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the client's network with the generated weights θ̄_i and the client's own buffers."""
-        return prepare_for_eval(
+        return recompute_norm_statistics_if_needed(
             self._load_generated_weights(message, client_state, client), client, client_state, self.buffers
         )
 

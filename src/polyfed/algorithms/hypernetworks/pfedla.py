@@ -18,10 +18,10 @@ from polyfed.core.machine.threads import map_in_threads
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
-    extract_update,
+    extract_sent_tensors_and_client_state,
     load_client_model,
     load_model_for_eval,
-    prepare_for_eval,
+    recompute_norm_statistics_if_needed,
     tensors_to_send,
 )
 from polyfed.core.nn.module_cache import cached_module, initial_state
@@ -34,7 +34,7 @@ from polyfed.hypernetworks.layer_aggregation import (
     SimilarityMeasure,
     WeightNormalisation,
     aggregation_logits,
-    group_into_layers,
+    group_tensor_names_into_layers,
     hypernetwork_batch_slices,
     init_aggregation_hypernetwork,
     inner_products_with_updates,
@@ -181,7 +181,7 @@ class PFedLA(LayerAggregationMethod):
         """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        model, state_after = extract_update(net, self)
+        model, state_after = extract_sent_tensors_and_client_state(net, self)
         if self.evaluate_trained:
             state_after["model"] = clone_tensors(model)
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
@@ -196,7 +196,7 @@ class PFedLA(LayerAggregationMethod):
         """Yields the client's model after its last local training, θ_i, if it has taken part."""
         if self.evaluate_trained and "model" in client_state:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
-            yield "trained", prepare_for_eval(net, client, client_state, self.buffers)
+            yield "trained", recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
 
 
 # -- the server half, shared with HeurpFedLA: each client retains k layers, none in pFedLA ------------------------------
@@ -211,7 +211,7 @@ def init_server_state(server: ServerContext, options: LayerAggregationMethod, k:
     assert server.model is not None  # `requires` names "one_architecture"
     model = tensors_to_send(initial_state(server.model, server.seed), cached_module(server.model).buffers, "local")
     module = cached_module(server.model).module
-    layers = group_into_layers(list(model), tensor_names_by_module(module), options.layer)
+    layers = group_tensor_names_into_layers(list(model), tensor_names_by_module(module), options.layer)
     if k > len(layers):
         raise UserError(
             f"{type(options).__name__}: k={k} layers are to be retained, but the network has {len(layers)} "

@@ -16,7 +16,7 @@ from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.optimizers import Adam, ParameterGroup
 from polyfed.core.training.loop import fit
-from polyfed.nas.operations import untracked_batch_statistics
+from polyfed.nas.operations import normalise_by_batch_without_tracking
 from polyfed.nas.supernet import SamplerContext, SamplingUnit
 
 SecondOrder = Literal["outer_product", "none"]
@@ -75,7 +75,7 @@ class MetaSupernetMethod(SupernetMethod, ABC):
 
         def compute_meta_gradient(loss_of: Callable[[int], Tensor]) -> Tensor:
             theta = [p.detach().clone() for p in personal]
-            with untracked_batch_statistics(supernet):  # BatchNorm tracks one pass per step
+            with normalise_by_batch_without_tracking(supernet):  # BatchNorm tracks one pass per step
                 loss_of(0)  # line 10: L and ∇L at (θ_b, θ_p)
             g = [p.grad for p in personal]
             take_inner_step()  # line 11: θ̃_p

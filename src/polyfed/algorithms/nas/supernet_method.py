@@ -18,7 +18,7 @@ from polyfed.core.algorithm import Architecture, Client, ClientInfo, DataSpec, M
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.nn.buffers import (
     BufferPolicy,
-    extract_update,
+    extract_sent_tensors_and_client_state,
     fill_client_model,
     recompute_norm_statistics,
     tensors_to_send,
@@ -33,7 +33,7 @@ from polyfed.nas.operations import (
     OPERATION_NAMES,
     SMALL_OPERATION_NAMES,
     check_operation_names,
-    untracked_batch_statistics,
+    normalise_by_batch_without_tracking,
 )
 from polyfed.nas.sampling import Gradient, gumbel_noise_like
 from polyfed.nas.supernet import Network, Sampled, SamplerContext, SamplingUnit, SupernetPlan, plan_cell_stacks
@@ -231,7 +231,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
 
     def build_reply(self, net: CachedModule, client: Client, loss: float) -> tuple[Message, ClientState]:
         """Builds the reply with both trained stacks, and the client state with the buffers that stay private."""
-        model, buffer_state = extract_update(net, self)
+        model, buffer_state = extract_sent_tensors_and_client_state(net, self)
         return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
@@ -337,7 +337,7 @@ def adapt_personal_stack(
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:
-        with nullcontext() if base else untracked_batch_statistics(supernet.base):
+        with nullcontext() if base else normalise_by_batch_without_tracking(supernet.base):
             fit(supernet, client, options, lr=lr, seed=seed, lr_factor=options.sampler_lr_factor)
     finally:
         for parameter, requires_grad in zip(frozen, required_grad, strict=True):

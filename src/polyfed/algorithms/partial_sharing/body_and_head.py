@@ -17,11 +17,17 @@ from polyfed.core.errors import UserError
 from polyfed.core.nn.buffers import (
     BufferPolicy,
     load_client_model,
-    prepare_for_eval,
     recompute_norm_statistics,
+    recompute_norm_statistics_if_needed,
     tensors_to_send,
 )
-from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, initial_state, trainable_state
+from polyfed.core.nn.module_cache import (
+    CachedModule,
+    cached_module,
+    copy_trained_weights_and_buffers,
+    fill_module,
+    initial_state,
+)
 from polyfed.core.state_dict import IncompatibleTensorsError, StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import FitResult
 from polyfed.models.structure import split_body_and_head
@@ -134,9 +140,9 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
             # Norms in this head have never seen data, and no average of others' makes up for it.
             recompute_norm_statistics(net.module, client.train)
             body = {name: tensor for name, tensor in _body_tensors(message).items() if name not in client_state["head"]}
-            fill_module(net.module, trainable_state(net.module), body)
+            fill_module(net.module, copy_trained_weights_and_buffers(net.module), body)
             return net.module
-        return prepare_for_eval(net, client, client_state, self.buffers)
+        return recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
 
     def _load_with_local_part(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
         return load_client_model(

@@ -30,7 +30,7 @@ from polyfed.alignment.representations import compute_representations, represent
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import cached_module, reset_for_eval
+from polyfed.core.nn.module_cache import cached_module, restore_all_but_weights_and_set_eval
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
 from polyfed.core.training.loop import fit, reply_scalars
@@ -192,7 +192,7 @@ class FedPAC(BodyAndHeadMethod):
         The statistics V and h are computed by the received body φ, the class means by the trained φ_i.
         """
         features = compute_representations(
-            reset_for_eval(self.personal_model(message, client_state, client, seed)), client.train
+            restore_all_but_weights_and_set_eval(self.personal_model(message, client_state, client, seed)), client.train
         )
         net, lr, y = (
             self._load_with_local_part(message, client_state, client),
@@ -210,7 +210,7 @@ class FedPAC(BodyAndHeadMethod):
         fit_head = partial(fit, net.module, client, head_options, lr=head_lr, seed=head_seed)
         loss = train_head_then_body(net.module, client_state["head"], fit_head, fit_body)
         body, head_state, buffer_state = self._split_trained(net, client_state)
-        means = compute_representations(reset_for_eval(net.module), client.train, module=name)
+        means = compute_representations(restore_all_but_weights_and_set_eval(net.module), client.train, module=name)
         groups = {"model": body, "classes": class_means_with_weights(means, y, classes, self.weighted)}
         if self.collaborate:
             groups["head"], groups["statistics"] = (

@@ -11,7 +11,7 @@ from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_par
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model
-from polyfed.core.nn.module_cache import trainable_state
+from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.training.loop import fit
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
 
@@ -79,4 +79,4 @@ class Ditto(PersonalBesideGlobalMethod):
         options = self if epochs is None else replace(self, local_epochs=epochs, local_steps=None)
         personal = self.load_personal_network(client_state, client)
         fit(personal, client, options, lr=lr, seed=seed, penalty=proximal_term)
-        return reply, {**buffer_state, "model": trainable_state(personal), "trained": True}
+        return reply, {**buffer_state, "model": copy_trained_weights_and_buffers(personal), "trained": True}

@@ -18,7 +18,7 @@ from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model
 from polyfed.core.nn.functional_call import call_with_tensors
 from polyfed.core.nn.memory_format import to_preferred_memory_format
-from polyfed.core.nn.module_cache import trainable_state
+from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.loop import fit
@@ -113,7 +113,7 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         reply, buffer_state = build_reply(net, client, fit_result.loss, self)
         state_after = {
-            "model": trainable_state(net.module),
+            "model": copy_trained_weights_and_buffers(net.module),
             "weights": weights,
             "trained": True,
             "learnt": learns_weights,

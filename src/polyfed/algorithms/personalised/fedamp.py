@@ -14,7 +14,7 @@ from polyfed.algorithms.base.regularizers import ProximalTerm
 from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, tensors_to_send
-from polyfed.core.nn.module_cache import cached_module, initial_state, trainable_state
+from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers, initial_state
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec, weighted_mean
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit, reply_scalars
@@ -142,10 +142,12 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
             u = [cloud[name].to(p.device) for name, p in trained]
             penalty = PerClientTerm(_weighted_proximal_term, [u[0].new_tensor(message.scalars["pull"]), *u])
         fit_result = fit(module, client, self, lr=message.scalars["lr"], seed=seed, penalty=penalty)
-        model = trainable_state(module)
+        model = copy_trained_weights_and_buffers(module)
         assert client.model is not None
         sent = tensors_to_send(
-            trainable_state(module), cached_module(client.model, client.train.device).buffers, self.buffers
+            copy_trained_weights_and_buffers(module),
+            cached_module(client.model, client.train.device).buffers,
+            self.buffers,
         )
         return Message({"model": sent}, reply_scalars(client, fit_result.loss)), {"model": model}
 

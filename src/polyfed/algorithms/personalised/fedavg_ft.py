@@ -8,7 +8,7 @@ from torch import nn
 from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import load_client_model, prepare_for_eval, recompute_norm_statistics
+from polyfed.core.nn.buffers import load_client_model, recompute_norm_statistics, recompute_norm_statistics_if_needed
 from polyfed.core.training.loop import fit
 
 
@@ -57,7 +57,7 @@ class FedAvgFT(GlobalModelMethod):
         "recompute" they are estimated again for the fine-tuned weights.
         """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
-        prepare_for_eval(net, client, client_state, self.buffers)
+        recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
         options = replace(self, local_epochs=self.finetune_epochs, local_steps=None)
         lr = message.scalars["lr"] if self.finetune_lr is None else self.finetune_lr
         fit(net.module, client, options, lr=lr, seed=seed)

@@ -16,7 +16,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import (
     BufferPolicy,
-    extract_update,
+    extract_sent_tensors_and_client_state,
     load_client_model,
     load_model_for_eval,
     tensors_to_send,
@@ -207,7 +207,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
             theta = weighted_mean({j: models_by_position[int(j)] for j in positive}, positive)
         net = load_client_model(client, theta, client_state, self.buffers)
         fit_result = fit(net.module, replace(client, train=training), self, lr=message.scalars["lr"], seed=seed)
-        model, buffer_state = extract_update(net, self)
+        model, buffer_state = extract_sent_tensors_and_client_state(net, self)
 
         preferences = (
             client_state["preferences"].clone()

@@ -13,7 +13,7 @@ from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerStat
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.buffers import extract_update, load_client_model
+from polyfed.core.nn.buffers import extract_sent_tensors_and_client_state, load_client_model
 from polyfed.core.nn.module_cache import initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDictSpec, state_dict_spec, weighted_mean
@@ -104,7 +104,7 @@ class IFCA(Averaging):
         group = self._group_of_least_loss(message, client)
         net = load_client_model(client, message.tensors[group], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        model, _ = extract_update(net, self)
+        model, _ = extract_sent_tensors_and_client_state(net, self)
         return Message({group: model}, reply_scalars(client, fit_result.loss)), {}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:

@@ -21,7 +21,7 @@ from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import first_leaf, logits_of
 from polyfed.core.method_card import MethodCard
-from polyfed.core.nn.module_cache import reset_for_eval
+from polyfed.core.nn.module_cache import restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import StateDict
 
 _NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1
@@ -84,7 +84,10 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         """Returns the global model mixed with the client's nearest neighbours, with the mixing weight λ that suits the
         client best.
         """
-        network, data = reset_for_eval(super().personal_model(message, client_state, client, seed)), client.train
+        network, data = (
+            restore_all_but_weights_and_set_eval(super().personal_model(message, client_state, client, seed)),
+            client.train,
+        )
         name = representation_module_name(network, data) if self.module is None else self.module
         features = compute_representations(network, data, module=name).to(data.device)
         neighbours = Neighbours(network, features, data.labels, self.k, name)

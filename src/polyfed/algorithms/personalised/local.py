@@ -11,7 +11,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import trainable_state
+from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.state_dict import StateDict
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit
@@ -126,5 +126,5 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self.options_for(client.id), lr=message.scalars["lr"], seed=seed)
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), {
-            "model": trainable_state(model)
+            "model": copy_trained_weights_and_buffers(model)
         }

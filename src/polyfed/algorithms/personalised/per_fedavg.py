@@ -17,8 +17,8 @@ from polyfed.core.nn.buffers import (
     BufferPolicy,
     load_client_model,
     load_model_for_eval,
-    prepare_for_eval,
     recompute_norm_statistics,
+    recompute_norm_statistics_if_needed,
 )
 from polyfed.core.training.loop import fit
 from polyfed.core.vectorized.deferred_calls import PerClientTerm
@@ -136,7 +136,7 @@ class PerFedAvg(Averaging):
         A step is w − α∇f_i(w).
         """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
-        prepare_for_eval(net, client, client_state, self.buffers)
+        recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
         options = replace(
             self, local_steps=self.adapt_steps, optimizer="sgd", optimizer_options=None, momentum=0.0, nesterov=False,
             weight_decay=0.0, lr_by_name=None, warmup_steps=0, accumulate=1, patience=None,

@@ -25,7 +25,12 @@ from polyfed.core.algorithm import Algorithm, Client, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval, trainable_state
+from polyfed.core.nn.module_cache import (
+    build_module,
+    copy_trained_weights_and_buffers,
+    fill_module,
+    restore_all_but_weights_and_set_eval,
+)
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDictSpec, state_dict_spec
 from polyfed.core.training.loop import fit, reply_scalars
@@ -145,13 +150,13 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         name = representation_module_name(model, client.train)
         features, head = (
-            compute_representations(reset_for_eval(model), client.train, module=name),
+            compute_representations(restore_all_but_weights_and_set_eval(model), client.train, module=name),
             model.get_submodule(name),
         )
         assert isinstance(head, nn.Linear)
         sums_and_weights = class_means_with_weights(features, client.train.labels, head.out_features)
         return Message({"classes": sums_and_weights}, reply_scalars(client, fit_result.loss)), {
-            "model": trainable_state(model)
+            "model": copy_trained_weights_and_buffers(model)
         }
 
     def _load_with_global_head(

@@ -20,7 +20,7 @@ from polyfed.alignment.representations import compute_representations, represent
 from polyfed.core.algorithm import Client, ClientInfo, Loss, Message
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.nn.buffers import BufferPolicy
-from polyfed.core.nn.module_cache import reset_for_eval, trainable_state
+from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers, restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
@@ -106,13 +106,13 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
             representation=loss_module,
             reported_loss="task",
         )
-        features = compute_representations(reset_for_eval(model), client.train, module=name)
+        features = compute_representations(restore_all_but_weights_and_set_eval(model), client.train, module=name)
         weighted = bool(getattr(self, "weighted", False))
         sums_and_weights = class_means_with_weights(
             features, client.train.labels, count_outputs(model, client), weighted
         )
         return Message({"classes": sums_and_weights}, reply_scalars(client, fit_result.loss)), {
-            "model": trainable_state(model)
+            "model": copy_trained_weights_and_buffers(model)
         }
 
     def _local_loss(self, message: Message, client: Client) -> Callable[[ForwardPass], Tensor] | None:

@@ -21,7 +21,7 @@ from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
-from polyfed.data.concat import concat_examples, describe_mismatch
+from polyfed.data.concat import concat_examples, concatenation_obstacle
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.table_schemas import have_same_columns
 from polyfed.simulation.federate import federate
@@ -172,11 +172,11 @@ def _pool_training_examples(clients: Sequence[Client]) -> Examples | None:
     # The same number of columns, but with another meaning.
     if any(not have_same_columns(first, client_set) for client_set in sets[1:]):
         return None
-    if all(not describe_mismatch(first, client_set) for client_set in sets[1:]):
+    if all(not concatenation_obstacle(first, client_set) for client_set in sets[1:]):
         return concat_examples(sets)
     # Each transformed by its own transform.
     ready = [Examples(*s.batch(torch.arange(len(s), device=s.device))) for s in sets]
-    if first.augment is not None or any(describe_mismatch(ready[0], client_set) for client_set in ready[1:]):
+    if first.augment is not None or any(concatenation_obstacle(ready[0], client_set) for client_set in ready[1:]):
         return None
     return concat_examples(ready)
 

@@ -18,7 +18,12 @@ from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, read_file, write_file_atomically
+from polyfed.core.io.atomic_files import (
+    create_private_folder_if_missing,
+    expand_user_path,
+    read_file,
+    write_file_atomically,
+)
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.simulation.storage.directory import (
     list_changed_files,
@@ -163,7 +168,7 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
     content = to_plain_values(description, "comparison")
     try:
         if not folder.exists():
-            create_private_folder(folder, parents=True)
+            create_private_folder_if_missing(folder, parents=True)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
     if (folder / DESCRIPTION).exists():

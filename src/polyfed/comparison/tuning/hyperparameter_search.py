@@ -41,8 +41,8 @@ from polyfed.comparison.tuning.ranking import (
 )
 from polyfed.comparison.tuning.search_result import MAX_EXTENSIONS, SearchResult, join_as_name_equals_value
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.data.partitioning.resplit import prepare_public_like_clients
-from polyfed.data.partitioning.validation_split import hold_out_validation_sets
+from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
+from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.storage.paths import safe_file_name
 
@@ -97,7 +97,8 @@ def validate_search(plan: ComparisonPlan) -> None:
     if trials is not None:
         import_optuna()
     if not any(
-        c.val is not None for c in hold_out_validation_sets(plan.build_client_set(plan.seeds[0]).clients, plan.seeds[0])
+        c.val is not None
+        for c in hold_out_missing_validation_sets(plan.build_client_set(plan.seeds[0]).clients, plan.seeds[0])
     ):
         raise UserError(
             "hyper-parameters are searched on validation examples, and no client has any, or enough training examples to "
@@ -115,11 +116,11 @@ def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_
     """
     client_set = plan.build_client_set(plan.seeds[0])
     held_out = any(c.val is None for c in client_set.clients)
-    clients_with_validation = hold_out_validation_sets(client_set.clients, plan.seeds[0])
+    clients_with_validation = hold_out_missing_validation_sets(client_set.clients, plan.seeds[0])
     search_clients = dataclasses.replace(
         client_set,
         clients=clients_with_validation,
-        public=prepare_public_like_clients(client_set.public, clients_with_validation),
+        public=apply_common_preprocessing_to_public(client_set.public, clients_with_validation),
         config={},
     )
     plan = dataclasses.replace(plan, build_client_set=lambda seed: search_clients)

@@ -16,7 +16,7 @@ from polyfed.core.evaluation.metrics import DEFAULT_METRICS, Metric, resolve_met
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
-from polyfed.core.vectorized.deferred_calls import PredictCall, copy_full_state, current_deferred_run
+from polyfed.core.vectorized.deferred_calls import PredictCall, copy_all_parameters_and_buffers, current_deferred_run
 
 DEFAULT_METRIC: Mapping[Task, str] = DEFAULT_METRICS  # type: ignore[assignment]  # its keys are those of Task
 """Default metric of each task, which names its column in tables; higher is better."""
@@ -61,7 +61,7 @@ def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
     if (deferred_run := current_deferred_run()) is not None:
         single_tensors = all(isinstance(examples.x, Tensor) for examples in sets)  # several parts are not stacked
         outputs = deferred_run.result_of_next_call(
-            lambda: PredictCall(model, copy_full_state(model), sets) if single_tensors else None
+            lambda: PredictCall(model, copy_all_parameters_and_buffers(model), sets) if single_tensors else None
         )
         if isinstance(outputs, list):
             return outputs

@@ -197,7 +197,7 @@ def _import_metric(path: str) -> Metric:
     """Imports a user's metric by `module:name`, and gives it this name: a function f(outputs, targets) -> float, or a
     `Metric`.
     """
-    obj, name = trusted_code.import_object(path, "metric"), path.rpartition(":")[2].rpartition(".")[2]
+    obj, name = trusted_code.import_trusted_callable(path, "metric"), path.rpartition(":")[2].rpartition(".")[2]
     if isinstance(obj, Metric):
         return obj if obj.name == name else replace(obj, name=name, label=obj.label)
     return _resolve_metric(Metric(name, obj, higher_is_better=bool(getattr(obj, "higher_is_better", True))))
@@ -207,7 +207,9 @@ def metric_path_or_name(metric: Metric) -> str:
     """Returns the text by which a configuration refers to a metric: `module:name` if the metric was imported, else its
     name.
     """
-    return trusted_code.import_path_of(metric) or trusted_code.import_path_of(metric.function) or metric.name
+    return (
+        trusted_code.recorded_import_path(metric) or trusted_code.recorded_import_path(metric.function) or metric.name
+    )
 
 
 # -- computation ------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Coll
     if collate is not None and is_list:
         return _read_collated(collate(_read_items(source, name)), name)
     if not labelled and (isinstance(source, Tensor | np.ndarray | Mapping) or hasattr(source, "iloc")):
-        x = convert_inputs(source, f"{name} inputs")
+        x = convert_inputs_to_tensors(source, f"{name} inputs")
         first_part = first_leaf(x)
         return x, torch.zeros(first_part.shape[:1], dtype=torch.int64, device=first_part.device), None
     if hasattr(source, "column_names") and hasattr(source, "with_format"):
@@ -45,7 +45,7 @@ def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Coll
             f"(frame[inputs], frame[target]); {_TABLE}"
         )
     if isinstance(source, tuple | list) and len(source) == 2:
-        return convert_inputs(source[0], f"{name} inputs"), _convert_labels(source[1], name), None
+        return convert_inputs_to_tensors(source[0], f"{name} inputs"), _convert_labels(source[1], name), None
     if is_list:
         rows = _read_items(source, name)
         if rows and all(isinstance(row, tuple | list) and len(row) == 2 for row in rows):
@@ -82,7 +82,7 @@ def _read_items(source: Any, name: str) -> list[Any]:
     return items
 
 
-def convert_inputs(value: Any, name: str) -> Inputs:
+def convert_inputs_to_tensors(value: Any, name: str) -> Inputs:
     """Converts inputs of many examples to tensors; the inputs are an array of any library, or tuples and mappings of
     arrays.
 
@@ -92,7 +92,7 @@ def convert_inputs(value: Any, name: str) -> Inputs:
     Raises:
         UserError: the value is neither.
 
-    >>> convert_inputs(([[1, 2]], {"b": [[0.5]]}), "x")
+    >>> convert_inputs_to_tensors(([[1, 2]], {"b": [[0.5]]}), "x")
     (tensor([[1, 2]]), {'b': tensor([[0.5000]])})
     """
     return (
@@ -188,7 +188,7 @@ def _read_collated(batch: Any, name: str) -> ExamplesParts:
         raise UserError(
             f"{name}: collate must return (inputs, labels) or a mapping with labels, got {type(batch).__name__}"
         )
-    return convert_inputs(inputs, f"{name} inputs"), _convert_labels(labels, name), None
+    return convert_inputs_to_tensors(inputs, f"{name} inputs"), _convert_labels(labels, name), None
 
 
 def _from_hugging_face(source: Any, name: str) -> ExamplesParts:
@@ -314,10 +314,11 @@ def _holds_texts(value: Any) -> bool:
     return isinstance(value, tuple | list) and any(map(_holds_texts, value))
 
 
-def class_labels_error(labels: Tensor) -> str:
-    """Returns why labels are not valid class indices (integers of shape (n,)), and what to do, as a sentence.
+def describe_wrong_class_labels(labels: Tensor) -> str:
+    """Returns a description of labels that are no valid class indices (integers of shape (n,)), with advice on how to
+    convert them.
 
-    >>> class_labels_error(torch.tensor([[1], [0]]))
+    >>> describe_wrong_class_labels(torch.tensor([[1], [0]]))
     'got torch.int64 of shape (2, 1); give labels.squeeze(1)'
     """
     description = f"got {labels.dtype} of shape {tuple(labels.shape)}"
@@ -341,10 +342,11 @@ def class_labels_error(labels: Tensor) -> str:
     return f"{description}; give one class an example, or task='regression' if they are amounts"
 
 
-def multilabel_labels_error(labels: Tensor) -> str:
-    """Returns why labels are not valid multi-label targets (0 or 1, shape (n, labels)), and what to do, as a sentence.
+def describe_wrong_multilabel_targets(labels: Tensor) -> str:
+    """Returns a description of labels that are no valid multi-label targets (0 or 1, shape (n, labels)), with advice on
+    how to convert them.
 
-    >>> multilabel_labels_error(torch.tensor([1, 0]))
+    >>> describe_wrong_multilabel_targets(torch.tensor([1, 0]))
     'got torch.int64 of shape (2,); give labels.unsqueeze(1) for one label an example'
     """
     description = f"got {labels.dtype} of shape {tuple(labels.shape)}"

@@ -54,11 +54,13 @@ def check_examples_finite(examples: Examples, name: str) -> None:
         _FINITE_EXAMPLES[key] = examples
 
 
-def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_name: str = "column") -> None:
+def raise_if_nonfinite(
+    first_rows_and_blocks: Iterable[tuple[int, Tensor]], name: str, axis_name: str = "column"
+) -> None:
     """Raises a `UserError` if a block of rows has a NaN or infinite value.
 
     Args:
-        blocks: the number of the first row of each block, and its rows.
+        first_rows_and_blocks: the number of the first row of each block, and its rows.
         name: the name of the numbers, for the error.
         axis_name: the name of the second axis, for the error.
 
@@ -70,7 +72,7 @@ def raise_if_nonfinite(blocks: Iterable[tuple[int, Tensor]], name: str, axis_nam
     polyfed.core.errors.UserError: column 'age': row 5, position 1 is inf; fill it in or drop the row
     """
     first, count = "", 0
-    for start, block in blocks:
+    for start, block in first_rows_and_blocks:
         wrong = ~torch.isfinite(block)
         num_wrong = int(wrong.sum())
         if num_wrong and not first:
@@ -134,9 +136,9 @@ def _cache_key(examples: Examples) -> tuple[int, ...] | None:
     return id(examples), *(tensor._version for tensor in tensors)
 
 
-def nonfinite_state_error(state: PyTree, path: str = "") -> str:
-    """Returns the place of the first NaN or infinite number in nested weights, as half a sentence, or "" if all are
-    finite.
+def nonfinite_state_error(state: PyTree, path: str = "") -> str | None:
+    """Returns the place of the first NaN or infinite number in nested weights, as half a sentence, or None if all
+    are finite.
 
     Args:
         state: of a client or of the server, as a checkpoint holds it.
@@ -147,9 +149,9 @@ def nonfinite_state_error(state: PyTree, path: str = "") -> str:
     """
     if isinstance(state, Tensor):
         is_nonfinite = state.is_floating_point() and not bool(torch.isfinite(state).all())
-        return f"tensor {path!r} has NaN or infinite values" if is_nonfinite else ""
+        return f"tensor {path!r} has NaN or infinite values" if is_nonfinite else None
     if isinstance(state, Mapping | list):
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
         inner = (nonfinite_state_error(value, f"{path}/{name}" if path else str(name)) for name, value in pairs)
-        return next(filter(None, inner), "")
-    return f"{path!r} is {state}" if isinstance(state, float) and not math.isfinite(state) else ""
+        return next(filter(None, inner), None)
+    return f"{path!r} is {state}" if isinstance(state, float) and not math.isfinite(state) else None

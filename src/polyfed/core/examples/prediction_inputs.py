@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError
-from polyfed.core.examples.converters import convert_inputs, to_number_tensor
+from polyfed.core.examples.converters import convert_inputs_to_tensors, to_number_tensor
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import Inputs, first_leaf, named_leaves, tree_map
 
 
-def convert_inputs_like(reference: Examples, x: Any, name: str) -> Examples:
+def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> Examples:
     """Converts inputs without labels to `Examples` with the structure, types and transform of the examples `reference`.
 
     Args:
@@ -25,7 +25,7 @@ def convert_inputs_like(reference: Examples, x: Any, name: str) -> Examples:
     Raises:
         UserError: no inputs, another structure, shape or type, or values that are not finite.
 
-    >>> convert_inputs_like(Examples(torch.zeros(4, 2), torch.zeros(4)), [[1, 2], [3, 4], [5, 6]], "x").x
+    >>> convert_inputs_to_examples_like(Examples(torch.zeros(4, 2), torch.zeros(4)), [[1, 2], [3, 4], [5, 6]], "x").x
     tensor([[1., 2.],
             [3., 4.],
             [5., 6.]])
@@ -34,7 +34,7 @@ def convert_inputs_like(reference: Examples, x: Any, name: str) -> Examples:
     if isinstance(reference.x, Tensor):
         inputs = _convert_part_like(reference.x, reference.transform, x, name)
     else:
-        parts = dict(named_leaves(convert_inputs(x, name)))
+        parts = dict(named_leaves(convert_inputs_to_tensors(x, name)))
         reference_parts = dict(named_leaves(reference.x))
         if parts.keys() != reference_parts.keys():
             raise UserError(

@@ -13,7 +13,7 @@ are kept in the order of their keys, so that the order in which they were writte
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -23,26 +23,33 @@ from polyfed.core.errors import UserError
 Inputs = Tensor | tuple["Inputs", ...] | dict[str, "Inputs"]
 
 
-def call_arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and keyword arguments with which a network is called on a batch of inputs.
+class CallArguments(NamedTuple):
+    """Holds the positional and keyword arguments of one call of a network."""
 
-    >>> call_arguments({"image": 1, "age": 2}), call_arguments((1, 2))
-    (((), {'image': 1, 'age': 2}), ((1, 2), {}))
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+def split_into_call_arguments(inputs: Any) -> CallArguments:
+    """Splits a batch of inputs into the positional and keyword arguments with which a network is called.
+
+    >>> split_into_call_arguments({"image": 1, "age": 2})
+    CallArguments(positional=(), named={'image': 1, 'age': 2})
     """
-    if isinstance(x, tuple):
-        return x, {}
-    return ((), x) if isinstance(x, dict) else ((x,), {})
+    if isinstance(inputs, tuple):
+        return CallArguments(inputs, {})
+    return CallArguments((), inputs) if isinstance(inputs, dict) else CallArguments((inputs,), {})
 
 
-def call_network(network: Callable[..., Any], x: Any) -> Any:
+def call_network(network: Callable[..., Any], inputs: Any) -> Any:
     """Calls a network on a batch of inputs, which may be nested, and returns its output.
 
     >>> call_network(lambda image, age: image + age, {"age": torch.ones(1), "image": torch.zeros(1)})
     tensor([1.])
     """
-    if isinstance(x, Tensor):
-        return network(x)
-    args, named = call_arguments(x)
+    if isinstance(inputs, Tensor):
+        return network(inputs)
+    args, named = split_into_call_arguments(inputs)
     return network(*args, **named)
 
 
@@ -81,17 +88,17 @@ def logits_of(output: Any) -> Tensor:
     )
 
 
-def named_leaves(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of each part of nested inputs; the name is "" if the inputs are a single tensor.
+def named_leaves(inputs: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields each tensor of nested inputs with its name, such as "rest/0"; the name of a single tensor is `prefix`.
 
     >>> [name for name, _ in named_leaves({"image": torch.zeros(1), "rest": (torch.zeros(1), torch.zeros(1))})]
     ['image', 'rest/0', 'rest/1']
     """
-    if isinstance(x, Tensor):
-        yield name, x
+    if isinstance(inputs, Tensor):
+        yield prefix, inputs
         return
-    for key, part in x.items() if isinstance(x, dict) else enumerate(x):
-        yield from named_leaves(part, f"{name}/{key}" if name else str(key))
+    for key, part in inputs.items() if isinstance(inputs, dict) else enumerate(inputs):
+        yield from named_leaves(part, f"{prefix}/{key}" if prefix else str(key))
 
 
 def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
@@ -109,9 +116,9 @@ def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
     return function(x, *other_trees)
 
 
-def first_leaf(x: Any) -> Tensor:
+def first_leaf(inputs: Any) -> Tensor:
     """Returns the first tensor of nested inputs; all their tensors have the same number of rows and the same device."""
-    return x if isinstance(x, Tensor) else next(named_leaves(x))[1]
+    return inputs if isinstance(inputs, Tensor) else next(named_leaves(inputs))[1]
 
 
 def concatenate_batches(batches: Sequence[Any]) -> Any:
@@ -123,9 +130,9 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
     return tree_map(lambda *parts: torch.cat(parts), *batches)
 
 
-def row_access_obstacle(tensor: Tensor) -> str:
+def row_access_obstacle(tensor: Tensor) -> str | None:
     """Returns why rows of a tensor cannot be read one by one (it is sparse, for example), and what to do, as half a
-    sentence; "" if they can.
+    sentence; None if they can.
 
     >>> row_access_obstacle(torch.zeros(2).to_sparse())
     'a sparse tensor (torch.sparse_coo); give tensor.to_dense()'
@@ -138,7 +145,7 @@ def row_access_obstacle(tensor: Tensor) -> str:
         return "a tensor on the meta device, which has no values; make it on the CPU"
     if tensor.is_quantized:
         return f"a quantized tensor ({tensor.dtype}); give tensor.dequantize()"
-    return ""
+    return None
 
 
 def check_and_convert_inputs(x: Any, name: str = "inputs") -> Inputs:
@@ -222,26 +229,26 @@ class InputSpec:
         return built_parts if self.container == "dict" else tuple(built_parts.values())
 
 
-def input_spec_of(x: Any) -> InputSpec:
+def input_spec_of(inputs: Any) -> InputSpec:
     """Returns the `InputSpec` of a batch of inputs; the order of a dict's keys does not matter."""
-    if isinstance(x, Tensor):
-        return InputSpec(tuple(x.shape[1:]), x.dtype)
-    if isinstance(x, dict):
-        return InputSpec(container="dict", parts=tuple((key, input_spec_of(x[key])) for key in sorted(x)))
-    return InputSpec(container="tuple", parts=tuple((str(i), input_spec_of(part)) for i, part in enumerate(x)))
+    if isinstance(inputs, Tensor):
+        return InputSpec(tuple(inputs.shape[1:]), inputs.dtype)
+    if isinstance(inputs, dict):
+        return InputSpec(container="dict", parts=tuple((key, input_spec_of(inputs[key])) for key in sorted(inputs)))
+    return InputSpec(container="tuple", parts=tuple((str(i), input_spec_of(part)) for i, part in enumerate(inputs)))
 
 
-def flatten_inputs(x: Any, name: str = "x") -> dict[str, Tensor]:
+def flatten_inputs(inputs: Any, prefix: str = "x") -> dict[str, Tensor]:
     """Returns the tensors of nested inputs by name, so that they can be sent and saved; `unflatten_inputs` is the
     inverse.
 
     >>> list(flatten_inputs(torch.zeros(1))), list(flatten_inputs({"a": torch.zeros(1), "b": (torch.zeros(1),)}))
     (['x'], ['x/a', 'x/b/0'])
     """
-    return dict(named_leaves(x, name))
+    return dict(named_leaves(inputs, prefix))
 
 
-def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, name: str = "x") -> Any:
+def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, prefix: str = "x") -> Any:
     """Rebuilds nested inputs from the named tensors that `flatten_inputs` returned; `input_spec` gives the structure,
     and shapes are not checked.
 
@@ -251,7 +258,9 @@ def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, name:
     >>> unflatten_inputs({"x/0": torch.zeros(1), "x/1": torch.ones(1)}, input_spec_of((torch.zeros(1), torch.zeros(1))))
     (tensor([0.]), tensor([1.]))
     """
-    part_names = [part for part, _ in named_leaves(input_spec.build_inputs(lambda shape, dtype: torch.empty(0)), name)]
+    part_names = [
+        part for part, _ in named_leaves(input_spec.build_inputs(lambda shape, dtype: torch.empty(0)), prefix)
+    ]
     if sorted(part_names) != sorted(tensors):
         raise UserError(f"these are inputs of the parts {sorted(tensors)}, expected {sorted(part_names)}")
     remaining_names = iter(part_names)

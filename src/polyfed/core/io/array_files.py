@@ -18,7 +18,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import open_file, read_file
 from polyfed.core.io.validation import DAMAGED_FILE_ERRORS
-from polyfed.core.machine.memory_limit import total_memory
+from polyfed.core.machine.memory_limit import total_memory_bytes
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 
@@ -93,7 +93,7 @@ def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | 
         UserError: it is no regular file, too large, or unpacks to more than `max_bytes`.
         ValueError: it is no archive, damaged, or holds pickled objects; the message is half a sentence.
     """
-    limit = total_memory() if max_bytes is None else max_bytes
+    limit = total_memory_bytes() if max_bytes is None else max_bytes
     with open_file(path, limit) as file:
         try:
             with zipfile.ZipFile(file) as archive:

@@ -33,7 +33,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-def create_private_folder(path: Path, *, parents: bool = False) -> Path:
+def create_private_folder_if_missing(path: Path, *, parents: bool = False) -> Path:
     """Creates a folder that only its owner can enter, and returns its path; an existing folder is left unchanged.
 
     Args:
@@ -56,7 +56,7 @@ def create_private_folder(path: Path, *, parents: bool = False) -> Path:
 
 
 @contextmanager
-def open_new_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
+def open_file_for_overwrite(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
     """Opens a new file for writing, in place of any file with this name; its content is flushed to the disk at the end
     of the block.
 
@@ -90,10 +90,10 @@ def open_new_file(path: Path, *, private: bool = True, sync: bool = True) -> Ite
 def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
     """Opens a temporary file for writing, which replaces the file `path` only when the block ends without an error.
 
-    A link of this name is replaced, not followed. Arguments and errors are those of `open_new_file`.
+    A link of this name is replaced, not followed. Arguments and errors are those of `open_file_for_overwrite`.
     """
     partial = path.with_name(f".partial-{path.name}")
-    with open_new_file(partial, private=private, sync=sync) as file:
+    with open_file_for_overwrite(partial, private=private, sync=sync) as file:
         yield file
     with _file_named_in_errors(path):
         partial.rename(path)
@@ -117,7 +117,7 @@ def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> N
         file.write(data)
 
 
-def append_line(path: Path, line: str) -> None:
+def append_line_and_flush(path: Path, line: str) -> None:
     """Appends a line to a file, and flushes it to the disk.
 
     A partial line at the end, from a full disk or a killed process, is removed first. If the new line cannot be written
@@ -197,10 +197,10 @@ def flush_folder_to_disk(folder: Path) -> None:
 
 
 @contextmanager
-def add_resume_hint(next_step: str) -> Iterator[None]:
+def add_resume_hint_if_disk_full(next_step: str) -> Iterator[None]:
     """Adds advice to a "no space left" error that is raised in the block: make room, then `next_step`.
 
-    >>> with add_resume_hint("`polyfed resume runs/a`"):
+    >>> with add_resume_hint_if_disk_full("`polyfed resume runs/a`"):
     ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
     Traceback (most recent call last):
     OSError: [Errno 28] No space left on device: runs/a/metrics.jsonl; what was saved before is whole: make room, then go on
@@ -345,9 +345,9 @@ def _check_kind(path: Path, status: os.stat_result) -> None:
 
 def _check_size(path: Path, size: int, max_bytes: int | None) -> None:
     if max_bytes is None:
-        from polyfed.core.machine.memory_limit import total_memory  # which imports torch
+        from polyfed.core.machine.memory_limit import total_memory_bytes  # which imports torch
 
-        max_bytes = total_memory()
+        max_bytes = total_memory_bytes()
     if size > max_bytes:
         raise UserError(
             f"cannot read {path}: it has {size / 2**20:.0f} MiB, and at most {max_bytes / 2**20:.0f} MiB are read of such a "

@@ -7,12 +7,12 @@ PRESENT_NAMES = {"final": "averaged_over"}
 """Former name of a field -> its present name."""
 
 
-def rename_former_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns the values with former names of fields replaced by the present names.
+def rename_former_fields(values: Mapping[str, Any], present_fields: Collection[str]) -> dict[str, Any]:
+    """Returns field values from a file with the fields' former names replaced by their present names.
 
     Args:
         values: field -> value, as a file holds them; a field may follow its section and a dot.
-        names: the fields that the method has; a former name among them is left alone.
+        present_fields: the fields that the method has; a former name among them is left alone.
 
     >>> rename_former_fields({"lr": 0.1, "final": "all"}, ["lr", "averaged_over"])
     {'lr': 0.1, 'averaged_over': 'all'}
@@ -23,5 +23,5 @@ def rename_former_fields(values: Mapping[str, Any], names: Collection[str]) -> d
     for name, value in values.items():
         section, dot, field = name.rpartition(".")
         present = section + dot + PRESENT_NAMES.get(field, field)
-        renamed[present if present in names and name not in names else name] = value
+        renamed[present if present in present_fields and name not in present_fields else name] = value
     return renamed

@@ -23,21 +23,21 @@ def format_number(value: float | None, unit: NumberUnit = "", signed: bool = Fal
     return text.replace("-", "−") + (" %" if unit == "%" else "")
 
 
-def format_without_percent_sign(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:
+def format_number_without_percent_sign(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:
     """Returns a number as `format_number` does, but without the per cent sign.
 
-    >>> format_without_percent_sign(0.1234, "%")
+    >>> format_number_without_percent_sign(0.1234, "%")
     '12.3'
     """
     return format_number(value, unit, signed).removesuffix(" %")
 
 
-def format_three_digits(value: float) -> str:
+def format_three_significant_digits(value: float) -> str:
     """Returns a number as text with three significant digits; numbers from 100 on are rounded to whole numbers. NaN
     becomes a dash.
 
-    >>> format_three_digits(0.12345), format_three_digits(12345.6), format_three_digits(math.nan)
-    ('0.123', '12 346', '–')
+    >>> [format_three_significant_digits(value) for value in (0.12345, 12345.6, math.nan)]
+    ['0.123', '12 346', '–']
     """
     if math.isnan(value):
         return "–"

@@ -25,7 +25,7 @@ def numpy_to_python(value: Any) -> Any:
     return value
 
 
-def convert_numpy_fields(instance: Any) -> None:
+def convert_numpy_fields_in_place(instance: Any) -> None:
     """Converts NumPy numbers and arrays in the fields of a frozen dataclass to Python's, in place; called by
     `__post_init__`.
     """

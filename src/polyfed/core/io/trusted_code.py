@@ -20,7 +20,7 @@ from polyfed.core.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 ANY_NAME = "*"
-_IMPORT_PATHS: dict[Any, str] = {}  # object returned by `import_object` -> its name
+_IMPORT_PATHS: dict[Any, str] = {}  # object returned by `import_trusted_callable` -> its name
 _trusted: frozenset[str] = frozenset()  # of this process, which passes it to the workers that it starts
 
 
@@ -30,7 +30,7 @@ def trust_code(*names: str) -> None:
     Args:
         names: `module:factory`, paths of Python files, or addresses of Ray clusters.
 
-    >>> with temporary_trust():
+    >>> with restore_trusted_names_afterwards():
     ...     trust_code("torch.nn:Identity")
     ...     is_code_trusted("torch.nn:Identity"), is_code_trusted("torch.nn:Linear")
     (True, False)
@@ -49,16 +49,16 @@ def trusted_names() -> tuple[str, ...]:
     return tuple(sorted(_trusted))
 
 
-def inherit_trust(names: Iterable[str]) -> None:
-    """Makes a worker process trust the names of code that its parent process trusts (the parent's `trusted_names()`)."""
+def add_trusted_names(names: Iterable[str]) -> None:
+    """Adds names to the code that this process trusts; a worker process calls it with its parent's `trusted_names()`."""
     global _trusted
     _trusted |= frozenset(names)
 
 
 @contextmanager
-def temporary_trust() -> Iterator[None]:
-    """Restores at the end of the block the trusted names from its start, so that one command's trust does not reach the
-    next.
+def restore_trusted_names_afterwards() -> Iterator[None]:
+    """Restores the set of trusted names when the block ends, so that names trusted inside the block are no longer
+    trusted after it.
     """
     global _trusted
     before = _trusted
@@ -68,7 +68,7 @@ def temporary_trust() -> Iterator[None]:
         _trusted = before
 
 
-def check_trusted(name: str, action: str) -> None:
+def check_code_trusted(name: str, action: str) -> None:
     """Raises a `UserError` unless this process trusts the code with this name.
 
     Args:
@@ -78,7 +78,7 @@ def check_trusted(name: str, action: str) -> None:
     Raises:
         UserError: it is not trusted; the message says how to trust it.
 
-    >>> check_trusted("my_nets:make", "import 'my_nets:make' as a network")
+    >>> check_code_trusted("my_nets:make", "import 'my_nets:make' as a network")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a configuration asks to import 'my_nets:make' as a network, which executes code on this
     machine; if you trust who wrote it, give --trust-code (in Python: polyfed.trust_code('my_nets:make'))
@@ -90,34 +90,36 @@ def check_trusted(name: str, action: str) -> None:
         )
 
 
-def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
-    """Imports a function or class by its path `module:factory`, if this path is trusted.
+def import_trusted_callable(import_path: str, role: str = "network") -> Callable[..., Any]:
+    """Imports a function or class by its path `module:name`; raises an error unless this process trusts the path.
 
     Modules are searched where Python searches, then in the current directory, which is appended to `sys.path` and stays
     there, so that worker processes find the same module.
 
     Args:
-        path: the name.
-        kind: what it stands for, in errors: "network", "method", "metric", "loss", "source" or "partition".
+        import_path: the path.
+        role: what it stands for, in errors: "network", "method", "metric", "loss", "source" or "partition".
 
     Raises:
         UserError: the text is not `module:factory`, it is not trusted, the module is not found or cannot be imported, or it
             has no such callable.
 
-    >>> with temporary_trust():
+    >>> with restore_trusted_names_afterwards():
     ...     trust_code("torch.nn:Identity")
-    ...     import_object("torch.nn:Identity")
+    ...     import_trusted_callable("torch.nn:Identity")
     <class 'torch.nn.modules.linear.Identity'>
     """
-    module_name, _, attribute = path.partition(":")
+    module_name, _, attribute = import_path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        if kind != "network":
-            raise UserError(f"{path!r} does not name a {kind}; write it as module:name, for example my_code:Mine")
+        if role != "network":
+            raise UserError(
+                f"{import_path!r} does not name a {role}; write it as module:name, for example my_code:Mine"
+            )
         raise UserError(
-            f"{path!r} does not name a model factory; write it as module:factory, for example my_nets:make_net"
+            f"{import_path!r} does not name a model factory; write it as module:factory, for example my_nets:make_net"
         )
-    check_trusted(path, f"import {path!r} as a {kind}")
-    directory, label = os.getcwd(), "model" if kind == "network" else kind
+    check_code_trusted(import_path, f"import {import_path!r} as a {role}")
+    directory, label = os.getcwd(), "model" if role == "network" else role
     if not {directory, ""} & set(sys.path):
         sys.path.append(directory)
     importlib.invalidate_caches()  # the module may have been written a moment ago
@@ -127,36 +129,37 @@ def import_object(path: str, kind: str = "network") -> Callable[..., Any]:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise UserError(
-                f"{label} {path!r}: there is no module {missing!r}, neither installed nor in {directory}; "
+                f"{label} {import_path!r}: there is no module {missing!r}, neither installed nor in {directory}; "
                 f"check the name, or start polyfed in the directory that holds {missing}.py"
             ) from error
         raise UserError(
-            f"{label} {path!r}: importing {module_name!r} failed, it needs the module {missing!r}"
+            f"{label} {import_path!r}: importing {module_name!r} failed, it needs the module {missing!r}"
         ) from error
     except (ImportError, SyntaxError) as error:
         raise UserError(
-            f"{label} {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}"
+            f"{label} {import_path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}"
         ) from error
     origin = getattr(obj, "__file__", None) or module_name
     for part in attribute.split("."):
         if not hasattr(obj, part):
             public = [name for name in dir(obj) if not name.startswith("_") and callable(getattr(obj, name))]
-            raise UserError(f"{label} {path!r}: {origin} has no {part!r}; {did_you_mean(part, public)}")
+            raise UserError(f"{label} {import_path!r}: {origin} has no {part!r}; {did_you_mean(part, public)}")
         obj = getattr(obj, part)
     if not callable(obj):
-        raise UserError(f"{label} {path!r}: {attribute!r} in {origin} is {type(obj).__name__}, not a function or class")
+        raise UserError(
+            f"{label} {import_path!r}: {attribute!r} in {origin} is {type(obj).__name__}, not a function or class"
+        )
     with suppress(TypeError):  # an object that cannot be hashed has no stored name
-        _IMPORT_PATHS[obj] = path
+        _IMPORT_PATHS[obj] = import_path
     return obj  # type: ignore[no-any-return]
 
 
-def import_path_of(obj: Any) -> str | None:
-    """Returns the `module:name` by which this process imported an object; None if the object was not imported by a
-    path.
+def recorded_import_path(obj: Any) -> str | None:
+    """Returns the path `module:name` by which `import_trusted_callable` imported an object; None for any other object.
 
-    >>> with temporary_trust():
+    >>> with restore_trusted_names_afterwards():
     ...     trust_code("torch.nn:Identity")
-    ...     import_path_of(import_object("torch.nn:Identity")), import_path_of(len)
+    ...     recorded_import_path(import_trusted_callable("torch.nn:Identity")), recorded_import_path(len)
     ('torch.nn:Identity', None)
     """
     try:
@@ -165,44 +168,45 @@ def import_path_of(obj: Any) -> str | None:
         return None
 
 
-def import_dataclass(path: str, base_class: type[T], label: str) -> type[T]:
-    """Imports a user's dataclass by its path `module:Name`, if this path is trusted.
+def import_trusted_dataclass(import_path: str, base_class: type[T], label: str) -> type[T]:
+    """Imports a user's dataclass by its path `module:Name`; raises an error unless this process trusts the path.
 
     Args:
-        path: the name.
+        import_path: the path.
         base_class: the class that it must derive from.
         label: what it stands for, in errors.
 
     Raises:
-        UserError: as `import_object`, or it is no dataclass that derives from `base_class`.
+        UserError: as `import_trusted_callable`, or it is no dataclass that derives from `base_class`.
 
-    >>> with temporary_trust():
+    >>> with restore_trusted_names_afterwards():
     ...     trust_code("torch.nn:Identity")
-    ...     import_dataclass("torch.nn:Identity", dict, "source")
+    ...     import_trusted_dataclass("torch.nn:Identity", dict, "source")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: source 'torch.nn:Identity': it must be a dataclass on dict, got class Identity
     """
-    obj = import_object(path, label)
+    obj = import_trusted_callable(import_path, label)
     if not (isinstance(obj, type) and issubclass(obj, base_class) and is_dataclass(obj)):
         description = f"class {obj.__name__}" if isinstance(obj, type) else type(obj).__name__
-        raise UserError(f"{label} {path!r}: it must be a dataclass on {base_class.__name__}, got {description}")
+        raise UserError(f"{label} {import_path!r}: it must be a dataclass on {base_class.__name__}, got {description}")
     return cast(type[T], obj)
 
 
-def load_function(file: Path, name: str, purpose: str) -> Callable[[], Any]:
-    """Executes a Python file, if the file is trusted, and returns the function `name` that it defines.
+def execute_file_and_get_function(file: Path, function_name: str, purpose: str) -> Callable[[], Any]:
+    """Executes a Python file, and returns the function of the given name that it defines; raises an error unless this
+    process trusts the file.
 
     The file may import the modules beside it.
 
     Args:
         file: the Python file.
-        name: the function.
+        function_name: the function's name.
         purpose: what needs the function; the start of errors.
 
     Raises:
         UserError: there is no such file, it is not trusted, or it has no such function.
 
-    >>> load_function(Path("/nowhere.py"), "client", "a site")
+    >>> execute_file_and_get_function(Path("/nowhere.py"), "client", "a site")
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a site: '/nowhere.py' is not a Python file
     """
@@ -210,12 +214,12 @@ def load_function(file: Path, name: str, purpose: str) -> Callable[[], Any]:
     spec = importlib.util.spec_from_file_location(title, file)
     if not file.is_file() or spec is None or spec.loader is None:
         raise UserError(f"{purpose}: {str(file)!r} is not a Python file")
-    check_trusted(str(file), f"execute the Python file {str(file)!r}")
+    check_code_trusted(str(file), f"execute the Python file {str(file)!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     spec.loader.exec_module(module)
-    if not callable(function := getattr(module, name, None)):
-        raise UserError(f"{purpose}: {file} defines no function {name}()")
+    if not callable(function := getattr(module, function_name, None)):
+        raise UserError(f"{purpose}: {file} defines no function {function_name}()")
     return function  # type: ignore[no-any-return]

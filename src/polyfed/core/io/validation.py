@@ -79,8 +79,8 @@ def parse_yaml(text: str | bytes) -> Any:
     return value
 
 
-def _yaml_size_error(events: Iterable[Any]) -> str:
-    """Returns why a YAML text is too large once its aliases are expanded, or "" if it is not.
+def _yaml_size_error(events: Iterable[Any]) -> str | None:
+    """Returns why a YAML text is too large once its aliases are expanded, or None if it is not.
 
     The check goes by the parser's events, before any value is built: a few lines of merged aliases take hours to load.
     """
@@ -109,20 +109,20 @@ def _yaml_size_error(events: Iterable[Any]) -> str:
         open_nodes[-1] = owner, num_values + size
         if num_values + size > MAX_VALUES:
             return f"it holds more than {MAX_VALUES} values"
-    return ""
+    return None
 
 
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"it has {text}, which is no number")
 
 
-def size_limit_error(value: Any) -> str:
-    """Returns why a value from a file is nested too deeply or too large, or "" if it is within the limits.
+def size_limit_error(value: Any) -> str | None:
+    """Returns why a value from a file is nested too deeply or too large, or None if it is within the limits.
 
     A YAML file of few bytes may stand for a mapping that contains itself, or for billions of values.
 
     >>> size_limit_error([1, [2]]), size_limit_error([[]] * 3_000_000)
-    ('', 'it holds more than 2000000 values')
+    (None, 'it holds more than 2000000 values')
     """
     level, count = [value], 0
     for _ in range(MAX_DEPTH):
@@ -135,13 +135,13 @@ def size_limit_error(value: Any) -> str:
         if count > MAX_VALUES:
             return f"it holds more than {MAX_VALUES} values"
         if not inner:
-            return ""
+            return None
         level = inner
     return f"it is nested more than {MAX_DEPTH} levels deep"
 
 
-def validation_error(value: Any, annotation: Any, path: str = "") -> str:
-    """Returns the first mismatch between a value and a type, as half a sentence, or "" if the value has the type.
+def validation_error(value: Any, annotation: Any, path: str = "") -> str | None:
+    """Returns the first mismatch between a value and a type, as half a sentence, or None if the value has the type.
 
     Args:
         value: read from a file, or given by a user.
@@ -151,33 +151,31 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str:
     >>> validation_error({"lr": "fast"}, dict[str, float])
     "lr must be a number, got 'fast'"
     >>> validation_error([1, 2], list[int]), validation_error(float("nan"), float, "lr"), validation_error(None, int | None)
-    ('', 'lr must be a number, got nan', '')
+    (None, 'lr must be a number, got nan', None)
     """
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         matches = any(value == choice and type(value) is type(choice) for choice in inner)
-        return "" if matches else _wrong_type_error(path, describe_annotation(annotation), value)
+        return None if matches else _describe_wrong_type(path, describe_annotation(annotation), value)
     if origin in (Union, types.UnionType):
         errors = [validation_error(value, choice, path) for choice in inner]
-        return (
-            ""
-            if "" in errors
-            else _wrong_type_error(path, describe_annotation(annotation), value)
-            if len(errors) > 2
-            else _deepest_error(errors)
-        )
+        messages = [error for error in errors if error is not None]
+        if len(messages) < len(errors):
+            return None
+        several = len(errors) > 2
+        return _describe_wrong_type(path, describe_annotation(annotation), value) if several else _deepest(messages)
     if is_typeddict(annotation):
         return _fields_error(value, get_type_hints(annotation), annotation.__required_keys__, path)
     if annotation in _WORDS:
-        return "" if _is_of_type(value, annotation) else _wrong_type_error(path, _WORDS[annotation], value)
+        return None if _is_of_type(value, annotation) else _describe_wrong_type(path, _WORDS[annotation], value)
     base = origin or annotation
     if base is Callable:
-        return "" if callable(value) else _wrong_type_error(path, "callable", value)
+        return None if callable(value) else _describe_wrong_type(path, "callable", value)
     if base in (dict, Mapping):
         return _mapping_error(value, inner, path)
     if base in (list, tuple, Sequence):
         return _sequence_error(value, base, inner, path)
-    return ""
+    return None
 
 
 def describe_annotation(annotation: Any) -> str:
@@ -212,53 +210,53 @@ def _is_of_type(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _mapping_error(value: Any, inner: tuple[Any, ...], place: str) -> str:
+def _mapping_error(value: Any, inner: tuple[Any, ...], place: str) -> str | None:
     if not isinstance(value, Mapping):
-        return _wrong_type_error(place, "a mapping", value)
+        return _describe_wrong_type(place, "a mapping", value)
     keys, values = inner or (Any, Any)
     for key, item in value.items():
         if wrong := validation_error(key, keys, f"a key of {place or 'it'}") or validation_error(
             item, values, _path_of(place, key)
         ):
             return wrong
-    return ""
+    return None
 
 
-def _sequence_error(value: Any, base: Any, inner: tuple[Any, ...], place: str) -> str:
+def _sequence_error(value: Any, base: Any, inner: tuple[Any, ...], place: str) -> str | None:
     if not isinstance(value, list | tuple):
-        return _wrong_type_error(place, "a list", value)
+        return _describe_wrong_type(place, "a list", value)
     fixed = base is tuple and inner and inner[-1] is not Ellipsis
     if fixed and len(value) != len(inner):
-        return _wrong_type_error(place, f"a list of {len(inner)}", value)
+        return _describe_wrong_type(place, f"a list of {len(inner)}", value)
     item_types = inner if fixed else (inner[0] if inner else Any,) * len(value)
     errors = (
         validation_error(item, item_type, f"{place}[{k}]")
         for k, (item, item_type) in enumerate(zip(value, item_types, strict=True))
     )
-    return next(filter(None, errors), "")
+    return next(filter(None, errors), None)
 
 
-def _fields_error(value: Any, hints: Mapping[str, Any], required: frozenset[str], place: str) -> str:
+def _fields_error(value: Any, hints: Mapping[str, Any], required: frozenset[str], place: str) -> str | None:
     if not isinstance(value, Mapping):
-        return _wrong_type_error(place, "a mapping", value)
+        return _describe_wrong_type(place, "a mapping", value)
     if missing := sorted(required - value.keys()):
         return f"{place or 'it'} has no {missing[0]}"
     errors = (
         validation_error(value[name], kind, _path_of(place, name)) for name, kind in hints.items() if name in value
     )
-    return next(filter(None, errors), "")
+    return next(filter(None, errors), None)
 
 
 def _path_of(place: str, key: Any) -> str:
     return f"{place}.{key}" if place else str(key)
 
 
-def _wrong_type_error(place: str, expected: str, value: Any) -> str:
+def _describe_wrong_type(place: str, expected: str, value: Any) -> str:
     shown = repr(value) if not isinstance(value, list | dict) or len(value) < 9 else type(value).__name__
     return f"{place or 'it'} must be {expected}, got {shown if len(shown) <= 60 else shown[:60] + '…'}"
 
 
-def _deepest_error(errors: Sequence[str]) -> str:
+def _deepest(errors: Sequence[str]) -> str:
     """Returns the error about the most deeply nested value, given one error per type of a union."""
     return max(errors, key=lambda sentence: sentence.partition(" must be ")[0].count("."))
 
@@ -282,7 +280,7 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
     polyfed.core.errors.UserError: data.clients must be a whole number, got 'three'
     """
     if not isinstance(values, Mapping):
-        raise UserError(_wrong_type_error(label, "a mapping of fields", values))
+        raise UserError(_describe_wrong_type(label, "a mapping of fields", values))
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if unknown := [name for name in values if name not in fields]:
         raise UserError(f"{label} has no field {str(unknown[0])!r}; {did_you_mean(str(unknown[0]), fields)}")
@@ -293,10 +291,10 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
         raise UserError(f"{label} lacks {missing[0]}")
     types = field_types(cls)
     if wrong := next(
-        filter(None, (validation_error(value, types[n], f"{label}.{n}") for n, value in values.items())), ""
+        filter(None, (validation_error(value, types[n], f"{label}.{n}") for n, value in values.items())), None
     ):
         raise UserError(wrong)
-    return call_with_user_errors(lambda: cls(**values), label)
+    return call_turning_value_errors_into_user_errors(lambda: cls(**values), label)
 
 
 @lru_cache
@@ -334,8 +332,9 @@ def check_field_types(instance: Any, *fields: str) -> None:
             raise UserError(f"{type(instance).__name__}: {wrong}")
 
 
-def call_with_user_errors(action: Callable[[], T], label: str) -> T:
-    """Calls a function on values from a file, and turns a value error that it raises into a `UserError` about the file.
+def call_turning_value_errors_into_user_errors(action: Callable[[], T], label: str) -> T:
+    """Calls a function on values from a file; a value error that the function raises becomes a `UserError` about the
+    file.
 
     The values' types have been checked before. Other exceptions are programming errors, and pass.
 

@@ -10,9 +10,9 @@ _LARGEST = 32 * 2**20  # largest M_MMAP_THRESHOLD that glibc accepts
 
 
 @cache
-def tune_malloc() -> bool:
-    """Makes glibc's malloc keep freed memory for the next allocation; returns whether that worked (on Linux with glibc
-    only).
+def make_malloc_keep_freed_memory() -> bool:
+    """Makes glibc's malloc keep freed memory for the next allocation; returns whether that worked (it does on Linux
+    with glibc only).
 
     By default glibc gives large pieces back to the system. A step of training needs the same megabytes as the one before;
     getting them anew, page by page, can cost as much as the arithmetic. The process stays as large as it ever was.
@@ -27,7 +27,7 @@ def tune_malloc() -> bool:
     return all(mallopt(option, value) == 1 for option, value in limits)
 
 
-def enlarge_kernel_cache() -> None:
+def enlarge_onednn_kernel_cache() -> None:
     """Sets the capacity of oneDNN's cache to 16,384 compiled kernels (default: 1,024), unless the user set
     ONEDNN_PRIMITIVE_CACHE_CAPACITY.
 

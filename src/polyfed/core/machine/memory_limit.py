@@ -24,7 +24,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
 @cache
-def total_memory() -> int:
+def total_memory_bytes() -> int:
     """Returns the total memory in bytes of this machine, or of the container in which the process runs."""
     sizes = [2**50]  # if the system reports no size
     with suppress(AttributeError, ValueError, OSError):  # Windows has no such names
@@ -34,12 +34,12 @@ def total_memory() -> int:
     return min(size for size in sizes if size > 0)
 
 
-def check_fits_in_memory(name: str, size: int) -> None:
-    """Checks that `size` bytes fit into this machine's memory.
+def check_fits_in_memory(name: str, num_bytes: int) -> None:
+    """Checks that `num_bytes` bytes fit into this machine's memory.
 
     Args:
         name: what takes the memory, for the error.
-        size: in bytes.
+        num_bytes: size of the memory in bytes.
 
     Raises:
         UserError: this machine has less memory.
@@ -48,15 +48,16 @@ def check_fits_in_memory(name: str, size: int) -> None:
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a table would take more than 4 PB of memory, and this machine has ...
     """
-    if size > total_memory():
+    if num_bytes > total_memory_bytes():
         raise UserError(
-            f"{name} would take more than {_format_bytes(size)} of memory, and this machine has "
-            f"{_format_bytes(total_memory())}; make it smaller"
+            f"{name} would take more than {_format_bytes(num_bytes)} of memory, and this machine has "
+            f"{_format_bytes(total_memory_bytes())}; make it smaller"
         )
 
 
-def build_if_memory_suffices(name: str, build: Callable[[], T]) -> T:
-    """Builds a network by calling `build`, if the memory of this machine suffices for all its tensors, and returns it.
+def build_after_memory_check(name: str, build: Callable[[], T]) -> T:
+    """Builds a network by calling `build`, after checking that all tensors of the network fit into this machine's
+    memory.
 
     `build` is called twice, first with tensors that have sizes only.
 
@@ -67,7 +68,7 @@ def build_if_memory_suffices(name: str, build: Callable[[], T]) -> T:
     Raises:
         UserError: the tensors do not fit, or are more than `MAX_NETWORK_TENSORS`.
 
-    >>> build_if_memory_suffices("a network", lambda: torch.nn.Linear(10**6, 10**9))
+    >>> build_after_memory_check("a network", lambda: torch.nn.Linear(10**6, 10**9))
     Traceback (most recent call last):
     polyfed.core.errors.UserError: a network would take more than 4 PB of memory, and this machine has ...
     """

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.seeds import torch_generator
 
-TensorForm = tuple[tuple[int, ...], torch.dtype]
+ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 NO_COMPRESSION = "none"
 MIN_COMPRESSED_SIZE = 16
 """Numbers of the smallest tensor that is compressed."""
@@ -30,6 +30,26 @@ _TOPK = "topk"
 _STEPS = 127
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class CompressedTensor(NamedTuple):
+    """Holds a compressed tensor: the name of its encoding, the tensor's own entry in the message, and its part of the
+    entry that all tensors of the group share.
+    """
+
+    encoding: str
+    entry: Tensor
+    shared_part: Tensor
+
+
+class DecompressedForm(NamedTuple):
+    """Describes the tensor that a compressed entry will be restored to, and how many numbers of the group's shared entry
+    this takes, of which type.
+    """
+
+    tensor: ShapeAndDtype
+    num_shared: int
+    shared_dtype: torch.dtype
 
 
 class Compressor(ABC):
@@ -44,11 +64,10 @@ class Compressor(ABC):
     """Says whether a tensor is compressed only if the receiver already has a reference tensor for it."""
 
     @abstractmethod
-    def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
-        """Compresses one tensor; returns the name of its encoding, its own entry, and its part of the entry that the
-        group's tensors share.
-
-        None for a tensor that travels uncompressed.
+    def compress_tensor_if_worthwhile(
+        self, tensor: Tensor, reference: Tensor | None, seed: int
+    ) -> CompressedTensor | None:
+        """Compresses one tensor; returns None if the tensor is sent uncompressed.
 
         Args:
             tensor: to be sent.
@@ -57,22 +76,21 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def decompressed_form(
-        self, kind: str, entry: TensorForm, reference: TensorForm | None
-    ) -> tuple[TensorForm, int, torch.dtype]:
-        """Returns, from a compressed entry's shape and type, the shape and type of the original tensor, and how many
-        numbers of the group's shared entry it uses, of which type.
+    def checked_decompressed_form(
+        self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
+    ) -> DecompressedForm:
+        """Checks the shape and type of a compressed entry, and returns the form of the tensor that it will be restored to.
 
         Raises:
-            ValueError: `compress_tensor` makes no such entry; half a sentence.
+            ValueError: `compress_tensor_if_worthwhile` makes no such entry; half a sentence.
         """
 
     @abstractmethod
-    def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """Restores a tensor from its compressed entries, whose types and shapes `decompressed_form` has checked.
+    def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
+        """Restores a tensor from its compressed entries, whose types and shapes `checked_decompressed_form` has checked.
 
         Raises:
-            ValueError: numbers that `compress_tensor` does not make; half a sentence.
+            ValueError: numbers that `compress_tensor_if_worthwhile` does not make; half a sentence.
         """
 
 
@@ -97,8 +115,10 @@ class Int8(Compressor):
     def __str__(self) -> str:
         return "int8"
 
-    def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
-        """Rounds a tensor to bytes; returns the name of its type, the bytes q and the scale s."""
+    def compress_tensor_if_worthwhile(
+        self, tensor: Tensor, reference: Tensor | None, seed: int
+    ) -> CompressedTensor | None:
+        """Rounds a tensor to bytes q with a scale s; returns None if the tensor is small or not finite."""
         if not _is_worth_compressing((tuple(tensor.shape), tensor.dtype)):
             return None
         change = tensor.double() if reference is None else tensor.double() - reference.double()
@@ -107,19 +127,21 @@ class Int8(Compressor):
             return None
         noise = torch.rand(change.shape, generator=torch_generator(seed))
         steps = (change / scale + noise).floor_() if scale else torch.zeros_like(change)
-        return _DTYPE_NAMES[tensor.dtype], steps.to(torch.int8), torch.tensor([scale], dtype=torch.float32)
+        return CompressedTensor(
+            _DTYPE_NAMES[tensor.dtype], steps.to(torch.int8), torch.tensor([scale], dtype=torch.float32)
+        )
 
-    def decompressed_form(
-        self, kind: str, entry: TensorForm, reference: TensorForm | None
-    ) -> tuple[TensorForm, int, torch.dtype]:
-        """Returns the shape of the bytes q and the type that `kind` names, with one float32 scale."""
-        if kind not in _DTYPES or not _is_worth_compressing((entry[0], _DTYPES[kind])):
-            raise ValueError(f"of shape {entry[0]} does not travel as {kind!r}")
+    def checked_decompressed_form(
+        self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
+    ) -> DecompressedForm:
+        """Returns the shape of the bytes and the type that `encoding` names; the tensor uses one float32 scale."""
+        if encoding not in _DTYPES or not _is_worth_compressing((entry[0], _DTYPES[encoding])):
+            raise ValueError(f"of shape {entry[0]} does not travel as {encoding!r}")
         if entry[1] != torch.int8:
             raise ValueError(f"has steps of type {entry[1]}, expected {torch.int8}")
-        return (entry[0], _DTYPES[kind]), 1, torch.float32
+        return DecompressedForm((entry[0], _DTYPES[encoding]), 1, torch.float32)
 
-    def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
+    def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
         """Restores a tensor as s·q, added to the tensor that the receiver has."""
         scale = float(shared[0])
         if not 0 <= scale < math.inf:
@@ -127,7 +149,7 @@ class Int8(Compressor):
         if int(entry.min()) < -_STEPS:
             raise ValueError(f"has a step below -{_STEPS}")
         change = entry.double().mul_(scale)
-        return (change if reference is None else change.add_(reference)).to(_DTYPES[kind])
+        return (change if reference is None else change.add_(reference)).to(_DTYPES[encoding])
 
 
 @final
@@ -149,7 +171,7 @@ class TopK(Compressor):
     Raises:
         UserError: a share out of range.
 
-    >>> str(TopK(0.1)), TopK(0.1).num_sent(64), TopK(0.001).num_sent(64)
+    >>> str(TopK(0.1)), TopK(0.1).num_entries_sent(64), TopK(0.001).num_entries_sent(64)
     ('topk:0.1', 6, 1)
     """
 
@@ -168,12 +190,15 @@ class TopK(Compressor):
     def __str__(self) -> str:
         return f"topk:{self.share}"
 
-    def num_sent(self, entries: int) -> int:
-        """Returns how many of the entries of a tensor are sent."""
+    def num_entries_sent(self, entries: int) -> int:
+        """Returns how many entries are sent of a tensor that has `entries` entries."""
         return max(1, round(self.share * entries))
 
-    def compress_tensor(self, tensor: Tensor, reference: Tensor | None, seed: int) -> tuple[str, Tensor, Tensor] | None:
-        """Selects the entries that changed most; returns `topk`, their positions and their new values.
+    def compress_tensor_if_worthwhile(
+        self, tensor: Tensor, reference: Tensor | None, seed: int
+    ) -> CompressedTensor | None:
+        """Selects the entries that changed most, and returns their positions and new values; None if that would not
+        make the tensor smaller.
 
         Of entries that changed equally, the first are sent.
         """
@@ -188,24 +213,24 @@ class TopK(Compressor):
         more = (change > least).nonzero().flatten()
         tied = (change == least).nonzero().flatten()[: number - len(more)]
         positions = torch.cat([more, tied]).sort().values
-        return _TOPK, positions.to(dtype), tensor.flatten()[positions]
+        return CompressedTensor(_TOPK, positions.to(dtype), tensor.flatten()[positions])
 
-    def decompressed_form(
-        self, kind: str, entry: TensorForm, reference: TensorForm | None
-    ) -> tuple[TensorForm, int, torch.dtype]:
+    def checked_decompressed_form(
+        self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
+    ) -> DecompressedForm:
         """Returns the shape and type of the tensor that the receiver has, which the compressed tensor shares."""
         expected = None if reference is None else self._positions(reference)
-        if kind != _TOPK or reference is None or expected is None:
-            raise ValueError(f"does not travel as {kind!r}")
+        if encoding != _TOPK or reference is None or expected is None:
+            raise ValueError(f"does not travel as {encoding!r}")
         if entry != expected:
             raise ValueError(
                 f"has positions of shape {entry[0]} and type {entry[1]}, expected {expected[0]} {expected[1]}"
             )
-        return reference, expected[0][0], reference[1]
+        return DecompressedForm(reference, expected[0][0], reference[1])
 
-    def decompress_tensor(self, kind: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
+    def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
         """Restores a tensor: the one that the receiver has, with the new values at the sent positions."""
-        assert reference is not None  # `decompressed_form` has refused it
+        assert reference is not None  # `checked_decompressed_form` has refused it
         positions = entry.long()
         if int(positions[0]) < 0 or int(positions[-1]) >= reference.numel() or bool((positions.diff() <= 0).any()):
             raise ValueError(f"has positions that are not different, ascending and from 0 to {reference.numel() - 1}")
@@ -213,14 +238,14 @@ class TopK(Compressor):
         values[positions] = shared.to(reference.dtype)
         return values.reshape(reference.shape)
 
-    def _positions(self, form: TensorForm) -> TensorForm | None:
+    def _positions(self, form: ShapeAndDtype) -> ShapeAndDtype | None:
         """Returns the shape and type of the positions that are sent of a tensor; None if the tensor travels
         uncompressed.
         """
         if not _is_worth_compressing(form):
             return None
         entries = math.prod(form[0])
-        number, dtype = self.num_sent(entries), _smallest_index_dtype(entries)
+        number, dtype = self.num_entries_sent(entries), _smallest_index_dtype(entries)
         smaller = number * (dtype.itemsize + form[1].itemsize) < entries * form[1].itemsize
         return ((number,), dtype) if smaller else None
 
@@ -263,7 +288,7 @@ def parse_compressor(choice: str | Compressor | None) -> Compressor | None:
     return COMPRESSORS[name](number)
 
 
-def _is_worth_compressing(form: TensorForm) -> bool:
+def _is_worth_compressing(form: ShapeAndDtype) -> bool:
     """Returns whether a tensor has a type and a size that make compression worthwhile."""
     shape, number = form[0], math.prod(form[0])
     return (

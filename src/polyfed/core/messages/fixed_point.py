@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -34,6 +34,22 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_WORDS, _MAX_BYTES, _MAX_DIMENSIONS = 2**34, 4 * 2**20, 64  # of what is read; a layout's bytes, a tensor's shape
 
 
+class SummedTensor(NamedTuple):
+    """Describes one tensor of a fixed-point sum by its group, name, shape and type."""
+
+    group: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class MeanAndWeight(NamedTuple):
+    """Holds the weighted mean of clients' tensors, by group and name, and the sum of the clients' weights."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    total_weight: int
+
+
 @final
 @dataclass(frozen=True)
 class SumLayout:
@@ -45,11 +61,11 @@ class SumLayout:
         UserError: a type that has no place in a sum.
 
     >>> layout = SumLayout.from_tensor_groups({"model": {"w": torch.zeros(2, 3), "b": torch.zeros(3)}})
-    >>> layout.num_words, SumLayout.deserialize(layout.serialize()) == layout
+    >>> layout.num_words, SumLayout.from_byte_tensor(layout.to_byte_tensor()) == layout
     (10, True)
     """
 
-    tensors: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]
+    tensors: tuple[SummedTensor, ...]
 
     def __post_init__(self) -> None:
         for group, name, _, dtype in self.tensors:
@@ -63,7 +79,7 @@ class SumLayout:
         """Builds the layout for the tensors of a message."""
         return cls(
             tuple(
-                (group, name, tuple(groups[group][name].shape), groups[group][name].dtype)
+                SummedTensor(group, name, tuple(groups[group][name].shape), groups[group][name].dtype)
                 for group in sorted(groups)
                 for name in sorted(groups[group])
             )
@@ -74,14 +90,14 @@ class SumLayout:
         """Returns the number of 64-bit words that a message of this layout takes."""
         return 1 + sum(prod(shape) for _, _, shape, _ in self.tensors)
 
-    def serialize(self) -> Tensor:
-        """Returns the layout as a tensor of bytes, for a message."""
+    def to_byte_tensor(self) -> Tensor:
+        """Returns the layout as JSON in a tensor of bytes, which a message can carry."""
         entries = [[group, name, list(shape), _DTYPE_NAMES[dtype]] for group, name, shape, dtype in self.tensors]
         return torch.frombuffer(bytearray(json.dumps(entries, separators=(",", ":")).encode()), dtype=torch.uint8)
 
     @classmethod
-    def deserialize(cls, data: Tensor) -> "SumLayout":
-        """Reads a layout from the bytes that `serialize` returned.
+    def from_byte_tensor(cls, data: Tensor) -> "SumLayout":
+        """Reads a layout from the tensor of bytes that `to_byte_tensor` returned.
 
         Raises:
             UserError: it is none.
@@ -89,7 +105,7 @@ class SumLayout:
         try:
             if data.numel() > _MAX_BYTES:  # before it is read: its JSON takes many times its size
                 raise ValueError(f"it has {data.numel()} bytes; at most {_MAX_BYTES} are read")
-            entries = tuple((g, n, tuple(s), _DTYPES[t]) for g, n, s, t in json.loads(bytes(data.numpy())))
+            entries = tuple(SummedTensor(g, n, tuple(s), _DTYPES[t]) for g, n, s, t in json.loads(bytes(data.numpy())))
             if not all(
                 isinstance(g, str) and isinstance(n, str) and len(s) <= _MAX_DIMENSIONS
                 # Each by itself: beside a 0, no product tells of a size that no tensor can have.
@@ -154,9 +170,8 @@ def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> Fixed
     return words.view(np.uint64)
 
 
-def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> tuple[dict[str, dict[str, Tensor]], int]:
-    """Computes the weighted mean of the tensors from the sum of all clients' words; returns it with the sum of the
-    weights.
+def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> MeanAndWeight:
+    """Computes the weighted mean of clients' tensors, and the sum of the weights, from the sum of all clients' words.
 
     Whole numbers are rounded to the nearest (up from the middle); a mean of booleans is whether any was true.
 
@@ -166,7 +181,7 @@ def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> tuple[di
     >>> total = to_fixed_point({"m": {"w": torch.tensor([1.0])}}, 1, 2)
     >>> total += to_fixed_point({"m": {"w": torch.tensor([5.0])}}, 3, 2)
     >>> mean_from_fixed_point(total, SumLayout.from_tensor_groups({"m": {"w": torch.zeros(1)}}))
-    ({'m': {'w': tensor([4.])}}, 4)
+    MeanAndWeight(tensors={'m': {'w': tensor([4.])}}, total_weight=4)
     """
     if len(words) != layout.num_words:
         raise UserError(f"a sum of {layout.num_words} words is expected, got {len(words)}")
@@ -187,12 +202,12 @@ def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> tuple[di
             high = torch.div(part, weight, rounding_mode="floor")
             mean = (high + (part - high * weight >= weight - (part - high * weight)).to(torch.int64)).to(dtype)
         groups.setdefault(group, {})[name] = mean
-    return groups, weight
+    return MeanAndWeight(groups, weight)
 
 
 def build_sum_message(words: FixedPointWords, layout: SumLayout) -> Message:
     """Builds the message that carries the words of a fixed-point sum and their layout."""
-    return Message({"sum": {"layout": layout.serialize(), "words": torch.from_numpy(words.view(np.int64))}})
+    return Message({"sum": {"layout": layout.to_byte_tensor(), "words": torch.from_numpy(words.view(np.int64))}})
 
 
 def parse_sum_message(message: Message) -> tuple[FixedPointWords, SumLayout]:
@@ -208,7 +223,7 @@ def parse_sum_message(message: Message) -> tuple[FixedPointWords, SumLayout]:
     layout, words = tree["layout"], tree["words"]
     if layout.dtype != torch.uint8 or words.dtype != torch.int64 or layout.dim() != 1 or words.dim() != 1:
         raise UserError("the words of a secure sum, or their layout, are of another type or shape")
-    parsed_layout = SumLayout.deserialize(layout)
+    parsed_layout = SumLayout.from_byte_tensor(layout)
     if len(words) != parsed_layout.num_words:
         raise UserError(f"a part of a secure sum has {len(words)} words, and its layout {parsed_layout.num_words}")
     return words.numpy().view(np.uint64), parsed_layout

@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -75,17 +75,19 @@ def find_adapters(names: Iterator[str] | Mapping[str, Any]) -> list[LoraTensorNa
     return adapters
 
 
-def adapter_mode(algorithm: Algorithm[Any, Any]) -> AdapterMode | None:
-    """Returns how a method averages adapters of different ranks; None if it treats adapters like any other parameters."""
+def adapter_averaging_mode(algorithm: Algorithm[Any, Any]) -> AdapterMode | None:
+    """Returns how a method averages adapters of different ranks; None if the method treats adapters like any other
+    parameters.
+    """
     mode: AdapterMode | None = getattr(algorithm, "adapters", None)
     return mode
 
 
-def architecture_key_without_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
-    """Returns the key by which networks count as one architecture; if the method averages adapters of different ranks,
-    ranks do not count.
+def architecture_key_ignoring_averaged_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
+    """Returns a key that is equal for networks of the same architecture; networks that differ in adapter ranks count as
+    the same if the method averages different ranks.
     """
-    if adapter_mode(algorithm) is None:
+    if adapter_averaging_mode(algorithm) is None:
         return net.architecture
     ranked = {pair.a: 0 for pair in find_adapters(net.module.state_dict())}
     ranked |= {pair.b: 1 for pair in find_adapters(net.module.state_dict())}
@@ -101,8 +103,8 @@ def architecture_key_without_ranks(algorithm: Algorithm[Any, Any], net: CachedMo
     return f"{digest}-{frozen}" if frozen else digest
 
 
-def adapter_ranks(net: CachedModule) -> dict[str, int]:
-    """Returns the rank of each adapter of a network, by the name of its matrix A."""
+def adapter_rank_by_a_name(net: CachedModule) -> dict[str, int]:
+    """Returns the rank of each LoRA adapter of a network, by the name of the adapter's matrix A."""
     state = net.module.state_dict()
     return {pair.a: state[pair.a].shape[0] for pair in find_adapters(state)}
 
@@ -121,7 +123,7 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
     cached_modules = {i: cached_module(factory) for i, factory in sorted(networks.items())}
     largest: dict[str, int] = {}
     for i, net in cached_modules.items():
-        if not (client_ranks := adapter_ranks(net)):
+        if not (client_ranks := adapter_rank_by_a_name(net)):
             raise UserError(
                 f"adapters={mode!r} is for networks with low-rank adapters, and that of client {i!r} has no parameters "
                 "called lora_A and lora_B; leave it out"
@@ -141,7 +143,7 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
                 _frozen_weight(net.module, pair)
         largest = {name: max(rank, largest.get(name, 0)) for name, rank in client_ranks.items()}
     for i, net in cached_modules.items():
-        if adapter_ranks(net) == largest:
+        if adapter_rank_by_a_name(net) == largest:
             return networks[i]
     raise UserError(
         f"adapters={mode!r}: no client has the largest rank in all layers, and the server's adapters are those of one "
@@ -153,12 +155,15 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
 
 
 @contextmanager
-def message_at_client_rank(algorithm: Algorithm[Any, Any], client: Client, message: Message) -> Iterator[Message]:
-    """Yields the server's message with adapters cut to the client's own rank and scale.
+def message_at_client_rank_within_block(
+    algorithm: Algorithm[Any, Any], client: Client, message: Message
+) -> Iterator[Message]:
+    """Yields the server's message with adapters cut to the client's rank; a context manager, since the client's frozen
+    weights may be changed until the block ends.
 
     With "stack" the client's frozen weights W₀ include the server's additions inside the block.
     """
-    mode = adapter_mode(algorithm)
+    mode = adapter_averaging_mode(algorithm)
     if mode is None or client.model is None:
         yield message
         return
@@ -193,7 +198,7 @@ def message_at_client_rank(algorithm: Algorithm[Any, Any], client: Client, messa
 
 def reply_with_scaled_adapters(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
     """Multiplies the client's adapter scale into the matrices B of its reply, before the reply is sent."""
-    if adapter_mode(algorithm) is None or client.model is None or message_error(reply):
+    if adapter_averaging_mode(algorithm) is None or client.model is None or message_error(reply):
         return reply
     module, groups = cached_module(client.model, client.train.device).module, dict[str, StateDict]()
     for group, tree in reply.tensors.items():
@@ -235,12 +240,12 @@ def _frozen_weight(module: nn.Module, pair: LoraTensorNames) -> tuple[nn.Paramet
 # -- the server half -------------------------------------------------------------------------------------------------------
 
 
-def init_server_adapters(algorithm: Algorithm[Any, Any], server_state: Any, model: Architecture | None) -> Any:
-    """Prepares the adapters of the server's first state: multiplies their scale into B.
+def scale_initial_server_adapters(algorithm: Algorithm[Any, Any], server_state: Any, model: Architecture | None) -> Any:
+    """Returns the server's first state with each adapter's scale multiplied into the adapter's matrix B.
 
     With "stack" B is zero, and so is what is added to W₀.
     """
-    mode = adapter_mode(algorithm)
+    mode = adapter_averaging_mode(algorithm)
     if mode is None or model is None:
         return server_state
     module = cached_module(model).module
@@ -266,7 +271,7 @@ def reply_at_server_rank(algorithm: Algorithm[Any, Any], reply: Message, message
     Raises:
         ValueError: its adapters do not fit; half a sentence.
     """
-    mode = adapter_mode(algorithm)
+    mode = adapter_averaging_mode(algorithm)
     if mode is None:
         return reply
     sent_tensors = {name: tensor for tree in message.tensors.values() for name, tensor in tree.items()}
@@ -299,7 +304,7 @@ def reply_spec_at_server_rank(
     algorithm: Algorithm[Any, Any], reply_spec: Mapping[str, StateDictSpec]
 ) -> Mapping[str, StateDictSpec]:
     """Returns the names, shapes and types of a reply's tensors after `reply_at_server_rank`, by group."""
-    if adapter_mode(algorithm) != "svd":
+    if adapter_averaging_mode(algorithm) != "svd":
         return reply_spec
     groups: dict[str, StateDictSpec] = {}
     for group, packed in reply_spec.items():
@@ -312,44 +317,53 @@ def reply_spec_at_server_rank(
 
 
 def factorise_mean_adapters(algorithm: Algorithm[Any, Any], mean: Mapping[str, StateDict]) -> Mapping[str, StateDict]:
-    """Converts the mean of unpacked replies to the form of the server's state: with "svd" it factorises the mean
-    product into A and B.
+    """Converts the mean of the clients' replies to the server's state; in the mode "svd" it factorises the mean product
+    B·A into A and B.
     """
-    if adapter_mode(algorithm) != "svd":
+    if adapter_averaging_mode(algorithm) != "svd":
         return mean
     groups: dict[str, StateDict] = {}
     for group, tree in mean.items():
         tensors = dict(tree)
         for pair in find_adapters(tree):
             if pair.product in tensors:
-                tensors[pair.a], tensors[pair.b] = low_rank_factors(tensors.pop(pair.product), tree[pair.a])
+                tensors[pair.a], tensors[pair.b] = factorise_into_a_and_b(tensors.pop(pair.product), tree[pair.a])
         groups[group] = tensors
     return groups
 
 
-def low_rank_factors(product: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Factorises a matrix into B·A, its best approximation of a given rank, the largest component first.
+class LowRankFactors(NamedTuple):
+    """Holds the factors A, shape (R, n), and B, shape (m, R), of a low-rank matrix B·A."""
 
-    The rank is that of `a`.
+    a: Tensor
+    b: Tensor
+
+
+def factorise_into_a_and_b(product: Tensor, present_a: Tensor) -> LowRankFactors:
+    """Factorises a matrix into B·A, its best approximation of the rank of `present_a`, with the largest component
+    first.
+
+    The rank is that of `present_a`.
 
     Args:
         product: shape (m, n).
-        a: the present A, shape (R, n): components without a part in `product` keep its rows, with zeros in B, since
+        present_a: the present A, shape (R, n): components without a part in `product` keep its rows, with zeros in B, since
             adapters that are zero in both factors would never learn.
 
-    >>> a, b = low_rank_factors(torch.diag(torch.tensor([1.0, 4.0, 2.0])), torch.zeros(2, 3))
+    >>> a, b = factorise_into_a_and_b(torch.diag(torch.tensor([1.0, 4.0, 2.0])), torch.zeros(2, 3))
     >>> (b @ a).diag().round(decimals=3)
     tensor([0., 4., 2.])
     """
     u, s, v = torch.linalg.svd(product.to(torch.float64), full_matrices=False)
     sign = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)  # else it is the library's choice
     rank = int((s > s.amax() * max(product.shape) * torch.finfo(product.dtype).eps).sum()) if s.numel() else 0
-    rank = min(rank, len(a))
+    rank = min(rank, len(present_a))
     root = s[:rank].sqrt()
-    new_a, new_b = a.to(torch.float64, copy=True), torch.zeros(product.shape[0], len(a), dtype=torch.float64)
+    new_a = present_a.to(torch.float64, copy=True)
+    new_b = torch.zeros(product.shape[0], len(present_a), dtype=torch.float64)
     new_a[:rank] = root[:, None] * (v * sign.t())[:rank]
     new_b[:, :rank] = (u * sign)[:, :rank] * root
-    return new_a.to(a.dtype), new_b.to(a.dtype)
+    return LowRankFactors(new_a.to(present_a.dtype), new_b.to(present_a.dtype))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.algorithm import Message
-from polyfed.core.messages.compressors import Compressor, TensorForm
+from polyfed.core.messages.compressors import Compressor, ShapeAndDtype
 from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 
@@ -65,7 +65,9 @@ def _compress_group(
     for name, tensor in tree.items():
         before = _reference_tensor(reference, group, name)
         matches = before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype
-        packed = compressor.compress_tensor(tensor, before if matches else None, derive_seed(seed, group, name))
+        packed = compressor.compress_tensor_if_worthwhile(
+            tensor, before if matches else None, derive_seed(seed, group, name)
+        )
         if packed is None:
             entries[f"{name}:{_UNCOMPRESSED}"] = tensor
         else:
@@ -83,9 +85,9 @@ def _reference_tensor(reference: Message, group: str, name: str) -> Tensor | Non
 
 def decompressed_specs(
     specs: Mapping[str, StateDictSpec], reference: Message, compressor: Compressor
-) -> dict[str, dict[str, TensorForm]]:
-    """Returns the shapes and types of the tensors that a compressed message will be restored to, from its entries'
-    shapes and types alone.
+) -> dict[str, dict[str, ShapeAndDtype]]:
+    """Returns the shapes and types of the tensors in a message after decompression, computed from the shapes and types
+    of the compressed tensors alone.
 
     No tensor is read or made.
 
@@ -118,7 +120,7 @@ class _CompressedEntry:
 
     name: str
     kind: str
-    spec: TensorForm
+    spec: ShapeAndDtype
     begin: int
     end: int
 
@@ -144,7 +146,7 @@ def _parse_entries(
             tensor = _reference_tensor(reference, group, name)
             try:
                 before = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-                form, number, needed = compressor.decompressed_form(kind, form, before)
+                form, number, needed = compressor.checked_decompressed_form(kind, form, before)
             except ValueError as error:
                 raise ValueError(
                     f"group {group[:80]!r}: tensor {name[:80]!r} {error} with compress={compressor}"
@@ -160,7 +162,7 @@ def _parse_entries(
     return list(entries.values())
 
 
-def _tensor_spec(shape_and_dtype: tuple[tuple[int | None, ...], torch.dtype]) -> TensorForm:
+def _tensor_spec(shape_and_dtype: tuple[tuple[int | None, ...], torch.dtype]) -> ShapeAndDtype:
     return tuple(int(size or 0) for size in shape_and_dtype[0]), shape_and_dtype[1]
 
 

@@ -10,7 +10,7 @@ received them, unless the method needs the number of examples anyhow.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, Protocol, final
+from typing import Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.pytree import call_network
 from polyfed.core.nn.memory_format import to_preferred_memory_format
-from polyfed.core.nn.module_cache import CachedModule, cached_module, fill_module, trainable_state
+from polyfed.core.nn.module_cache import CachedModule, cached_module, copy_trained_weights_and_buffers, fill_module
 from polyfed.core.seeds import torch_generator
 from polyfed.core.state_dict import StateDict
 
@@ -42,53 +42,61 @@ class HasBufferPolicy(Protocol):
         ...
 
 
-def tensors_to_send(state: StateDict, buffer_names: Mapping[str, Tensor], policy: BufferPolicy) -> dict[str, Tensor]:
+def tensors_to_send(state: StateDict, buffers: Mapping[str, Tensor], policy: BufferPolicy) -> dict[str, Tensor]:
     """Returns the tensors of a client's state dict that it sends to the server: the parameters and, under the policy
     "average", the buffers.
     """
-    return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffer_names}
+    return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffers}
 
 
 def load_client_model(
-    client: Client, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
+    client: Client, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
     """Loads the weights that the server sent, and the buffers by `policy`, into the client's cached module.
 
     Under "local" the buffers are the client's own; before its first round, those of the network as built.
     """
     assert client.model is not None  # `federate` has checked that the method's clients have one
-    return fill_client_model(cached_module(client.model, client.train.device), model, client_state, policy)
+    return fill_client_model(cached_module(client.model, client.train.device), weights, client_state, policy)
 
 
 def fill_client_model(
-    net: CachedModule, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
+    net: CachedModule, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
     """Loads the weights that the server sent, and the buffers by `policy`, into the cached module `net`."""
     local_buffers = net.buffers if policy == "recompute" or not client_state.get("buffers") else client_state["buffers"]
-    fill_module(net.module, model, {} if policy == "average" else local_buffers)
+    fill_module(net.module, weights, {} if policy == "average" else local_buffers)
     if policy != "average":
         return net
-    return replace(net, counters={n: model[n] for n in net.buffers if not model[n].is_floating_point()})
+    return replace(net, counters={n: weights[n] for n in net.buffers if not weights[n].is_floating_point()})
 
 
-def extract_update(net: CachedModule, method: HasBufferPolicy) -> tuple[dict[str, Tensor], dict[str, StateDict]]:
-    """Returns, after training, copies of the tensors that a client sends and, under the policy "local", the client
-    state with its buffers.
+class SentTensorsAndClientState(NamedTuple):
+    """Holds the tensors that a client sends after training, and the private state that it keeps."""
+
+    tensors: dict[str, Tensor]
+    client_state: dict[str, StateDict]
+
+
+def extract_sent_tensors_and_client_state(net: CachedModule, method: HasBufferPolicy) -> SentTensorsAndClientState:
+    """Returns copies of the tensors that a client sends after training and, under the policy "local", a client state
+    with the client's buffers.
 
     Buffers of whole numbers are returned as the client received them, unless the method needs the number of examples.
     """
-    state, policy = trainable_state(net.module), method.buffers
+    state, policy = copy_trained_weights_and_buffers(net.module), method.buffers
     local_buffers = {name: state[name] for name in net.buffers} if policy == "local" else {}
     tensors = tensors_to_send(state, net.buffers, policy)
     if "num_examples" not in method.scalars_needed:
         tensors |= {name: buffer.clone() for name, buffer in net.counters.items()}
-    return tensors, ({"buffers": local_buffers} if local_buffers else {})
+    return SentTensorsAndClientState(tensors, {"buffers": local_buffers} if local_buffers else {})
 
 
-def prepare_for_eval(
+def recompute_norm_statistics_if_needed(
     net: CachedModule, client: Client, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Returns the network with the buffers that its evaluation needs, recomputed if the policy demands it.
+    """Returns the network of `net`, after recomputing its normalisation layers' running statistics from the client's
+    training data if the policy asks for it.
 
     Under "recompute" the BatchNorm statistics are computed from the client's training data; under "local" only for a client
     that has no buffers of its own because it has not taken part in a round.
@@ -99,13 +107,15 @@ def prepare_for_eval(
 
 
 def load_model_for_eval(
-    client: Client, model: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
+    client: Client, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
     """Loads the weights `model` into the client's cached module, and returns the module ready to be evaluated.
 
-    See `load_client_model` and `prepare_for_eval`.
+    See `load_client_model` and `recompute_norm_statistics_if_needed`.
     """
-    return prepare_for_eval(load_client_model(client, model, client_state, policy), client, client_state, policy)
+    return recompute_norm_statistics_if_needed(
+        load_client_model(client, weights, client_state, policy), client, client_state, policy
+    )
 
 
 def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:

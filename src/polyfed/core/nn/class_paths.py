@@ -34,8 +34,8 @@ _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split
 
 
 def module_path_in_fingerprint(layer_class: type[nn.Module]) -> str:
-    """Returns the module path that an architecture's fingerprint contains for a layer class, even if its file has
-    moved.
+    """Returns the module path that stands for a layer class in an architecture's fingerprint; it stays the same when
+    the class moves to another file.
 
     A class of polyfed that is not in the table has the path "polyfed"; any other class has the path of its module.
 

@@ -17,7 +17,7 @@ _ONEDNN_BLOCK = 16
 """Channels that oneDNN's kernels take at once: 16 with AVX-512, 8 with AVX2."""
 
 
-def to_preferred_memory_format(module: nn.Module, x: Any) -> Any:
+def to_preferred_memory_format(module: nn.Module, inputs: Any) -> Any:
     """Returns a batch of inputs in the memory format in which a network computes faster.
 
     At the first batch of a module with 2-d convolutions the format is tried out, and the module is converted to it. Networks
@@ -27,21 +27,25 @@ def to_preferred_memory_format(module: nn.Module, x: Any) -> Any:
 
     Args:
         module: the network; its weights keep their values.
-        x: inputs of any structure; only parts of shape (batch, channels, height, width) are rearranged.
+        inputs: inputs of any structure; only parts of shape (batch, channels, height, width) are rearranged.
 
 
     >>> strict = nn.Conv2d(3, 4, 3)
     >>> to_preferred_memory_format(strict, torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
     True
     """
-    if not (x.dim() == 4 if isinstance(x, Tensor) else any(part.dim() == 4 for _, part in named_leaves(x))):
-        return x
+    if not (
+        inputs.dim() == 4 if isinstance(inputs, Tensor) else any(part.dim() == 4 for _, part in named_leaves(inputs))
+    ):
+        return inputs
     if module not in _USES_CHANNELS_LAST:
-        unsafe = first_leaf(x).device.type != "cuda" and any(_gradient_overflows(part) for part in module.modules())
-        _USES_CHANNELS_LAST[module] = not unsafe and _takes_channels_last(module, x)
+        unsafe = first_leaf(inputs).device.type != "cuda" and any(
+            _gradient_overflows(part) for part in module.modules()
+        )
+        _USES_CHANNELS_LAST[module] = not unsafe and _takes_channels_last(module, inputs)
         if _USES_CHANNELS_LAST[module]:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return tree_map(_channels_last, x) if _USES_CHANNELS_LAST[module] else x
+    return tree_map(_channels_last, inputs) if _USES_CHANNELS_LAST[module] else inputs
 
 
 def _channels_last(part: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from polyfed.core.nn.tied_weights import (
     retie_buffers,
     unique_tensors,
 )
-from polyfed.core.nn.unwrap import unwrap_module
+from polyfed.core.nn.unwrap import unwrap_module_and_its_layers
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
 
@@ -175,8 +175,8 @@ class CachedModule:
     frozen: tuple[str, ...] = ()
     counters: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def reset(self) -> None:
-        """Undoes the changes that the last client made in the module, except those to weights and persistent buffers."""
+    def restore_all_but_weights(self) -> None:
+        """Undoes all changes that the last client made in the module, except to weights and persistent buffers."""
         _PRISTINE_STATES[self.module].restore(self.module)
 
 
@@ -195,7 +195,7 @@ def cached_module(factory: Architecture, device: torch.device | None = None) -> 
     """
     device = device or torch.device("cpu")
     cached = _cached(factory, device)
-    cached.reset()
+    cached.restore_all_but_weights()
     return cached
 
 
@@ -246,13 +246,13 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return content.hexdigest() if tensors else ""
 
 
-def differ_only_in_frozen_values(first: str, second: str) -> bool:
+def architectures_differ_only_in_frozen_values(first_hash: str, second_hash: str) -> bool:
     """Returns whether two architectures, given by their hashes, differ only in the values of frozen parameters.
 
-    >>> differ_only_in_frozen_values("4e0c-11", "4e0c-22"), differ_only_in_frozen_values("4e0c-11", "77aa-11")
-    (True, False)
+    >>> [architectures_differ_only_in_frozen_values("4e0c-11", other) for other in ("4e0c-22", "77aa-11")]
+    [True, False]
     """
-    return first != second and first.partition("-")[0] == second.partition("-")[0]
+    return first_hash != second_hash and first_hash.partition("-")[0] == second_hash.partition("-")[0]
 
 
 def _compute_architecture_hash(module: nn.Module, *, ties: bool = True) -> str:
@@ -306,8 +306,9 @@ def _plain_attributes(part: nn.Module) -> dict[str, _PlainValue]:
 _cached = FactoryCache(_build, _CACHE_SIZE)
 
 
-def reset_for_eval(module: nn.Module) -> nn.Module:
-    """Puts a network into evaluation mode and resets its state as built, except weights and persistent buffers.
+def restore_all_but_weights_and_set_eval(module: nn.Module) -> nn.Module:
+    """Undoes all changes made in a network since it was built, except to weights and persistent buffers, and sets
+    evaluation mode.
 
     So the network that is evaluated, or whose representations are compared, is bit for bit the one that its state dict
     rebuilds.
@@ -334,7 +335,7 @@ def build_module(factory: Architecture, seed: int) -> nn.Module:
             raise UserError(f"the model factory {name} failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"the model factory {name} must return a torch.nn.Module, got {type(module).__name__}")
-    module = unwrap_module(module)
+    module = unwrap_module_and_its_layers(module)
     lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UserError(f"the model factory {name} leaves {lazy[0]!r} uninitialised; run one batch through it first")
@@ -346,7 +347,8 @@ def build_module(factory: Architecture, seed: int) -> nn.Module:
 
 
 def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
-    """Returns the initial weights and buffers with which every client of this architecture starts a run with this seed.
+    """Returns the initial weights and buffers that every client of this architecture has in a run with this seed;
+    frozen parameters are left out.
 
     They are drawn once per architecture, so that a client that trains alone and one that federates begin at the same point.
 
@@ -359,8 +361,8 @@ def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
     return {n: tensor.detach().clone() for n, tensor in unique_tensors(module).items() if n not in frozen}
 
 
-def trainable_state(module: nn.Module) -> dict[str, Tensor]:
-    """Returns CPU copies of a network's trained weights and buffers, which a client keeps or sends."""
+def copy_trained_weights_and_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns CPU copies of a network's trained parameters and its buffers, by name; frozen parameters are left out."""
     frozen = frozen_parameters(module)
     return {n: tensor.detach().to("cpu", copy=True) for n, tensor in unique_tensors(module).items() if n not in frozen}
 

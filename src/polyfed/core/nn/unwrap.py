@@ -8,7 +8,7 @@ from torch import nn
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def unwrap_module(module: nn.Module) -> nn.Module:
+def unwrap_module_and_its_layers(module: nn.Module) -> nn.Module:
     """Returns the network inside a wrapper such as `DataParallel`; wrapped layers of the network are unwrapped in
     place.
 
@@ -17,7 +17,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
     or a representation. So networks run without wrappers, even if the user compiles them.
 
 
-    >>> list(unwrap_module(nn.Sequential(nn.DataParallel(nn.Linear(1, 1, bias=False)))).state_dict())
+    >>> list(unwrap_module_and_its_layers(nn.Sequential(nn.DataParallel(nn.Linear(1, 1, bias=False)))).state_dict())
     ['0.weight']
     """
     module = _inner_module(module)

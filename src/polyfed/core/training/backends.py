@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from polyfed.core.vectorized.deferred_calls import (
     FitCall,
     FitCallResult,
     PerClientTerm,
-    copy_full_state,
+    copy_all_parameters_and_buffers,
     current_deferred_run,
 )
 from polyfed.core.vectorized.stacked_module import Stacked
@@ -258,6 +258,13 @@ def _chunks(members: Sequence[Member], size: int) -> list[Sequence[Member]]:
     return [members[i : i + size] for i in range(0, len(members), size)]
 
 
+class LossAndSteps(NamedTuple):
+    """Holds the mean training loss of one client, and the number of its optimiser steps."""
+
+    loss: float
+    steps: int
+
+
 def fit_with_cohort(
     model: nn.Module,
     client: Client | Examples,
@@ -271,9 +278,9 @@ def fit_with_cohort(
     reported_loss: str,
     *,
     train_alone: bool,
-) -> tuple[float, int] | None:
-    """Trains this client's network together with those of other clients, if `fit` runs where calls are gathered and the
-    network can be stacked.
+) -> LossAndSteps | None:
+    """Trains this client's network together with those of other clients; returns None if the network must be trained
+    alone.
 
     Returns:
         The loss and the number of steps, with the trained weights already in `model`; None if it must be trained alone:
@@ -297,12 +304,12 @@ def fit_with_cohort(
         ):
             return None
         return FitCall(
-            model, copy_full_state(model), trained, data, options, lr, seed, task, penalty, gradient, batches_per_step,
-            reported_loss,
+            model, copy_all_parameters_and_buffers(model), trained, data, options, lr, seed, task, penalty, gradient,
+            batches_per_step, reported_loss,
         )  # fmt: skip
 
     result = deferred_run.result_of_next_call(make_call)
     if not isinstance(result, FitCallResult):
         return None
     result.copy_into_network(model, *(term.tensors for term in (penalty, gradient) if isinstance(term, PerClientTerm)))
-    return result.loss, result.steps
+    return LossAndSteps(result.loss, result.steps)

@@ -28,7 +28,7 @@ from polyfed.core.vectorized.deferred_calls import (
     FitCallResult,
     PerClientTerm,
     PredictCall,
-    copy_named_tensors,
+    copy_tensors_into_module,
 )
 from polyfed.core.vectorized.stacked_module import CannotStackError, Stacked, has_batch_statistics, stacking_obstacle
 
@@ -204,7 +204,7 @@ def _try_training_together(calls: Sequence[FitCall]) -> str | None:
     try:
         alone = []
         for call, (x, y) in zip(calls, batches, strict=True):
-            copy_named_tensors(module, call.state)
+            copy_tensors_into_module(module, call.state)
             module.train()
             attributes, arranged = _plain_attribute_values(module), to_preferred_memory_format(module, x)
             with temporary_rng_seed(call.seed, x.device), _RefuseScalarReads():
@@ -321,7 +321,7 @@ def _prediction_obstacle(calls: Sequence[PredictCall]) -> str | None:
 
 def _predict_with_shared_weights(calls: Sequence[PredictCall], sets: Sequence[Examples]) -> list[Tensor]:
     module = calls[0].module
-    copy_named_tensors(module, calls[0].state)
+    copy_tensors_into_module(module, calls[0].state)
     module.eval()
     results: list[Tensor] = []
     batches: list[Tensor] = []
@@ -375,7 +375,7 @@ def _try_predicting_together(calls: Sequence[PredictCall]) -> str | None:
     try:
         alone = []
         for call in small_calls:
-            copy_named_tensors(module, call.state)
+            copy_tensors_into_module(module, call.state)
             attributes = _plain_attribute_values(module)
             with _RefuseScalarReads():
                 alone.append([predict(module, data) for data in call.sets])

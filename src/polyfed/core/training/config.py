@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from polyfed.core.algorithm import Client, Loss
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
-from polyfed.core.io.plain_values import convert_numpy_fields
+from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.optimizers import check_optimizer
 from polyfed.core.nn.precision import Precision
@@ -87,7 +87,7 @@ class LocalTraining(ABC):
     precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
-        convert_numpy_fields(self)
+        convert_numpy_fields_in_place(self)
         self._check_kinds()
         self._require(self.local_epochs >= 1, "local_epochs", "at least 1")
         self._require(self.local_steps is None or self.local_steps >= 1, "local_steps", "at least 1, or none")
@@ -194,7 +194,7 @@ class LocalTraining(ABC):
         """
         return build_loss(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
 
-    def lr_factor(self, *names: str) -> float:
+    def lr_factor(self, *parameter_names: str) -> float:
         """Returns the factor by which `lr_by_name` multiplies the learning rate of a parameter, given its name or
         names.
 
@@ -206,7 +206,7 @@ class LocalTraining(ABC):
         [10.0, 2.0, 1.0]
         """
         patterns = (self.lr_by_name or {}).items()
-        factors = (f for pattern, f in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names))
+        factors = (f for pattern, f in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in parameter_names))
         return next(map(float, factors), 1.0)
 
 

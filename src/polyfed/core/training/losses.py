@@ -16,7 +16,7 @@ from polyfed.core.algorithm import Client, Loss, Task
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import loss_function, predict
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.trusted_code import import_object
+from polyfed.core.io.trusted_code import import_trusted_callable
 
 ClassWeights = Literal["balanced"] | tuple[float, ...] | None
 
@@ -88,15 +88,15 @@ def import_loss(path: str) -> Loss:
     `nn.Module` that is made without arguments.
 
     Raises:
-        UserError: as `polyfed.core.io.trusted_code.import_object`, or the class needs arguments.
+        UserError: as `polyfed.core.io.trusted_code.import_trusted_callable`, or the class needs arguments.
 
-    >>> from polyfed.core.io.trusted_code import temporary_trust, trust_code
-    >>> with temporary_trust():
+    >>> from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
+    >>> with restore_trusted_names_afterwards():
     ...     trust_code("torch.nn:MultiMarginLoss")
     ...     import_loss("torch.nn:MultiMarginLoss")
     MultiMarginLoss()
     """
-    obj = import_object(path, "loss")
+    obj = import_trusted_callable(path, "loss")
     if not isinstance(obj, type):
         return obj
     try:

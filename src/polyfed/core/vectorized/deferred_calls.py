@@ -104,7 +104,7 @@ class FitCallResult:
 
         They are then as training the client alone would have left them.
         """
-        copy_named_tensors(module, self.state)
+        copy_tensors_into_module(module, self.state)
         with torch.no_grad():
             for target, source in zip((t for group in tensors for t in group), self.tensors, strict=True):
                 target.copy_(source)
@@ -171,14 +171,14 @@ def deferring_calls(run: DeferredRun | None) -> Iterator[None]:
         _CURRENT_RUN.reset(token)
 
 
-def copy_named_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies tensors into the module's parameters and buffers of the same names, where they differ."""
+def copy_tensors_into_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies tensors into a module's parameters and buffers of the same names; equal tensors are not copied."""
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in state and not torch.equal(tensor, state[name]):
                 tensor.copy_(state[name])
 
 
-def copy_full_state(module: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of all parameters and buffers of a module by name, on the module's device."""
+def copy_all_parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of all parameters and buffers of a module by name, frozen ones included, on the module's device."""
     return {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}

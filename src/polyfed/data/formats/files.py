@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,13 +68,13 @@ def read_idx_file(file: Path) -> NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
-def find_idx_file(folder: Path, prefix: str, kind: str) -> Path | None:
+def find_idx_file(folder: Path, prefix: str, content: Literal["images", "labels"]) -> Path | None:
     """Returns the path of an IDX file in a folder; None if there is none.
 
     The name is `PREFIX-images-idx3-ubyte.gz`, or `PREFIX-labels-idx1-ubyte.gz`; also unpacked, or with a dot before
     "idx".
     """
-    pattern = re.compile(rf"{re.escape(prefix)}-{kind}[-.]idx\d-ubyte(\.gz)?")
+    pattern = re.compile(rf"{re.escape(prefix)}-{content}[-.]idx\d-ubyte(\.gz)?")
     return next((file for file in sorted(folder.rglob("*ubyte*")) if pattern.fullmatch(file.name)), None)
 
 
@@ -104,13 +104,13 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
     try:
         return {
             split: pyarrow.concat_tables([read(file) for file in files])
-            for split, files in find_parquet_files(path).items()
+            for split, files in find_parquet_files_by_split(path).items()
         }
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{str(path)!r} cannot be read as Parquet ({error})") from error
 
 
-def find_parquet_files(path: Path) -> dict[str, list[Path]]:
+def find_parquet_files_by_split(path: Path) -> dict[str, list[Path]]:
     """Returns the Parquet files in a folder by split: "train", "test", "validation".
 
     Raises:
@@ -128,18 +128,18 @@ def find_parquet_files(path: Path) -> dict[str, list[Path]]:
     return groups
 
 
-def find_column(table: Table, names: Iterable[str], role: str) -> str:
+def first_existing_column(table: Table, candidate_names: Iterable[str], role: str) -> str:
     """Returns the first of several names that is a column of the table.
 
     Raises:
         UserError: it has none of them.
     """
-    names = list(names)
-    for name in names:
+    candidate_names = list(candidate_names)
+    for name in candidate_names:
         if name in table.column_names:
             return name
     raise UserError(
-        f"the table has no {role} column {' or '.join(map(repr, names))}; its columns: {table.column_names}"
+        f"the table has no {role} column {' or '.join(map(repr, candidate_names))}; its columns: {table.column_names}"
     )
 
 
@@ -175,9 +175,9 @@ def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
     return np.stack([np.asarray(row) for row in cells])
 
 
-def integer_and_text_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """Returns the table's columns of integers, truth values and strings, without those in `skipped`; one of them may
-    identify users.
+def complete_integer_and_text_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
+    """Returns the table's columns of integers, truth values and strings that have no missing value, except those in
+    `skipped`.
     """
     import pyarrow.types as kinds
 
@@ -187,8 +187,10 @@ def integer_and_text_columns(table: Table, skipped: Iterable[str]) -> dict[str, 
     return {name: column_to_numpy(table, name) for name in names}
 
 
-def hub_class_names(table: Table, name: str) -> tuple[str, ...] | None:
-    """Returns the class names that a Parquet file of the hub contains for its label column; None if it contains none."""
+def class_names_from_hub_metadata(table: Table, label_column: str) -> tuple[str, ...] | None:
+    """Returns the class names of a label column from the metadata that the Hugging Face hub writes into Parquet files;
+    None if there are none.
+    """
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return None
@@ -196,6 +198,6 @@ def hub_class_names(table: Table, name: str) -> tuple[str, ...] | None:
         node = parse_json(metadata)
     except ValueError:
         return None
-    for key in ("info", "features", name, "names"):
+    for key in ("info", "features", label_column, "names"):
         node = node.get(key) if isinstance(node, dict) else None
     return tuple(map(str, node)) if isinstance(node, list) and node else None

@@ -65,17 +65,17 @@ def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
         return stack_images(threads.map(decode, files), len(files))
 
 
-def measure_normalisation(x: Tensor) -> Normalise:
+def measure_normalisation(images: Tensor) -> Normalise:
     """Returns the normalisation that gives each channel mean 0 and standard deviation 1, measured on at most 10,000 of
     the images.
 
     >>> measure_normalisation(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     Normalise(mean=(0.5,), std=(0.5,))
     """
-    sample = x[:: max(1, len(x) // 10_000)]
+    sample = images[:: max(1, len(images) // 10_000)]
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, stds = [], []
-    for channel in range(x.shape[1]):
+    for channel in range(images.shape[1]):
         weights = torch.bincount(sample[:, channel].flatten(), minlength=256).to(torch.float64)
         mean = float((weights * levels).sum() / weights.sum())
         means.append(round(mean, 4))

@@ -26,7 +26,7 @@ from polyfed.core.examples.examples import Normalise
 from polyfed.core.io.atomic_files import (
     UNLIMITED_BYTES,
     check_regular_file,
-    create_private_folder,
+    create_private_folder_if_missing,
     open_atomic_file,
     read_file,
 )
@@ -114,7 +114,7 @@ class EncodedArrowImages(EncodedImages):
         return f"image {row} of {self.path!r}"
 
 
-def write_arrow_images(files: Sequence[Path], column: str, path: Path) -> None:
+def copy_parquet_images_to_arrow_file(files: Sequence[Path], column: str, path: Path) -> None:
     """Copies the encoded images of Parquet files to one Arrow file.
 
     Raises:
@@ -123,7 +123,7 @@ def write_arrow_images(files: Sequence[Path], column: str, path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    create_private_folder(path.parent, parents=True)
+    create_private_folder_if_missing(path.parent, parents=True)
     kind = pyarrow.schema([("image", pyarrow.large_binary())])
     with open_atomic_file(path) as file, pyarrow.ipc.new_file(file, kind) as writer:
         for source in files:
@@ -167,18 +167,18 @@ class LazyImageDecoder:
     def _order(self) -> NDArray[np.int64]:
         return np.argsort(self.keys, kind="stable")
 
-    def decode_pixels(self, x: Tensor) -> Tensor:
+    def decode_pixels(self, keys: Tensor) -> Tensor:
         """Decodes the images with keys `x`, shape (batch, 1), to uint8 of shape (batch, channels, size, size).
 
         Raises:
             UserError: a key is not that of one of the images.
         """
-        image_keys = x.cpu().numpy()[:, 0]
+        image_keys = keys.cpu().numpy()[:, 0]
         positions = np.searchsorted(self.keys, image_keys, sorter=self._order).clip(max=len(self.keys) - 1)
         rows = self._order[positions]
         if not np.array_equal(self.keys[rows], image_keys):
             raise UserError("these examples are of other images than their transform decodes")
-        return self._decode_rows(rows).to(x.device)
+        return self._decode_rows(rows).to(keys.device)
 
     def _decode_rows(self, rows: NDArray[np.int64]) -> Tensor:
         def picture(row: int) -> NDArray[np.uint8]:

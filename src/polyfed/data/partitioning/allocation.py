@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,15 @@ def rows_of_each_client(client_of_row: NDArray[np.int64], num_clients: int) -> l
     return [order[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def draw_rows_by_class(class_of: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> list[Rows]:
+def draw_rows_by_class(
+    class_of_row: NDArray[np.int64], counts_by_client_and_class: NDArray[np.int64], rng: np.random.Generator
+) -> list[Rows]:
     """Draws `counts[i, c]` random rows of class c for client i, without repetition, and returns each client's rows."""
-    owner = np.full(len(class_of), -1)
-    for label, count_by_client in enumerate(counts.T):
-        rows = rng.permutation(np.flatnonzero(class_of == label))
-        owner[rows[: count_by_client.sum()]] = np.repeat(np.arange(len(counts)), count_by_client)
-    return rows_of_each_client(owner, len(counts))
+    owner = np.full(len(class_of_row), -1)
+    for label, count_by_client in enumerate(counts_by_client_and_class.T):
+        rows = rng.permutation(np.flatnonzero(class_of_row == label))
+        owner[rows[: count_by_client.sum()]] = np.repeat(np.arange(len(counts_by_client_and_class)), count_by_client)
+    return rows_of_each_client(owner, len(counts_by_client_and_class))
 
 
 def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
@@ -47,23 +49,25 @@ def draw_classes_per_client(num_clients: int, num_classes: int, k: int, rng: np.
     return rng.random((num_clients, num_classes)).argsort(axis=1) < k
 
 
-def top_up_small_clients(counts: NDArray[np.int64], shares: NDArray[np.float64], least: int) -> None:
+def top_up_small_clients_in_place(
+    counts_by_client_and_class: NDArray[np.int64], shares: NDArray[np.float64], least: int
+) -> None:
     """Moves examples in `counts` (clients × classes) from large to small clients, in place, until each client has at
     least `least`.
 
     Each step moves at least one example, so it terminates.
     """
-    totals = counts.sum(axis=1)
+    totals = counts_by_client_and_class.sum(axis=1)
     for client in np.flatnonzero(totals < least):
         for label in np.argsort(-shares[client], kind="stable"):
             while totals[client] < least:
-                offered = np.where(totals > least, counts[:, label], 0)
+                offered = np.where(totals > least, counts_by_client_and_class[:, label], 0)
                 donor = int(np.argmax(offered))
                 amount = min(least - totals[client], totals[donor] - least, offered[donor])
                 if amount <= 0:
                     break
-                counts[donor, label] -= amount
-                counts[client, label] += amount
+                counts_by_client_and_class[donor, label] -= amount
+                counts_by_client_and_class[client, label] += amount
                 totals[donor] -= amount
                 totals[client] += amount
 
@@ -101,8 +105,16 @@ def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_cla
     return np.sort(shuffled[rank < np.repeat(quota, counts)])
 
 
-def class_sizes_and_indices(labels: Labels, partition_name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the size of each class that occurs, and for each example the index of its class among these classes.
+class ClassSizesAndIndices(NamedTuple):
+    """Holds the size of each class, and the index of each example's class."""
+
+    sizes: NDArray[np.int64]
+    class_of_row: NDArray[np.int64]
+
+
+def class_sizes_and_indices(labels: Labels, partition_name: str) -> ClassSizesAndIndices:
+    """Returns the size of each class that occurs in the labels, and the index of each example's class among these
+    classes.
 
     Raises:
         UserError: the labels are not one whole number per example.
@@ -113,18 +125,27 @@ def class_sizes_and_indices(labels: Labels, partition_name: str) -> tuple[NDArra
             f"{labels.dtype}, not one whole number per example; use iid, quantity_skew or natural"
         )
     _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    return sizes, class_of
+    return ClassSizesAndIndices(sizes, class_of)
 
 
-def unique_values_as_texts(
-    column: NDArray[Any], name: str
-) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the unique values of a column as text, to serve as ids of clients; numbers in ascending order, all else
-    by name.
+class UniqueTexts(NamedTuple):
+    """Holds the unique values of a column as text; for each value its first row and its number of rows, and for each row
+    the index of its value.
+    """
+
+    texts: tuple[str, ...]
+    first_rows: NDArray[np.int64]
+    text_index_of_row: NDArray[np.int64]
+    num_rows: NDArray[np.int64]
+
+
+def unique_values_as_texts(column: NDArray[Any], column_name: str) -> UniqueTexts:
+    """Returns the unique values of a column as texts, which serve as client ids; numbers are sorted by value, all else
+    alphabetically.
 
     Args:
         column: one value per example; numbers, strings, dates.
-        name: of the column, for errors.
+        column_name: of the column, for errors.
 
     Returns:
         The texts, each once; the first row of each; for each row the index of its text; the number of rows of each.
@@ -137,7 +158,7 @@ def unique_values_as_texts(
     ([[1, 0], [1, 0, 1], [1, 2]], ('9', '10'))
     """
     if column.ndim != 1:
-        raise UserError(f"natural: column {name!r} has shape {column.shape}, not one value per example")
+        raise UserError(f"natural: column {column_name!r} has shape {column.shape}, not one value per example")
     if column.dtype.kind == "O":
         column = np.array([_as_text(value) for value in column.tolist()])
     elif column.dtype.kind == "S":
@@ -153,9 +174,10 @@ def unique_values_as_texts(
     ]
     if empty:
         raise UserError(
-            f"natural: column {name!r} has no value in {sum(empty)} of {len(column)} rows; fill it in, or drop these rows"
+            f"natural: column {column_name!r} has no value in {sum(empty)} of {len(column)} rows; fill it in, "
+            "or drop these rows"
         )
-    return texts, first_rows, value_indices, sizes
+    return UniqueTexts(texts, first_rows, value_indices, sizes)
 
 
 def _as_text(value: object) -> str:

@@ -12,23 +12,24 @@ from polyfed.data.partitioning.allocation import draw_stratified_rows
 Rows = NDArray[np.int64]
 
 
-def group_ids(column: NDArray[Any]) -> NDArray[Any]:
+def group_id_of_each_row(group_column: NDArray[Any]) -> NDArray[Any]:
     """Returns the id of each row's group (a patient, for example); a row without a value forms a group alone."""
-    plain = column.tolist()
+    plain = group_column.tolist()
     is_missing = [value is None or value != value or not str(value).strip() for value in plain]
     return np.array(
         [f"\0{row}" if alone else str(value) for row, (value, alone) in enumerate(zip(plain, is_missing, strict=True))]
     )
 
 
-def split_by_group(
+def split_by_group_and_record_sets(
     labels: NDArray[Any],
     groups: NDArray[Any],
     shares: Mapping[str, float],
     seed: int,
     set_of_group: MutableMapping[str, str],
 ) -> dict[str, Rows]:
-    """Splits a client's rows into training, validation and test sets; all rows of a group go to the same set.
+    """Splits a client's rows into training, validation and test sets, with all rows of a group in one set, and records
+    each group's set in `set_of_group`.
 
     Groups are drawn at random, stratified by the largest label among their rows: the share of a set, at least one group, and
     at least one stays for "train".
@@ -44,7 +45,7 @@ def split_by_group(
     Returns:
         set -> rows, ascending; with "train", the rest.
 
-    >>> rows = split_by_group(np.zeros(6, int), np.array(list("aabbcc")), {"test": 0.3}, 0, {})
+    >>> rows = split_by_group_and_record_sets(np.zeros(6, int), np.array(list("aabbcc")), {"test": 0.3}, 0, {})
     >>> sorted(len(part) for part in rows.values())
     [2, 4]
     """

@@ -27,7 +27,7 @@ from polyfed.data.partitioning.allocation import (  # fmt: skip
     draw_classes_per_client,
     draw_rows_by_class,
     rows_of_each_client,
-    top_up_small_clients,
+    top_up_small_clients_in_place,
     unique_values_as_texts,
 )
 
@@ -132,7 +132,7 @@ class Dirichlet(Partition):
         ends = np.minimum(np.floor(shares.cumsum(axis=0) * sizes), sizes).astype(np.int64)
         ends[-1] = sizes
         counts = np.diff(ends, axis=0, prepend=0)
-        top_up_small_clients(counts, shares, self.min_examples)
+        top_up_small_clients_in_place(counts, shares, self.min_examples)
         return draw_rows_by_class(class_of, counts, rng)
 
 

@@ -15,9 +15,9 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed
-from polyfed.data.concat import concat_examples, describe_mismatch, input_memory_locations, storage_rows
+from polyfed.data.concat import concat_examples, concatenation_obstacle, input_memory_locations, rows_in_stored_tensors
 from polyfed.data.partitioning.allocation import draw_stratified_rows
-from polyfed.data.partitioning.group_split import group_ids, split_by_group
+from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, fit_preprocessor, warn_of_changed_constants
 
 
@@ -69,7 +69,7 @@ def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
     """
     refitted = refit_preprocessors({client.id: client.train for client in clients})
     held_out_rows = {
-        c.id: [part.input_tensor[storage_rows(part)] for part in (c.test, c.val) if part is not None]
+        c.id: [part.input_tensor[rows_in_stored_tensors(part)] for part in (c.test, c.val) if part is not None]
         for c in clients
         if c.id in refitted
     }
@@ -99,9 +99,9 @@ def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePrepro
     }
 
 
-def prepare_public_like_clients(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
-    """Returns the public examples of a table with the preprocessing that all clients share; other examples are returned
-    unchanged.
+def apply_common_preprocessing_to_public(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
+    """Returns the public examples of a table with the preprocessing that all clients share; public examples of other
+    data are returned unchanged.
 
     Networks must see public rows prepared as their clients' own rows are.
     """
@@ -132,7 +132,7 @@ def _sets_of_client(client: Client) -> dict[str, Examples]:
 def _concat_sets(client: Client) -> Examples:
     parts = _sets_of_client(client)
     for name, part in parts.items():
-        if difference := describe_mismatch(client.train, part):
+        if difference := concatenation_obstacle(client.train, part):
             raise UserError(
                 f"client {client.id!r}: train and {name} cannot be joined and split again, since their {difference}; "
                 "prepare both alike, or leave resplit out"
@@ -159,13 +159,13 @@ def _redraw_sets(client: Client, pool: Examples, seed: int, set_of_group: dict[s
 def _redraw_sets_by_group(
     client: Client, pool: Examples, labels: NDArray[Any], seed: int, set_of_group: dict[str, str]
 ) -> Client:
-    groups = group_ids(pool.column(str(pool.group)))
+    groups = group_id_of_each_row(pool.column(str(pool.group)))
     ends = np.cumsum([len(part) for part in _sets_of_client(client).values()])
     groups_by_set = dict(zip(_sets_of_client(client), np.split(groups, ends[:-1]), strict=True))
     num_groups = len(np.unique(groups))
     share_by_set = {name: len(np.unique(set_groups)) / num_groups for name, set_groups in groups_by_set.items()}
     shares = {str(name): share_by_set[name] for name in ("test", "val") if name in share_by_set}
-    sets = split_by_group(labels, groups, shares, seed, set_of_group)
+    sets = split_by_group_and_record_sets(labels, groups, shares, seed, set_of_group)
     if empty := [name for name, rows in sets.items() if not len(rows)]:
         raise UserError(
             f"client {client.id!r} has no group of column {pool.group!r} for its {empty[0]} set when examples are split "
@@ -189,7 +189,7 @@ def _check_disjoint(clients: Sequence[Client]) -> None:
     for client in clients:
         for name, part in _sets_of_client(client).items():
             stored.setdefault(input_memory_locations(part.x), []).append(
-                (client.id, name, storage_rows(part).cpu().numpy())
+                (client.id, name, rows_in_stored_tensors(part).cpu().numpy())
             )
     for sets in stored.values():
         all_rows = np.concatenate([set_rows for *_, set_rows in sets])

@@ -4,16 +4,16 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.plain_values import convert_numpy_fields
+from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import Labels, Rows, draw_stratified_rows
-from polyfed.data.partitioning.group_split import group_ids, split_by_group
+from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
 from polyfed.data.partitioning.partitions import Partition
 
 
@@ -58,7 +58,7 @@ class Split:
     unseen: int = 0
 
     def __post_init__(self) -> None:
-        convert_numpy_fields(self)
+        convert_numpy_fields_in_place(self)
         if self.clients is not None and self.clients < 1:
             raise UserError(f"clients must be at least 1, got {self.clients}")
         if self.unseen < 0:
@@ -103,6 +103,13 @@ class ClientRows:
     id: str = ""
 
 
+class SplitRows(NamedTuple):
+    """Holds the rows of every client, split into sets, and the rows of the public examples."""
+
+    clients: list[ClientRows]
+    public: Rows
+
+
 def split_rows_by_client(
     labels: Labels,
     config: Split,
@@ -110,7 +117,7 @@ def split_rows_by_client(
     seed: int,
     columns: Mapping[str, NDArray[Any]] | None = None,
     group: str | None = None,
-) -> tuple[list[ClientRows], Rows]:
+) -> SplitRows:
     """Divides rows among clients and into sets, and returns the rows of every client and the rows of the public
     examples.
 
@@ -151,19 +158,22 @@ def split_rows_by_client(
     shrunk = numpy_generator(derive_seed(seed, "shrink")).permutation(len(ids))
     shrunk = shrunk[: round(config.shrink_fraction * len(ids))]
     if group is not None:
-        groups, set_of_group, client_rows = group_ids((columns or {})[group]), dict[str, str](), []
+        groups, set_of_group, client_rows = group_id_of_each_row((columns or {})[group]), dict[str, str](), []
         shares = {"test": config.test_fraction, "val": config.val_fraction}
         for i, rows in enumerate(parts):
-            sets = split_by_group(labels[rows], groups[rows], shares, derive_seed(seed, "split", i), set_of_group)
+            sets = split_by_group_and_record_sets(
+                labels[rows], groups[rows], shares, derive_seed(seed, "split", i), set_of_group
+            )
             client_rows.append(ClientRows(rows[sets["train"]], rows[sets["val"]], rows[sets["test"]], ids[i]))
             if not len(sets["train"]):
                 raise UserError(f"{ids[i]}: no group of column {group!r} is left for training, since other clients test on "
                                 "all of its groups; give it groups of its own")  # fmt: skip
-        return client_rows, public
-    return [
+        return SplitRows(client_rows, public)
+    client_rows = [
         replace(_split_client(labels, rows, config, derive_seed(seed, "split", i), i in shrunk), id=ids[i])
         for i, rows in enumerate(parts)
-    ], public
+    ]
+    return SplitRows(client_rows, public)
 
 
 def partition_fingerprint(rows: Sequence[ClientRows]) -> str:

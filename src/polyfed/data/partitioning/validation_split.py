@@ -8,14 +8,14 @@ import torch
 from polyfed.core.algorithm import Client
 from polyfed.core.seeds import derive_seed
 from polyfed.data.partitioning.allocation import draw_stratified_rows
-from polyfed.data.partitioning.group_split import group_ids, split_by_group
+from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
 from polyfed.data.partitioning.resplit import refit_client_preprocessing
 
 VALIDATION_SHARE = 0.2
 """Share of the training examples that is held out."""
 
 
-def hold_out_validation_sets(clients: Sequence[Client], seed: int) -> tuple[Client, ...]:
+def hold_out_missing_validation_sets(clients: Sequence[Client], seed: int) -> tuple[Client, ...]:
     """Returns all clients, after moving a fifth of the training examples of each client without a validation set to a
     new validation set.
 
@@ -25,7 +25,7 @@ def hold_out_validation_sets(clients: Sequence[Client], seed: int) -> tuple[Clie
 
     >>> from polyfed.testing import small_clients
     >>> bare = [Client(c.id, c.model, c.train, c.test) for c in small_clients(2)]
-    >>> [(len(c.train), len(c.val)) for c in hold_out_validation_sets(bare, seed=0)]
+    >>> [(len(c.train), len(c.val)) for c in hold_out_missing_validation_sets(bare, seed=0)]
     [(16, 4), (21, 5)]
     """
     set_of_group: dict[str, str] = {}
@@ -44,8 +44,8 @@ def _hold_out_validation(client: Client, seed: int, set_of_group: dict[str, str]
         val_rows = draw_stratified_rows(labels, size, client_seed, leave_one_per_class=True)
         train_rows = np.setdiff1d(np.arange(number), val_rows)
     else:
-        groups = group_ids(client.train.column(client.train.group))
-        sets = split_by_group(labels, groups, {"val": VALIDATION_SHARE}, client_seed, set_of_group)
+        groups = group_id_of_each_row(client.train.column(client.train.group))
+        sets = split_by_group_and_record_sets(labels, groups, {"val": VALIDATION_SHARE}, client_seed, set_of_group)
         train_rows, val_rows = sets["train"], sets["val"]
         if not len(train_rows) or not len(val_rows):
             return client

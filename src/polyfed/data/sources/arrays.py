@@ -15,17 +15,21 @@ from polyfed.core.io.array_files import read_npz
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.data.formats.files import (
     Table,
+    class_names_from_hub_metadata,
     column_to_numpy,
-    find_column,
-    find_parquet_files,
-    hub_class_names,
-    integer_and_text_columns,
+    complete_integer_and_text_columns,
+    find_parquet_files_by_split,
+    first_existing_column,
     read_image_bytes,
     read_parquet_splits,
     resolve_existing_path,
 )
 from polyfed.data.formats.images import decode_images, measure_normalisation
-from polyfed.data.formats.lazy_images import EncodedArrowImages, build_image_keys_and_decoder, write_arrow_images
+from polyfed.data.formats.lazy_images import (
+    EncodedArrowImages,
+    build_image_keys_and_decoder,
+    copy_parquet_images_to_arrow_file,
+)
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, encode_labels
 
 
@@ -70,30 +74,30 @@ class Parquet(Source):
         if not self.path:
             raise UserError("give --data.path with a Parquet file or a folder of them")
         path = resolve_existing_path(self.path, "give --data.path with a Parquet file or a folder of them")
-        if "train" not in find_parquet_files(path):
+        if "train" not in find_parquet_files_by_split(path):
             raise UserError(f"{self.path!r} holds no Parquet file of training data (train-*.parquet)")
         if self.lazy:
             return self._load_lazily(path)
         tables = read_parquet_splits(path)
         train, test = tables["train"], tables.get("test")
-        names = hub_class_names(train, find_column(train, (self.label,), "label"))
+        names = class_names_from_hub_metadata(train, first_existing_column(train, (self.label,), "label"))
         if self.user is not None:
-            find_column(train, (self.user,), "user")
+            first_existing_column(train, (self.user,), "user")
         inputs = [self._read_inputs(tables[split], split) for split in ("train", "test") if split in tables]
         labels = [
-            column_to_numpy(table, find_column(table, (self.label,), "label"))
+            column_to_numpy(table, first_existing_column(table, (self.label,), "label"))
             for table in (train, test)
             if table is not None
         ]
-        return _build_dataset(inputs, labels, names, integer_and_text_columns(train, (self.x, self.label)))
+        return _build_dataset(inputs, labels, names, complete_integer_and_text_columns(train, (self.x, self.label)))
 
     def _load_lazily(self, path: Path) -> PooledDataset:
-        files = find_parquet_files(path)
+        files = find_parquet_files_by_split(path)
         tables = read_parquet_splits(path, skipped_column=self.x)
         parts = [split for split in ("train", "test") if split in tables]
         cache = expand_user_path(str(self.cache), "--data.cache")
         if not cache.exists():
-            write_arrow_images([file for split in parts for file in files[split]], self.x, cache)
+            copy_parquet_images_to_arrow_file([file for split in parts for file in files[split]], self.x, cache)
         images, sizes = EncodedArrowImages(str(cache.resolve())), [tables[split].num_rows for split in parts]
         if len(images) != sum(sizes):
             raise UserError(
@@ -102,10 +106,16 @@ class Parquet(Source):
         x, decoded = build_image_keys_and_decoder(
             images, "L" if self.grey else "RGB", int(self.image_size or 0), sizes[0]
         )
-        labels = [column_to_numpy(tables[split], find_column(tables[split], (self.label,), "label")) for split in parts]
-        names = hub_class_names(tables["train"], self.label)
+        labels = [
+            column_to_numpy(tables[split], first_existing_column(tables[split], (self.label,), "label"))
+            for split in parts
+        ]
+        names = class_names_from_hub_metadata(tables["train"], self.label)
         pool = _build_dataset(
-            list(torch.split(x, sizes)), labels, names, integer_and_text_columns(tables["train"], (self.label,))
+            list(torch.split(x, sizes)),
+            labels,
+            names,
+            complete_integer_and_text_columns(tables["train"], (self.label,)),
         )
         test = None if pool.test is None else replace(pool.test, transform=decoded)
         return replace(pool, train=replace(pool.train, transform=decoded), test=test)
@@ -113,7 +123,7 @@ class Parquet(Source):
     def _read_inputs(self, table: Table, split: str) -> Tensor:
         import pyarrow.types as kinds
 
-        kind = table.schema.field(find_column(table, (self.x,), "input")).type
+        kind = table.schema.field(first_existing_column(table, (self.x,), "input")).type
         if kinds.is_struct(kind) or kinds.is_binary(kind) or kinds.is_large_binary(kind):
             return decode_images(read_image_bytes(table, self.x), "L" if self.grey else "RGB", self.image_size)
         values = column_to_numpy(table, self.x)

@@ -14,8 +14,8 @@ from polyfed.core.io.atomic_files import check_regular_file, expand_user_path
 from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
-    find_column,
-    integer_and_text_columns,
+    complete_integer_and_text_columns,
+    first_existing_column,
     read_parquet_splits,
     resolve_existing_path,
 )
@@ -120,7 +120,10 @@ def _read_csv_splits(path: Path) -> dict[str, Table]:
 
 def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any]]]:
     """Returns text, label (0 or 1), and columns that may identify users, of all tweets except neutral ones."""
-    text, label = find_column(table, ("text",), "text"), find_column(table, ("label", "sentiment"), "label")
+    text, label = (
+        first_existing_column(table, ("text",), "text"),
+        first_existing_column(table, ("label", "sentiment"), "label"),
+    )
     values = column_to_numpy(table, label)
     # Published labels are 0 negative, 2 neutral, 4 positive; other copies have 0 and 1.
     positive = 4 if (values > 1).any() else 1
@@ -129,7 +132,7 @@ def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any
     rows = np.flatnonzero(values != 2)
     columns = {
         name: column[rows]
-        for name, column in integer_and_text_columns(table, (text, label, "id", "date", "query")).items()
+        for name, column in complete_integer_and_text_columns(table, (text, label, "id", "date", "query")).items()
     }
     texts = table.column(text).to_pylist()
     return [str(texts[row]) for row in rows], torch.from_numpy((values[rows] == positive).astype(np.int64)), columns

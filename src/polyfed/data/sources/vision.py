@@ -15,11 +15,11 @@ from polyfed.core.examples.examples import Normalise
 from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import (
     Table,
+    class_names_from_hub_metadata,
     column_to_numpy,
-    find_column,
+    complete_integer_and_text_columns,
     find_idx_file,
-    hub_class_names,
-    integer_and_text_columns,
+    first_existing_column,
     read_idx_file,
     read_image_bytes,
     read_parquet_splits,
@@ -242,15 +242,21 @@ def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _ImageSplits:
     if "test" in tables:
         test, test_columns = (
             read(tables["test"]),
-            integer_and_text_columns(tables["test"], _image_columns(tables["test"])),
+            complete_integer_and_text_columns(tables["test"], _image_columns(tables["test"])),
         )
     return _ImageSplits(
-        read(train), test, hub_class_names(train, label), integer_and_text_columns(train, (image, label)), test_columns
+        read(train),
+        test,
+        class_names_from_hub_metadata(train, label),
+        complete_integer_and_text_columns(train, (image, label)),
+        test_columns,
     )
 
 
 def _image_columns(table: Table) -> tuple[str, str]:
-    return find_column(table, ("image", "img"), "image"), find_column(table, ("label", "fine_label"), "label")
+    return first_existing_column(table, ("image", "img"), "image"), first_existing_column(
+        table, ("label", "fine_label"), "label"
+    )
 
 
 def _from_idx(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:

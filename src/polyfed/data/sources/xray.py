@@ -13,7 +13,13 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.io.array_files import read_npy
 from polyfed.core.io.atomic_files import check_regular_file, expand_user_path, read_text_file
-from polyfed.data.formats.files import Table, column_to_numpy, find_column, read_image_bytes, resolve_existing_path
+from polyfed.data.formats.files import (
+    Table,
+    column_to_numpy,
+    first_existing_column,
+    read_image_bytes,
+    resolve_existing_path,
+)
 from polyfed.data.formats.hub import load_hub_tables
 from polyfed.data.formats.images import decode_images, measure_normalisation, read_images
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
@@ -106,12 +112,12 @@ class ChestXray14(Source):
         parts = [tables[split] for split in ("train", "test") if split in tables]
         x = torch.cat(
             [
-                decode_images(read_image_bytes(t, find_column(t, ("image",), "image")), "L", self.image_size)
+                decode_images(read_image_bytes(t, first_existing_column(t, ("image",), "image")), "L", self.image_size)
                 for t in parts
             ]
         )
         y = torch.cat(
-            [_encode_findings(t.column(find_column(t, ("label_names",), "label")).to_pylist()) for t in parts]
+            [_encode_findings(t.column(first_existing_column(t, ("label_names",), "label")).to_pylist()) for t in parts]
         )
         patients = np.concatenate([column_to_numpy(table, "patient_id") for table in parts])
         return _build_dataset(x, y, patients, np.arange(len(x)) >= len(parts[0]))

@@ -23,7 +23,7 @@ from polyfed.data.tabular.table_reader import (
     column_as_texts,
     format_row_numbers,
     has_no_letter_or_digit,
-    is_empty_column,
+    is_empty_non_numeric_column,
     is_numeric_column,
     is_numeric_text,
     is_numeric_type,
@@ -49,7 +49,7 @@ def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column
     import pyarrow.types as kinds
 
     kind = column_as_arrow_array(table, name).type
-    if is_empty_column(table, name):
+    if is_empty_non_numeric_column(table, name):
         raise UserError(f"column {name!r} has no value in any row; leave it out: --data.drop {name}")
     if kinds.is_temporal(kind):
         raise UserError(

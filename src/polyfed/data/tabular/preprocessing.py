@@ -29,7 +29,7 @@ from polyfed.data.tabular.table_reader import (
     column_as_numbers,
     column_as_texts,
     format_row_numbers,
-    is_empty_column,
+    is_empty_non_numeric_column,
     is_numeric_column,
     is_numeric_text,
     is_text_type,
@@ -276,7 +276,7 @@ def encode_table(table: Any, columns: Sequence[Column]) -> Tensor:
     stored = np.empty((table.num_rows, len(columns)))
     for position, column in enumerate(columns):
         if column.categories is None:
-            empty = is_empty_column(table, column.name)
+            empty = is_empty_non_numeric_column(table, column.name)
             if not empty and not is_numeric_column(table, column.name):
                 raise UserError(f"column {column.name!r} must hold numbers, as it did in the table of the run, got "
                                 f"{_describe_non_numbers(table, column.name)}")  # fmt: skip

@@ -250,8 +250,8 @@ def is_text_type(kind: Any) -> bool:
     return any(test(kind) for test in (kinds.is_string, kinds.is_large_string, kinds.is_string_view))
 
 
-def is_empty_column(table: Table, name: str) -> bool:
-    """Returns whether a column, unless its type is numeric, has no value in any row."""
+def is_empty_non_numeric_column(table: Table, name: str) -> bool:
+    """Returns whether a column has no value in any row; False for every column of a numeric type."""
     import pyarrow.types as kinds
 
     column = column_as_arrow_array(table, name)

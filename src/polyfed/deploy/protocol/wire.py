@@ -15,7 +15,7 @@ import torch
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.messages.compressors import NO_COMPRESSION, Compressor, parse_compressor
-from polyfed.core.state_dict import StateDict, first_nonfinite
+from polyfed.core.state_dict import StateDict, name_of_first_nonfinite
 from polyfed.deploy.protocol.framing import MAX_GROUPS, MAX_SCALARS
 from polyfed.simulation.settings import Settings
 
@@ -249,7 +249,9 @@ def first_non_finite_tensor(message: Message) -> str | None:
     >>> first_non_finite_tensor(Message({"model": {"w": torch.tensor([1.0]), "b": torch.tensor([torch.nan])}}))
     'model/b'
     """
-    return next((f"{group}/{name}" for group, tree in message.tensors.items() if (name := first_nonfinite(tree))), None)
+    return next(
+        (f"{group}/{name}" for group, tree in message.tensors.items() if (name := name_of_first_nonfinite(tree))), None
+    )
 
 
 def find_code_reference(value: Any) -> str | None:

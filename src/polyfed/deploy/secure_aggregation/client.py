@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import create_private_folder, read_file, write_file_atomically
+from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
 from polyfed.core.messages.fixed_point import build_sum_message, parse_sum_message
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation.crypto import read_peer_keys, read_registered_key, signing_function
@@ -135,7 +135,7 @@ class SecureSumClient:
         if self.key is None:
             raise RefusalError(_NO_KEYS)
         state, advert = advertise_keys(sum_id, self.name, signing_function(read_registered_key(self.key)))
-        create_private_folder(self._folder, parents=True)
+        create_private_folder_if_missing(self._folder, parents=True)
         for file in self._folder.glob("round-*.json"):
             if int(file.stem.removeprefix("round-")) not in (sum_id.round - 1, sum_id.round):
                 file.unlink()

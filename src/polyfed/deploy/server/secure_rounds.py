@@ -306,7 +306,7 @@ def _sum_or_zeros(words: FixedPointWords, layout: SumLayout, whole_sum: bool) ->
     if whole_sum:
         return build_sum_message(words, layout)
     zeros = torch.zeros(1, dtype=torch.int64).expand(layout.num_words)
-    return Message({"sum": {"layout": layout.serialize(), "words": zeros}})
+    return Message({"sum": {"layout": layout.to_byte_tensor(), "words": zeros}})
 
 
 def _validated_head(

@@ -14,10 +14,10 @@ from typing import Any, final, get_args
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture
 from polyfed.core.algorithm import Task as TaskKind
-from polyfed.core.capabilities import resolved_fields_for_manifest
+from polyfed.core.capabilities import manifest_entry_of_resolved_fields
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.deploy.protocol.handshake import (
     CLAIM_KEYS,
     check_same_input_specs,
@@ -216,7 +216,7 @@ class DeploymentServer:
         )
         return Federation({}, self.algorithm, self.settings, self.public, roster)
 
-    @single_torch_thread()
+    @exclusive_single_torch_thread_with_grad()
     def run_federation(
         self, federation: Federation, engine: Engine, progress: Progress, introductions: Mapping[str, Mapping[str, Any]]
     ) -> Run:
@@ -239,7 +239,7 @@ class DeploymentServer:
                         "deployment": self.run,
                         "sites": list(federation.client_registry.ids),
                         "score": deciding_metric_manifest_entry(federation),
-                        **resolved_fields_for_manifest(self.algorithm, start.state),
+                        **manifest_entry_of_resolved_fields(self.algorithm, start.state),
                         **(
                             {"prepared": self.preprocessing, "preparation": dict(self.preprocessing_facts)}
                             if self.preprocessing

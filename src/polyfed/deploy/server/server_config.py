@@ -14,9 +14,9 @@ from polyfed.core.evaluation.metrics import METRICS, is_built_in_metric
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.trusted_code import is_code_trusted, load_function, trust_code
+from polyfed.core.io.trusted_code import execute_file_and_get_function, is_code_trusted, trust_code
 from polyfed.core.io.validation import parse_yaml
-from polyfed.core.messages.lora import architecture_key_without_ranks
+from polyfed.core.messages.lora import architecture_key_ignoring_averaged_ranks
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.server.server import Deployment, DeploymentServer
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support, effective_disclosures
@@ -158,7 +158,7 @@ def _check_and_build_server(
     models: dict[str, Architecture] = {}
     if "one_architecture" in needs:
         model: Architecture = _load_server_function(deployment, "model", f"{name} needs one architecture")
-        models = {architecture_key_without_ranks(algorithm, cached_module(model)): model}
+        models = {architecture_key_ignoring_averaged_ranks(algorithm, cached_module(model)): model}
     if "architectures" in needs:
         factories: Sequence[Architecture] = _load_server_function(
             deployment, "architectures", f"{name} needs all architectures"
@@ -189,4 +189,4 @@ def _load_server_function(
             f"{reason}: the directory of the run names the Python file {str(file)!r}, whose code would run; if it is yours, "
             f'name it in the configuration, file = "{file}"'
         )
-    return load_function(file, name, f"{reason}, file")
+    return execute_file_and_get_function(file, name, f"{reason}, file")

@@ -8,8 +8,8 @@ from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.declared_words import CONSENT
 from polyfed.core.errors import UserError
-from polyfed.core.messages.lora import adapter_mode, architecture_key_without_ranks
-from polyfed.core.nn.module_cache import cached_module, differ_only_in_frozen_values
+from polyfed.core.messages.lora import adapter_averaging_mode, architecture_key_ignoring_averaged_ranks
+from polyfed.core.nn.module_cache import architectures_differ_only_in_frozen_values, cached_module
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.handshake import check_public_inputs, input_spec_by_part
@@ -113,12 +113,12 @@ def check_client_and_get_architecture(
         check_public_inputs(head["public"], client)
     architecture = None
     if client.model is not None:
-        architecture = architecture_key_without_ranks(algorithm, cached_module(client.model))
-    if adapter_mode(algorithm) is not None and clips_updates:
+        architecture = architecture_key_ignoring_averaged_ranks(algorithm, cached_module(client.model))
+    if adapter_averaging_mode(algorithm) is not None and clips_updates:
         raise RefusalError("it clips its updates, and an adapter of its own rank has nothing to be compared with")
     # Decided by the method, not by the header: otherwise a server could ask a site of any method for its architecture.
     if "one_architecture" in algorithm.requires:
-        if differ_only_in_frozen_values(architecture or "", str(head["architecture"])):
+        if architectures_differ_only_in_frozen_values(architecture or "", str(head["architecture"])):
             raise RefusalError("its network's frozen parameters are not the federation's; this method needs the same")
         if architecture != head["architecture"]:
             raise RefusalError("its network is not that of the federation, and this method needs one architecture")

@@ -9,7 +9,7 @@ from typing import Any
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.io.trusted_code import load_function, trust_code
+from polyfed.core.io.trusted_code import execute_file_and_get_function, trust_code
 from polyfed.core.training.losses import import_loss
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head
@@ -71,7 +71,7 @@ def build_site(config: Mapping[str, Any]) -> Site:
 
 def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
     """Returns the function `client` of a `site.py`; if the configuration names a loss, that loss replaces the client's."""
-    client_factory: Callable[[], Client] = load_function(
+    client_factory: Callable[[], Client] = execute_file_and_get_function(
         expand_user_path(str(config["site"]), "node-config: site"), "client", "node-config: site"
     )
     if not (name := str(config.get("loss") or "")):

@@ -17,7 +17,12 @@ from typing import Any, TypedDict
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import create_private_folder, read_file, read_text_file, write_file_atomically
+from polyfed.core.io.atomic_files import (
+    create_private_folder_if_missing,
+    read_file,
+    read_text_file,
+    write_file_atomically,
+)
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.data.tabular.harmonise import count_and_sum_columns_and_targets, preprocessor_of
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
@@ -105,7 +110,7 @@ def save_common_preprocessing(folder: Path, description: Any, client: Client) ->
         raise RefusalError("the common preprocessing does not suit its table (its log tells why)") from error
     text = json.dumps(description)
     if not file.exists():
-        create_private_folder(folder, parents=True)
+        create_private_folder_if_missing(folder, parents=True)
         write_file_atomically(file, text.encode())
     elif read_text_file(file) != text:
         raise RefusalError("the common preprocessing is not that with which it began this run")

@@ -17,8 +17,8 @@ from typing import Any, TypedDict, final
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import (
-    append_line,
-    create_private_folder,
+    append_line_and_flush,
+    create_private_folder_if_missing,
     open_atomic_file,
     open_file,
     open_lock_file,
@@ -130,7 +130,7 @@ def write_private_state(
         OSError: the file cannot be written; the exception names it.
     """
     target = _state_file(folder, round_number)
-    create_private_folder(target.parent, parents=True)
+    create_private_folder_if_missing(target.parent, parents=True)
     head, encoded = (
         json.dumps(_describe_owner(folder, site, round_number, method)).encode() + b"\n",
         serialize_state(private_state),
@@ -162,14 +162,14 @@ def write_task_results(folder: Path, client: Client, result: TaskResult, record:
     """
     paths: dict[str, str] = {}
     if result.task.phase == "export":
-        path = create_private_folder(folder / "models") / f"{safe_file_name(client.id)}.safetensors"
+        path = create_private_folder_if_missing(folder / "models") / f"{safe_file_name(client.id)}.safetensors"
         write_model(path, result.weights or {}, result.description, client)
         paths["model"] = str(path)
     elif result.predictions:
         path = folder / "predictions" / f"{safe_file_name(client.id)}.parquet"
         predictions_parquet.write_outputs(path, client, {result.task.round: result.predictions})
         paths["predictions"] = str(path)
-    append_line(folder / "metrics.jsonl", json.dumps({**record, **paths}))
+    append_line_and_flush(folder / "metrics.jsonl", json.dumps({**record, **paths}))
 
 
 def check_or_record_client_identity(folder: Path, client: str, data_fingerprint: str) -> None:
@@ -187,7 +187,7 @@ def check_or_record_client_identity(folder: Path, client: str, data_fingerprint:
     if not file.exists():
         if any(folder.glob("private/round-*")):
             raise InvalidSiteStateError(f"{folder.name}/run.json is missing, which identified its data; {_ADVICE}")
-        create_private_folder(folder, parents=True)
+        create_private_folder_if_missing(folder, parents=True)
         write_file_atomically(file, json.dumps(identity).encode())
         return
     try:
@@ -240,7 +240,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Locks a site's folder within a `with` block, so that only one process at a time answers messages; files written
     in the block are readable only by their owner.
     """
-    create_private_folder(folder.resolve(), parents=True)  # its owner may have put a link there
+    create_private_folder_if_missing(folder.resolve(), parents=True)  # its owner may have put a link there
     old_umask = os.umask(0o077)  # files below are private, whatever umask the site's unit sets
     try:
         with open_lock_file(folder / ".lock") as file:

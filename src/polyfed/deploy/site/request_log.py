@@ -25,7 +25,7 @@ import torch
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import create_private_folder, read_file, write_file_atomically
+from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.site.private_state import InvalidSiteStateError
@@ -155,7 +155,7 @@ class RequestLog:
         return dict(content)
 
     def _write_record(self, task: "TaskRequest", entry: _TaskRecord) -> None:
-        create_private_folder(self.folder, parents=True)
+        create_private_folder_if_missing(self.folder, parents=True)
         write_file_atomically(self.folder / _FILE, json.dumps({**self._read_records(), task.name: entry}).encode())
 
 

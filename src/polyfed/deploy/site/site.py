@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.errors import UserError
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, split_evaluation
@@ -325,7 +325,7 @@ class Site:
         """Executes one task and returns the reply, after the client's new private state is stored on disk."""
         site_task, head, task = started.site_task, started.site_task.head, started.site_task.task
         folder = self._run_folder(head)
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             result = next(engine.run([task]))
         answer = site_task.answer_head()
         answer["seconds"] = result.seconds if "seconds" in self.disclose else 0.0

@@ -15,15 +15,15 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import (
     check_regular_file,
-    create_private_folder,
+    create_private_folder_if_missing,
     expand_user_path,
     flush_folder_to_disk,
-    open_new_file,
+    open_file_for_overwrite,
     read_file,
 )
 from polyfed.core.io.trusted_code import is_code_trusted
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
 from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format
 from polyfed.report.export.model_card import build_model_card
@@ -167,10 +167,10 @@ def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
     """
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
     try:
-        create_private_folder(partial, parents=True)
+        create_private_folder_if_missing(partial, parents=True)
         try:
             for name, content in contents.items():
-                with open_new_file(partial / name, private=False) as file:
+                with open_file_for_overwrite(partial / name, private=False) as file:
                     file.write(content)
             flush_folder_to_disk(partial)
             partial.rename(target)
@@ -250,7 +250,7 @@ class ExportedModel:
             return SavedModel(self._network, self._prepared, self._client).predict(table)
         stored = encode_table(table, self._prepared.columns)
         self._prepared.warn_of_changed_constants(stored, f"the rows for client {self._client!r}")
-        with single_torch_thread(), torch.inference_mode():
+        with exclusive_single_torch_thread_with_grad(), torch.inference_mode():
             outputs: Tensor = self._script(stored)
         return convert_outputs_to_columns(outputs, self._prepared)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.report.export.standalone_module import (
     CHECKED_BATCH_SIZES,
     StandaloneModule,
@@ -47,7 +47,7 @@ class _OutputsDifferError(Exception):
     """Reports that an exported file gives other outputs than the network."""
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def serialize_network(trained: TrainedModel, name: str) -> tuple[bytes | None, tuple[int, ...], bool]:
     """Exports a network as the bytes of a file in the given format, and compares the file's outputs with the network's.
 

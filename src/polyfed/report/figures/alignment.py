@@ -22,7 +22,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import concatenate_batches, first_leaf, input_spec_of, tree_map
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, fill_module, initial_state
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.storage.directory import read_config
@@ -109,7 +109,7 @@ def measure_alignment(
     shared_examples = _test_examples(all_clients, rows) if examples is None else _evenly_spaced_examples(examples, rows)
     before: list[Tensor] = []
     after: list[Tensor] = []
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         for client in all_clients:
             factory = client.model
             if factory is None:

@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.number_format import shorten_name
 from polyfed.core.io.validation import parse_json
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.data.plot import resolve_picture_path, save_figure
 from polyfed.nas.derived import FORMAT, check_cell_descriptions
 from polyfed.simulation.results.run import Run
@@ -117,7 +117,7 @@ def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
     (('base cell 1', 'personal cell 1'), ('skip', 'avg_pool_3'), (2, 2))
     """
     if isinstance(run, Run):
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             descriptions = {i: _description_of(run, i) for i in sorted(run.federation.clients)}
         places = {i: f"client {i!r}" for i in descriptions}
     else:

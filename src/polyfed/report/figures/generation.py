@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.graphs import ArchitectureGraph, LayerCatalogue
 from polyfed.hypernetworks.ghn import GHN, GHNConfig, graph_to_tensors, init_ghn_params
@@ -115,7 +115,7 @@ def generate_untrained_weights(
         raise UserError(f"{parameter!r} is not generated for this network; {did_you_mean(parameter, names)}")
     if initialisation not in (choices := get_args(Initialisation)):
         raise UserError(f"unknown initialisation {initialisation!r}; {did_you_mean(str(initialisation), choices)}")
-    with single_torch_thread(), torch.no_grad():  # as in a run
+    with exclusive_single_torch_thread_with_grad(), torch.no_grad():  # as in a run
         if initialisation == "standard":
             form = dataclasses.replace(form, head="mlp", normalise=False)
             with temporary_rng_seed(derive_seed(seed, "graph hypernetwork")):

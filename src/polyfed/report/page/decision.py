@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import NumberUnit, count_with_noun, format_number, format_without_percent_sign
+from polyfed.core.io.number_format import NumberUnit, count_with_noun, format_number, format_number_without_percent_sign
 from polyfed.report.data.answers import ANSWER_LABELS, AnswerKind, SiteAnswer, parse_mean_answer, parse_site_answers
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import RunGroup
@@ -152,7 +152,7 @@ def _score_cells(entry: Mapping[str, Any], scores: Sequence[float], run_group: R
 def _format_interval(ends: Sequence[float] | None, unit: NumberUnit) -> str:
     if ends is None:
         return "–"
-    return f"{format_without_percent_sign(float(ends[0]), unit)} to {format_number(float(ends[1]), unit)}"
+    return f"{format_number_without_percent_sign(float(ends[0]), unit)} to {format_number(float(ends[1]), unit)}"
 
 
 def _format_gain_interval(ends: Sequence[float] | None, score_format: ScoreFormat) -> str:

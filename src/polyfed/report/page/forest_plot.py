@@ -8,7 +8,7 @@ from typing import final
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import NumberUnit, format_number, format_without_percent_sign, shorten_name
+from polyfed.core.io.number_format import NumberUnit, format_number, format_number_without_percent_sign, shorten_name
 from polyfed.report.page.svg_charts import (
     CHART_WIDTH,
     COLOUR_COUNT,
@@ -107,7 +107,9 @@ def svg_forest_plot(
             parts.append(_svg_mark(row.label, mark, px, y, unit, signed, step / len(finite_marks)))
             if single:
                 parts.append(
-                    svg_text(CHART_WIDTH - 2, middle + 4, format_without_percent_sign(mark.value, unit, signed), "end")
+                    svg_text(
+                        CHART_WIDTH - 2, middle + 4, format_number_without_percent_sign(mark.value, unit, signed), "end"
+                    )
                 )
     description = f"{len(shown)} rows, each a value with its interval; the values are in the table below."
     return svg_image(key, title, description, height, parts)

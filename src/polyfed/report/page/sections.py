@@ -12,8 +12,8 @@ from polyfed.core.io.number_format import (
     capitalize_first,
     count_with_noun,
     format_number,
-    format_three_digits,
-    format_without_percent_sign,
+    format_number_without_percent_sign,
+    format_three_significant_digits,
     join_with_and,
 )
 from polyfed.report.data.predictions import GroupPredictions
@@ -115,7 +115,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         if run_group.local_method:
             gains = run_group.gains_over_local(method)
             gain = _stored_statistic(method, "gain", mean_of_defined([gain.mean for gain in gains]))
-            row.append(format_without_percent_sign(gain, unit, signed=True))
+            row.append(format_number_without_percent_sign(gain, unit, signed=True))
             ups, downs = (sum(sign * gain.mean > 0 for gain in gains) for sign in (1, -1))
             row.append(f"{ups} / {downs}" if gains else "–")
             if is_comparison:
@@ -124,8 +124,8 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         costs = [run.megabytes_and_seconds for run in method.runs]
         rounds = sorted({run.scored_round for run in method.runs})
         row += [
-            format_three_digits(mean_of_defined([moved for moved, _ in costs])),
-            format_three_digits(mean_of_defined([seconds for _, seconds in costs])),
+            format_three_significant_digits(mean_of_defined([moved for moved, _ in costs])),
+            format_three_significant_digits(mean_of_defined([seconds for _, seconds in costs])),
         ]
         rows.append([*row, str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"])
     target, target_rows = _cost_to_target(run_group)
@@ -152,9 +152,9 @@ def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
             [
                 label,
                 reached,
-                format_three_digits(rounds),
-                format_three_digits(moved / 2**20),
-                format_three_digits(seconds),
+                format_three_significant_digits(rounds),
+                format_three_significant_digits(moved / 2**20),
+                format_three_significant_digits(seconds),
             ]
         )
     return f"{format_number(target['score'], run_group.score_format.unit)} ({target['sentence']})", rows
@@ -200,8 +200,8 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
             row = [
                 method.label,
                 f"{c['rounds'][k]:.0f}",
-                format_three_digits(c["megabytes"][k]),
-                format_three_digits(c["seconds"][k]),
+                format_three_significant_digits(c["megabytes"][k]),
+                format_three_significant_digits(c["seconds"][k]),
             ]
             spread = (
                 [f"{format_number(c['low'][k], unit)} to {format_number(c['high'][k], unit)}"]
@@ -261,7 +261,7 @@ def html_gains(run_group: RunGroup, key: str) -> Markup:
             caption += " Thin lines: from the lowest to the highest seed."
         caption += f" Drawn are {len(drawn)} of them, evenly." if len(drawn) < len(gains) else ""
         formatted_gains = [
-            [format_without_percent_sign(v, unit, signed=True) for v in (g.mean, g.low, g.high)] for g in drawn
+            [format_number_without_percent_sign(v, unit, signed=True) for v in (g.mean, g.low, g.high)] for g in drawn
         ]
         rows = [[gain.client, *values] for gain, values in zip(drawn, formatted_gains, strict=True)]
         numbers_html = html_table(

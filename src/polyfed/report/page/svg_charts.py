@@ -20,7 +20,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from polyfed.core.io.number_format import NumberUnit, format_number, format_without_percent_sign, shorten_name
+from polyfed.core.io.number_format import NumberUnit, format_number, format_number_without_percent_sign, shorten_name
 
 COLOUR_COUNT = 8  # of `--c0` and so on in page.css; then lines are dashed
 CHART_WIDTH = 420  # units of all charts; text has 11
@@ -178,7 +178,7 @@ def svg_bar_chart(
                 svg_text(
                     end,
                     y + step / 2 + 4,
-                    format_without_percent_sign(bar.value, unit, signed),
+                    format_number_without_percent_sign(bar.value, unit, signed),
                     "start" if bar.value >= 0 else "end",
                 )
             )

@@ -15,16 +15,20 @@ from polyfed.algorithms.submodels.widths import widest_shape_by_tensor
 from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
 from polyfed.core.capabilities import BringsNetwork
-from polyfed.core.declared_words import MODEL_REQUIREMENTS, check_declared_words
+from polyfed.core.declared_words import MODEL_REQUIREMENTS, check_declared_words_are_known
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
 from polyfed.core.examples.pytree import named_leaves
-from polyfed.core.messages.lora import adapter_mode, architecture_key_without_ranks, network_with_largest_ranks
+from polyfed.core.messages.lora import (
+    adapter_averaging_mode,
+    architecture_key_ignoring_averaged_ranks,
+    network_with_largest_ranks,
+)
 from polyfed.core.nn.module_cache import (
+    architectures_differ_only_in_frozen_values,
     build_module,
     cached_module,
-    differ_only_in_frozen_values,
     frozen_parameters,
     hash_tensors,
 )
@@ -82,7 +86,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
     """Checks that the clients' networks and the form of their data suit the method; public examples are not checked
     here."""
     requirements, name = algorithm.requires, registry_name(algorithm)
-    check_declared_words(algorithm, type(algorithm).__name__)
+    check_declared_words_are_known(algorithm, type(algorithm).__name__)
     check_table_schemas(clients, algorithm)
     if "classification" in requirements and (unsuited := [c for c in clients if c.task != "classification"]):
         raise UserError(f"{name} needs one class per example, but the task of {unsuited[0].id!r} is {unsuited[0].task}")
@@ -111,7 +115,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
     if ids_without_model:
         raise UserError(f"{name} trains each client's own network, but client {ids_without_model[0]!r} has model=None")
     architecture_by_client = {
-        client.id: architecture_key_without_ranks(algorithm, cached_module_of(client)) for client in clients
+        client.id: architecture_key_ignoring_averaged_ranks(algorithm, cached_module_of(client)) for client in clients
     }
     check_network_tensors_and_layers(clients, algorithm)
     check_single_example_batches(clients, algorithm, {"batch_size": None})
@@ -139,7 +143,9 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
                 i for i in architecture_by_client if architecture_by_client[i] != architecture_by_client[clients[0].id]
             ),
         )
-        if differ_only_in_frozen_values(architecture_by_client[first], architecture_by_client[odd_client]):
+        if architectures_differ_only_in_frozen_values(
+            architecture_by_client[first], architecture_by_client[odd_client]
+        ):
             raise UserError(
                 f"{name} needs one architecture, and the networks of {odd_client!r} and {first!r} differ in frozen "
                 "parameters (requires_grad=False); begin all clients' networks with the same pretrained weights"
@@ -152,7 +158,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
             f"{len(set(architecture_by_client.values()))}: {odd_client!r} differs from {first!r}. Methods for "
             f"different architectures: {', '.join(mixed)}"
         )
-    if (mode := adapter_mode(algorithm)) is not None:
+    if (mode := adapter_averaging_mode(algorithm)) is not None:
         network_with_largest_ranks({client.id: client.model for client in clients if client.model is not None}, mode)
 
 

@@ -17,7 +17,7 @@ from polyfed.core.vectorized.deferred_calls import (
     CallDeferred,
     DeferredRun,
     FitCall,
-    copy_named_tensors,
+    copy_tensors_into_module,
     deferring_calls,
 )
 from polyfed.simulation.engines.base import ClientTask
@@ -145,7 +145,7 @@ def measure_cohort_speedup(calls: Sequence[FitCall], device: torch.device) -> fl
         )  # fmt: skip
 
     try:
-        copy_named_tensors(first.module, first.state)
+        copy_tensors_into_module(first.module, first.state)
         single_seconds = _seconds(train_first, device)
         if device.type == "cpu" and single_seconds / _STEPS > _LONGEST:
             return 0.0

@@ -24,13 +24,13 @@ from polyfed.core.evaluation.evaluate import (
 from polyfed.core.evaluation.metrics import Metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.nan_checks import nonfinite_state_error
-from polyfed.core.machine.allocator import tune_malloc
+from polyfed.core.machine.allocator import make_malloc_keep_freed_memory
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
-from polyfed.core.messages.lora import message_at_client_rank, reply_with_scaled_adapters
+from polyfed.core.messages.lora import message_at_client_rank_within_block, reply_with_scaled_adapters
 from polyfed.core.messages.message_compression import compress_message
 from polyfed.core.nn.grad_mode import grad_enabled
-from polyfed.core.nn.module_cache import reset_for_eval
+from polyfed.core.nn.module_cache import restore_all_but_weights_and_set_eval
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.serialization import check_serializable
 from polyfed.core.state_dict import PyTree
@@ -56,7 +56,7 @@ class InProcessEngine(Engine):
         metrics: Sequence[Metric] = (),
         compression: Compressor | None = None,
     ) -> None:
-        tune_malloc()
+        make_malloc_keep_freed_memory()
         self._algorithm, self._device, self._metrics = algorithm, device, tuple(metrics)
         self._compression = compression
         self._clients = {client.id: client for client in move_clients_to_device(clients, device)}
@@ -72,7 +72,7 @@ class InProcessEngine(Engine):
             client, start = self._clients[task.client], time.perf_counter()
             try:
                 # Networks and methods may draw from torch's global generator.
-                adapted_message = message_at_client_rank(algorithm, client, task.message)
+                adapted_message = message_at_client_rank_within_block(algorithm, client, task.message)
                 with grad_enabled(), temporary_rng_seed(task.seed, self._device), adapted_message as message:
                     client_state = (
                         algorithm.client_init(client, task.run_seed) if task.client_state is None else task.client_state
@@ -88,7 +88,9 @@ class InProcessEngine(Engine):
                             reply = contiguous_message(reply)
                         result = TaskResult(task, reply=reply, client_state=as_contiguous(client_state))
                     else:
-                        model = reset_for_eval(algorithm.personal_model(message, client_state, client, task.seed))
+                        model = restore_all_but_weights_and_set_eval(
+                            algorithm.personal_model(message, client_state, client, task.seed)
+                        )
                         if task.phase == "export":
                             description = None
                             if isinstance(algorithm, BringsNetwork):
@@ -99,7 +101,11 @@ class InProcessEngine(Engine):
                             metrics, outputs = self._evaluate(model, task, message, client_state, loss)
                             for name, other_model in algorithm.other_models(message, client_state, client, task.seed):
                                 metrics |= evaluate_client_with_outputs(
-                                    reset_for_eval(other_model), client, self._metrics, f"{name}_", loss
+                                    restore_all_but_weights_and_set_eval(other_model),
+                                    client,
+                                    self._metrics,
+                                    f"{name}_",
+                                    loss,
                                 )[0]
                             result = TaskResult(task, metrics=metrics, predictions=outputs)
             except Exception as error:  # whatever a user's network or data may raise is reported, never swallowed
@@ -123,7 +129,7 @@ class InProcessEngine(Engine):
         metrics, outputs = evaluate_client_with_outputs(model, replace(client, val=None), self._metrics, loss=loss)
 
         def personal(of: Client) -> torch.nn.Module:
-            return reset_for_eval(algorithm.personal_model(message, client_state, of, task.seed))
+            return restore_all_but_weights_and_set_eval(algorithm.personal_model(message, client_state, of, task.seed))
 
         val_outputs = out_of_fold_outputs(personal, client)
         row = compute_metrics(val_outputs, client.val.labels.cpu(), client.task, self._metrics, loss)
@@ -142,14 +148,16 @@ class InProcessEngine(Engine):
         try:
             with (
                 temporary_rng_seed(task.seed, self._device),
-                message_at_client_rank(self._algorithm, client, task.message) as message,
+                message_at_client_rank_within_block(self._algorithm, client, task.message) as message,
             ):
                 client_state = (
                     self._algorithm.client_init(client, task.run_seed)
                     if task.client_state is None
                     else task.client_state
                 )
-                model = reset_for_eval(self._algorithm.personal_model(message, client_state, client, task.seed))
+                model = restore_all_but_weights_and_set_eval(
+                    self._algorithm.personal_model(message, client_state, client, task.seed)
+                )
                 return predict(model, examples.to(self._device))
         except Exception as error:  # as in `run`
             reason = f"{type(error).__name__}: {error}"

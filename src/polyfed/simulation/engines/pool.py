@@ -25,7 +25,7 @@ import torch.multiprocessing as multiprocessing
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation.metrics import Metric
-from polyfed.core.io.trusted_code import inherit_trust, trusted_names
+from polyfed.core.io.trusted_code import add_trusted_names, trusted_names
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.state_dict import iter_tensors
@@ -296,7 +296,7 @@ def _run_worker(
     for connection in inherited:
         connection.close()
     parent = os.getppid()
-    inherit_trust(allowed)
+    add_trusted_names(allowed)
     torch.set_num_threads(1)
     engine: Engine = (partial(CohortEngine, sequential=sequential) if uses_cohorts else InProcessEngine)(
         algorithm, clients, device, metrics, compression

@@ -27,7 +27,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric
-from polyfed.core.io.trusted_code import inherit_trust, trusted_names
+from polyfed.core.io.trusted_code import add_trusted_names, trusted_names
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
@@ -260,7 +260,7 @@ class _Actor:
         """Loads the method and the clients; returns the worker's process id and the address of its node."""
         torch.set_num_threads(1)
         self._algorithm, clients, device, classes, self._options, allowed = payload
-        inherit_trust(allowed)
+        add_trusted_names(allowed)
         for user_class, name in classes:
             user_class.__qualname__ = name
         self._device = torch.device(device)

@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any, TypedDict, final
 
 from polyfed.core.errors import UserError, check_extra_installed, did_you_mean
-from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, read_file, write_file_atomically
+from polyfed.core.io.atomic_files import (
+    create_private_folder_if_missing,
+    expand_user_path,
+    read_file,
+    write_file_atomically,
+)
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.simulation.monitoring.progress import Progress, build_terminal_progress
 from polyfed.simulation.storage.directory import read_config, read_metrics
@@ -63,7 +68,7 @@ class TensorBoard(Logger):
         hold."""
         has_events = any((folder / TENSORBOARD_FOLDER).glob("events.*"))
         last_logged = min(rounds_done, self._last_logged_round(folder / TENSORBOARD_FOLDER)) if has_events else 0
-        create_private_folder(folder / TENSORBOARD_FOLDER)
+        create_private_folder_if_missing(folder / TENSORBOARD_FOLDER)
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._writer = writer(str(folder / TENSORBOARD_FOLDER), purge_step=last_logged + 1 if has_events else None)
         return last_logged

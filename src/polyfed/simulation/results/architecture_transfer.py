@@ -12,7 +12,7 @@ from polyfed.algorithms.nas.supernet_method import SupernetMethod, adapt_persona
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import MetricValues, evaluate_client
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.client_loss import client_training_loss
@@ -38,7 +38,7 @@ class TransferResult:
     model: nn.Module
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def transfer_network(
     run: Run,
     client_id: str,
@@ -94,7 +94,7 @@ def transfer_network(
     )
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> MetricValues:
     """Returns the scores of a client's network after training its personal layers for a number of epochs.
 

@@ -11,7 +11,7 @@ from polyfed.algorithms.nas.fedpnas import MetaSupernetMethod
 from polyfed.algorithms.nas.supernet_method import supernet_of
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
@@ -21,7 +21,7 @@ from polyfed.simulation.results.run import Run
 _ROWS = 256
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def measure_gradient_conflicts(
     run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0
 ) -> tuple[tuple[str, ...], StepWeights]:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
-from polyfed.core.capabilities import BringsNetwork, check_wrapped_network, wrap_network
+from polyfed.core.capabilities import BringsNetwork, check_network_has_all_weights, wrap_network_if_method_wraps
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import split_metric_column
-from polyfed.core.examples.prediction_inputs import convert_inputs_like
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.deep_copy import deep_copy
-from polyfed.core.nn.module_cache import build_module, fill_module, reset_for_eval
+from polyfed.core.nn.module_cache import build_module, fill_module, restore_all_but_weights_and_set_eval
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.engines.base import ClientTask
@@ -116,15 +116,17 @@ class Run:
         """
         engine, task = self._engine_and_task(client)
         owner = self.federation.clients[client]
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             result = next(engine.run([task]))
             if result.failure is not None:
                 raise result.failure
             assert result.weights is not None  # always set for phase "export" in this process
             factory = owner.model
             if factory is not None and self.federation.algorithm.requires & MODEL_REQUIREMENTS:
-                network = wrap_network(self.federation.algorithm, build_module(factory, seed=0), result.weights)
-                check_wrapped_network(self.federation.algorithm, network, result.weights)
+                network = wrap_network_if_method_wraps(
+                    self.federation.algorithm, build_module(factory, seed=0), result.weights
+                )
+                check_network_has_all_weights(self.federation.algorithm, network, result.weights)
                 return fill_module(network, result.weights).eval()
             if isinstance(self.federation.algorithm, BringsNetwork):
                 return fill_module(self.federation.algorithm.build(result.description or {}), result.weights).eval()
@@ -133,7 +135,7 @@ class Run:
                 if task.client_state is None
                 else task.client_state
             )
-            model = reset_for_eval(
+            model = restore_all_but_weights_and_set_eval(
                 self.federation.algorithm.personal_model(task.message, client_state, owner, task.seed)
             )
             return deep_copy(model).eval()
@@ -164,8 +166,10 @@ class Run:
         torch.Size([5, 3])
         """
         engine, task = self._engine_and_task(client)
-        examples = convert_inputs_like(self.federation.clients[client].train, x, f"the inputs for client {client!r}")
-        with single_torch_thread():
+        examples = convert_inputs_to_examples_like(
+            self.federation.clients[client].train, x, f"the inputs for client {client!r}"
+        )
+        with exclusive_single_torch_thread_with_grad():
             outputs = engine.predict(task, examples)
         return (
             examples.transform.unscale_outputs(outputs)
@@ -207,7 +211,7 @@ class Run:
         federation = self.federation
         device = choose_device(federation.settings.device)
         engine = InProcessEngine(federation.algorithm, [federation.clients[client]], device, federation.metrics)
-        with single_torch_thread():
+        with exclusive_single_torch_thread_with_grad():
             return engine, federation.build_single_task("export", client, self.kept_checkpoint)
 
     def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "unseen") -> "WarmStart":

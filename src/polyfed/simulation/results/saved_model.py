@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.algorithm import Algorithm
-from polyfed.core.capabilities import BringsNetwork, wrap_network
+from polyfed.core.capabilities import BringsNetwork, wrap_network_if_method_wraps
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.score_functions import outputs_to_probabilities
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_json
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, fill_module
 from polyfed.core.state_dict import StateDict
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table, preprocessor_from_json
@@ -61,7 +61,7 @@ class SavedModel:
         """
         stored = encode_table(table, self.prepared.columns)
         self.prepared.warn_of_changed_constants(stored, f"the rows for client {self.client!r}")
-        with single_torch_thread(), torch.inference_mode():
+        with exclusive_single_torch_thread_with_grad(), torch.inference_mode():
             outputs = torch.cat([self.network(self.prepared(part)).float() for part in torch.split(stored, _BATCH)])
         return convert_outputs_to_columns(self.prepared.unscale_outputs(outputs), self.prepared)
 
@@ -120,7 +120,9 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
     if spec is not None:
         return SavedModel(
             _fill_for_evaluation(
-                wrap_network(method, build_module(spec_from_signature(spec), seed=0), weights), weights, folder
+                wrap_network_if_method_wraps(method, build_module(spec_from_signature(spec), seed=0), weights),
+                weights,
+                folder,
             ),
             prepared,
             owner,
@@ -157,7 +159,7 @@ def _build_from_config(
     for model_section in model_sections:
         arguments = {key: value for key, value in model_section.items() if key != "name"}
         spec = ModelSpec(model_section["name"], arguments, (len(prepared.feature_names),), len(prepared.classes))
-        network = wrap_network(method, build_module(spec, seed=0), weights)
+        network = wrap_network_if_method_wraps(method, build_module(spec, seed=0), weights)
         if _tensor_shapes(network.state_dict()) == _tensor_shapes(weights) and spec not in [
             candidate for candidate, _ in fitting
         ]:

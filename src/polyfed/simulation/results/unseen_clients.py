@@ -23,7 +23,7 @@ from polyfed.core.evaluation.evaluate import DEFAULT_METRIC, MetricValues, evalu
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.contiguous import contiguous_message
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.module_cache import build_module, cached_module, fill_module, initial_state
@@ -248,7 +248,7 @@ def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int =
     client_info = ClientInfo(client.id, server.round + 1, settings.rounds, None, "personal")
     seed = derive_seed(settings.seed, server.round, client.id, "personal")
     (placed_client,) = move_clients_to_device([client], device)
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         try:
             with temporary_rng_seed(seed, device):
                 _, message = build_message_compressor(settings, server.round)(
@@ -336,7 +336,7 @@ def training_curve(
     torch_device = choose_device(device)
     (placed_client,) = move_clients_to_device([client], torch_device)
     scores = []
-    with single_torch_thread():
+    with exclusive_single_torch_thread_with_grad():
         net = cached_module(client.model, torch_device)
         network = fill_module(net.module, {name: tensor for name, tensor in start.items() if name not in net.frozen})
         for epoch in range(epochs + 1):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.fixed_point import FRACTION_BITS
 from polyfed.core.state_dict import StateDict, StateDictSpec
 from polyfed.data.tabular.harmonise import (
@@ -121,7 +121,7 @@ class CommonPreprocessing:
     facts: Mapping[str, int]
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure: bool = False) -> CommonPreprocessing:
     """Fits one preprocessing for the tables of all clients, from sums over their rows, with the categories and classes of
     all tables.

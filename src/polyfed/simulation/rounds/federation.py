@@ -16,8 +16,8 @@ from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.core.messages.contiguous import as_contiguous, contiguous_message, message_error
 from polyfed.core.messages.message_compression import BroadcastCompressor, decompress_message
 from polyfed.core.seeds import derive_seed, numpy_generator
-from polyfed.core.serialization import check_scalars, check_serializable
-from polyfed.core.state_dict import first_exceeding, first_nonfinite, iter_tensors, spec_mismatch
+from polyfed.core.serialization import check_scalars_finite, check_serializable
+from polyfed.core.state_dict import iter_tensors, name_of_first_exceeding, name_of_first_nonfinite, spec_mismatch
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
@@ -95,7 +95,7 @@ class Federation:
             UserError: the method refuses this federation.
         """
         context = self.server_context()
-        state = lora.init_server_adapters(self.algorithm, self.algorithm.server_init(context), context.model)
+        state = lora.scale_initial_server_adapters(self.algorithm, self.algorithm.server_init(context), context.model)
         check_serializable(state, f"{registry_name(self.algorithm)}: the server's state")
         return Checkpoint(0, as_contiguous(state), {})
 
@@ -121,7 +121,7 @@ class Federation:
     def _common_model(self) -> Architecture:
         """Returns the architecture that all clients share; if the ranks of their adapters differ, the one with the largest
         rank."""
-        models, mode = self.client_registry.models, lora.adapter_mode(self.algorithm)
+        models, mode = self.client_registry.models, lora.adapter_averaging_mode(self.algorithm)
         return next(iter(models.values())) if mode is None else lora.network_with_largest_ranks(models, mode)
 
     def sample_cohort(self, round_number: int) -> list[str]:
@@ -170,7 +170,7 @@ class Federation:
         Raises:
             TypeError: the message holds a value that cannot travel.
         """
-        check_scalars(message.scalars, f"{registry_name(self.algorithm)}: the message to {client!r}")
+        check_scalars_finite(message.scalars, f"{registry_name(self.algorithm)}: the message to {client!r}")
         purpose = "local" if phase == "local" else "personal"
         seed = derive_seed(self.settings.seed, round_number, client, purpose)
         message = contiguous_message(message)
@@ -303,10 +303,10 @@ class Federation:
             if difference := spec_mismatch(reply.tensors[group], expected):
                 return f"group {group!r}: {difference}"
         for group, tree in reply.tensors.items():
-            if tensor_name := first_exceeding(tree, largest := self.algorithm._largest):
+            if tensor_name := name_of_first_exceeding(tree, largest := self.algorithm._largest):
                 problem = (
                     "NaN or infinite values"
-                    if first_nonfinite({tensor_name: tree[tensor_name]})
+                    if name_of_first_nonfinite({tensor_name: tree[tensor_name]})
                     else f"values beyond {largest:g}"
                 )
                 return (

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, resolved_fields_for_manifest
+from polyfed.core.capabilities import BringsNetwork, describe_evaluated_network, manifest_entry_of_resolved_fields
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import metric_path_or_name, resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.atomic_files import add_resume_hint
+from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full
 from polyfed.core.nn.precision import check_precision
 from polyfed.core.training.config import LocalTraining
-from polyfed.data.partitioning.resplit import prepare_public_like_clients
+from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
@@ -58,7 +58,7 @@ def build_federation(
     if not clients_are_checked:
         requirements.check_clients(given_clients)
     clients = with_common_preprocessing(given_clients, settings.seed, settings.secure)
-    public_examples = prepare_public_like_clients(public_examples, clients)
+    public_examples = apply_common_preprocessing_to_public(public_examples, clients)
     task = clients[0].task
     if resumed is None:
         scores = resolve_metrics(metrics, task)
@@ -125,11 +125,11 @@ def create_run_directory(
         "data_fingerprint": _data_fingerprint(federation),
         "score": deciding_metric_manifest_entry(federation),
         **({"evaluated": evaluated} if evaluated else {}),
-        **resolved_fields_for_manifest(federation.algorithm, start.state),
+        **manifest_entry_of_resolved_fields(federation.algorithm, start.state),
     }
     directory = RunDirectory.create(out)
     try:
-        with add_resume_hint("the same command"):
+        with add_resume_hint_if_disk_full("the same command"):
             directory.write_manifest(manifest)
             directory.write_config(content)
     except BaseException:

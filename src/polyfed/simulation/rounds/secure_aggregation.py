@@ -13,7 +13,7 @@ from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.algorithms.base.reply_sum import ReplySum
 from polyfed.core.algorithm import Algorithm, Message
-from polyfed.core.declared_words import words_needing_consent
+from polyfed.core.declared_words import disclosures_needing_consent
 from polyfed.core.errors import UserError
 from polyfed.core.messages.fixed_point import (
     FixedPointWords,
@@ -23,7 +23,7 @@ from polyfed.core.messages.fixed_point import (
     parse_sum_message,
     to_fixed_point,
 )
-from polyfed.core.messages.lora import adapter_mode
+from polyfed.core.messages.lora import adapter_averaging_mode
 from polyfed.core.state_dict import StateDict, spec_mismatch
 
 
@@ -55,7 +55,7 @@ def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[s
     >>> disclosures_to_allow(IFCA(), secure=False)
     ['weights']
     """
-    return sorted(words_needing_consent(effective_disclosures(algorithm, secure)))
+    return sorted(disclosures_needing_consent(effective_disclosures(algorithm, secure)))
 
 
 def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
@@ -69,7 +69,7 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
             f"secure=True gives the server nothing but the sum of a round's replies, and {registry_name(algorithm)} with "
             "averaged_over='all' keeps each client's latest model by itself; give averaged_over='cohort'"
         )
-    if adapter_mode(algorithm) is not None:
+    if adapter_averaging_mode(algorithm) is not None:
         raise UserError(
             "secure=True sums replies of one form, and with adapters=... ranks differ; leave one of them out"
         )

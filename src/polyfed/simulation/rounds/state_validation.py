@@ -21,7 +21,7 @@ from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.core.algorithm import Client
 from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.nn.grad_mode import grad_enabled
-from polyfed.core.nn.module_cache import cached_module, trainable_state
+from polyfed.core.nn.module_cache import cached_module, copy_trained_weights_and_buffers
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.state_dict import PyTree, StateDict, spec_mismatch, state_dict_spec
 from polyfed.simulation.rounds.federation import Federation
@@ -94,9 +94,8 @@ class StateValidator:
             initial_state, client_state, [*known_trees, *_trees(initial_state)], ids
         ):  # shapes may depend on the client's data
             initial_state = self._init_client_state(client)
-        return _state_difference(
-            initial_state, client_state, [*known_trees, *_trees(initial_state)], ids
-        ) or nonfinite_state_error(client_state)
+        difference = _state_difference(initial_state, client_state, [*known_trees, *_trees(initial_state)], ids)
+        return difference or nonfinite_state_error(client_state) or ""
 
     def _init_client_state(self, client: Client) -> PyTree:
         seed = self._federation.settings.seed
@@ -229,7 +228,7 @@ def _non_tensor_error(state: Mapping[str, Any], place: str) -> str:
 
 def _network_state(client: Client) -> StateDict:
     assert client.model is not None
-    return trainable_state(cached_module(client.model).module)
+    return copy_trained_weights_and_buffers(cached_module(client.model).module)
 
 
 def _parameters_and_buffers(client: Client) -> list[StateDict]:

@@ -18,7 +18,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError
 from polyfed.core.evaluation.evaluate import summarise_clients
 from polyfed.core.messages.contiguous import as_contiguous
-from polyfed.core.messages.lora import adapter_mode
+from polyfed.core.messages.lora import adapter_averaging_mode
 from polyfed.core.serialization import check_serializable
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
 from polyfed.simulation.monitoring.progress import Progress
@@ -152,7 +152,9 @@ def _validate_reply(
     if not federation.settings.secure:
         assert isinstance(reply, Message)  # what is none has a flaw
         uncompressed = (
-            decoded if adapter_mode(federation.algorithm) is None else federation.decompress_reply(reply, task.message)
+            decoded
+            if adapter_averaging_mode(federation.algorithm) is None
+            else federation.decompress_reply(reply, task.message)
         )
         return decoded, reply, update_norm(uncompressed, task.message, federation.algorithm._differences)
     part = encode_sum_part(decoded, federation.algorithm, federation.cohort_size)  # as a site does before it masks

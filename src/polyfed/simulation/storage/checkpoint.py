@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import create_private_folder, flush_folder_to_disk, open_new_file, read_file
+from polyfed.core.io.atomic_files import (
+    create_private_folder_if_missing,
+    flush_folder_to_disk,
+    open_file_for_overwrite,
+    read_file,
+)
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree, iter_tensors
@@ -101,12 +106,12 @@ def save_checkpoint(
         kept_rounds: rounds whose checkpoints stay.
         binding: what the checkpoint belongs to, see `polyfed.simulation.storage.integrity`.
     """
-    create_private_folder(folder)
+    create_private_folder_if_missing(folder)
     target, base_folder = _folder_of(folder, checkpoint.round), _folder_of(folder, previous_round)
     partial = folder / f".partial-{target.name}"
     for stale in folder.glob(".partial-*"):
         shutil.rmtree(stale)
-    create_private_folder(partial)
+    create_private_folder_if_missing(partial)
     base_checksums = _read_checksums(base_folder)
     # A checkpoint that is removed below, usually the one before the previous, may give its files away; others may not.
     kept_folders = {target, base_folder, *(_folder_of(folder, number) for number in kept_rounds)}
@@ -289,6 +294,6 @@ def _link_if_intact(source: Path, target: Path, checksum: str) -> bool:
 
 
 def _write(path: Path, data: bytes) -> str:
-    with open_new_file(path) as file:
+    with open_file_for_overwrite(path) as file:
         file.write(data)
     return hashlib.sha256(data).hexdigest()

@@ -10,7 +10,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.evaluation.metrics import Metric, is_built_in_metric, resolve_metrics
 from polyfed.core.evaluation.metrics import metric_path_or_name as written_metric
 from polyfed.core.io.former_fields import rename_former_fields
-from polyfed.core.io.trusted_code import import_dataclass, import_path_of
+from polyfed.core.io.trusted_code import import_trusted_dataclass, recorded_import_path
 from polyfed.core.io.validation import build_dataclass, validation_error
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.directory import to_plain_values
@@ -27,7 +27,7 @@ def describe_method_and_settings(algorithm: Algorithm[Any, Any], settings: Setti
 def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
     fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}  # type: ignore[arg-type]
     return {
-        "name": import_path_of(type(algorithm)) or registry_name(algorithm),
+        "name": recorded_import_path(type(algorithm)) or registry_name(algorithm),
         **to_plain_values(fields, registry_name(algorithm)),
     }
 
@@ -111,7 +111,9 @@ def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
     'FedAvg'
     """
     base: Any = Algorithm
-    method_class: type[Algorithm[Any, Any]] = import_dataclass(name, base, "method") if ":" in name else get(name)
+    method_class: type[Algorithm[Any, Any]] = (
+        import_trusted_dataclass(name, base, "method") if ":" in name else get(name)
+    )
     return method_class
 
 

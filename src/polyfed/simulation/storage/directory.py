@@ -13,8 +13,8 @@ import yaml
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import (
     MAX_ROUNDS_BYTES,
-    append_line,
-    create_private_folder,
+    append_line_and_flush,
+    create_private_folder_if_missing,
     expand_user_path,
     open_lock_file,
     read_file,
@@ -87,7 +87,7 @@ class RunDirectory:
         check_can_become_run_directory(folder)
         try:
             if not folder.exists():
-                create_private_folder(folder, parents=True)
+                create_private_folder_if_missing(folder, parents=True)
             return cls(folder, _lock_directory(folder))
         except OSError as error:
             raise _unwritable_error(folder, error) from error
@@ -145,7 +145,7 @@ class RunDirectory:
         """Appends the record of a round to `metrics.jsonl`. The line is synced, so that it is on disk before the checkpoint
         that follows."""
         line = json.dumps(record, allow_nan=False)
-        append_line(self.path / "metrics.jsonl", line)
+        append_line_and_flush(self.path / "metrics.jsonl", line)
         self._metrics_hash.add_line(f"{line}\n")
 
     @property
@@ -157,7 +157,7 @@ class RunDirectory:
         """Writes the arrays that the method provides for plots after a round to `analysis/round-N.npz`."""
         import numpy as np
 
-        folder = create_private_folder(self.path / "analysis")
+        folder = create_private_folder_if_missing(self.path / "analysis")
         content = io.BytesIO()
         np.savez_compressed(content, allow_pickle=False, **{name: np.asarray(value) for name, value in arrays.items()})
         write_file_atomically(folder / f"round-{round_number:06d}.npz", content.getvalue())
@@ -190,7 +190,7 @@ class RunDirectory:
 
     def model_path(self, client: str) -> Path:
         """Returns the path of the file for a client's personal model."""
-        return create_private_folder(self.path / "models") / f"{safe_file_name(client)}.safetensors"
+        return create_private_folder_if_missing(self.path / "models") / f"{safe_file_name(client)}.safetensors"
 
 
 def write_weights(path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None) -> None:

@@ -23,7 +23,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import (
     UNLIMITED_BYTES,
-    create_private_folder,
+    create_private_folder_if_missing,
     expand_user_path,
     flush_files_to_disk,
     open_file,
@@ -238,8 +238,8 @@ class PredictionStore:
             self._memory[number] = outputs_by_client
             return
         path = self._path(number)
-        create_private_folder(path.parent.parent)
-        create_private_folder(path.parent)
+        create_private_folder_if_missing(path.parent.parent)
+        create_private_folder_if_missing(path.parent)
         write_file_atomically(path, _encode_outputs(outputs_by_client))
 
     def _read(self, number: int) -> OutputsByClient:
@@ -279,7 +279,7 @@ class PredictionStore:
                 warnings.warn(f"{error}; its rounds are left out", RuntimeWarning, stacklevel=5)
         if not outputs_by_round or max(outputs_by_round) <= last_round:
             return  # it is complete
-        new = create_private_folder(self._folder / _NEW)
+        new = create_private_folder_if_missing(self._folder / _NEW)
         for number, round_outputs in outputs_by_round.items():
             write_file_atomically(new / self._path(number).name, _encode_outputs(round_outputs))
         new.rename(self._folder / _SPOOL)

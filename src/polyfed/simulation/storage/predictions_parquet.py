@@ -19,7 +19,7 @@ from torch import Tensor
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
-from polyfed.core.io.atomic_files import create_private_folder, open_atomic_file, open_file
+from polyfed.core.io.atomic_files import create_private_folder_if_missing, open_atomic_file, open_file
 from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json, validation_error
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Map
         "columns": {short: name for name, short in stored_names.items()},
     }  # fmt: skip
     table = pa.table(arrays).replace_schema_metadata({_KEY: json.dumps(header).encode()})
-    create_private_folder(path.parent)
+    create_private_folder_if_missing(path.parent)
     with open_atomic_file(path, sync=False) as file:
         pq.write_table(table, file)
 

@@ -23,8 +23,8 @@ from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
 from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE
 from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import RoundError, UserError, did_you_mean
-from polyfed.core.io.trusted_code import import_path_of
-from polyfed.data.partitioning.resplit import prepare_public_like_clients, resplit_clients
+from polyfed.core.io.trusted_code import recorded_import_path
+from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public, resplit_clients
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import (
     Experiment,
@@ -160,7 +160,7 @@ def _build_plan(
             experiment_data = replace(
                 experiment_data,
                 clients=seed_clients,
-                public=prepare_public_like_clients(experiment_data.public, seed_clients),
+                public=apply_common_preprocessing_to_public(experiment_data.public, seed_clients),
             )
             data_seed = -1  # no file describes these clients
         # A run's `config.yaml` describes its clients only if its own seed deals them.
@@ -213,7 +213,7 @@ def _methods_by_label(experiment: Experiment, options: CompareOptions) -> dict[s
 
 
 def _method_name(method: Method) -> str:
-    return import_path_of(type(method)) or registry_name(method)
+    return recorded_import_path(type(method)) or registry_name(method)
 
 
 def _build_method(

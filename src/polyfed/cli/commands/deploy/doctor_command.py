@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.cli.static_registry import ALGORITHMS, resolve_without_import
-from polyfed.core.declared_words import words_needing_consent
+from polyfed.core.declared_words import disclosures_needing_consent
 from polyfed.core.errors import RoundError, UserError, check_extra_installed, did_you_mean
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
@@ -146,7 +146,7 @@ def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file:
                 f"{file}: {name} needs a catalogue of layer types, and {str(catalogue)!r} is no file; "
                 "polyfed graph MODEL --catalogue FILE writes one",
             )
-    disclosures = sorted(words_needing_consent(method.discloses))
+    disclosures = sorted(disclosures_needing_consent(method.discloses))
     if disclosures and not values.get("allow-disclosure") and not values.get("secure"):
         yield note_finding(
             "consent",

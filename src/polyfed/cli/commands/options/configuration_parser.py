@@ -26,7 +26,7 @@ from polyfed.cli.commands.options.site_options import (
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, resolve_without_import
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.former_fields import rename_former_fields
-from polyfed.core.io.trusted_code import import_object, trust_code
+from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
 from polyfed.core.io.validation import describe_annotation
 from polyfed.simulation.settings import Settings
 
@@ -183,7 +183,7 @@ def _class_of_choice(section: str, name: str) -> Callable[..., Any]:
     """Returns the class of a choice: an outline of a registry's entry, or the user's own class, which is imported."""
     if name in _REGISTRIES[section]:
         return _REGISTRIES[section][name]
-    choice, kind = import_object(name, _KIND_OF_SECTION[section]), _KIND_OF_SECTION[section]
+    choice, kind = import_trusted_callable(name, _KIND_OF_SECTION[section]), _KIND_OF_SECTION[section]
     if section != "model" and not inspect.isclass(choice):
         raise UserError(f"{kind} {name!r}: it must be a dataclass on {kind.title()}, got {type(choice).__name__}")
     return choice

@@ -18,7 +18,7 @@ from polyfed.cli.commands.papers.job_runner import first_equal_variant, job_fold
 from polyfed.cli.commands.papers.paper_tables import PaperTable, find_paper, find_table, load_papers
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, did_you_mean
-from polyfed.core.io.atomic_files import create_private_folder, expand_user_path, write_file_atomically
+from polyfed.core.io.atomic_files import create_private_folder_if_missing, expand_user_path, write_file_atomically
 from polyfed.simulation.settings import EXECUTION_FIELDS
 from polyfed.simulation.storage.directory import read_config, to_plain_values
 
@@ -125,7 +125,7 @@ def _reproduce_table(
         measure_cell_result(cell, recipes, scale, reproduce_options.seed_numbers, folder) for cell in table.cells
     ]
     reduced = {name: recipe.reduction_note(scale) for name, recipe in recipes.items()}
-    create_private_folder(folder, parents=True)
+    create_private_folder_if_missing(folder, parents=True)
     content = build_reproduction_results(table, results, scale, reduced, run_arguments)
     write_file_atomically(folder / RESULT_FILE, json.dumps(content, indent=1, ensure_ascii=False).encode())
     show_cells(table, results, scale, reduced, run_arguments, console)

@@ -2,7 +2,7 @@
 
 from polyfed.cli.commands.argv import CommandParser, has_help_flag
 from polyfed.core.errors import UserError
-from polyfed.core.io.trusted_code import import_object, trust_code
+from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
 
 
 def export_command(argv: list[str]) -> None:
@@ -40,6 +40,6 @@ def export_command(argv: list[str]) -> None:
 
     if options.model is not None:
         trust_code(options.model)  # the user's own word
-    factory = None if options.model is None else import_object(options.model)
+    factory = None if options.model is None else import_trusted_callable(options.model)
     folder = export_model(run, options.client, options.to, format=options.format or "torchscript", network=factory)
     print(f"{folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}; README.md says how to use it")

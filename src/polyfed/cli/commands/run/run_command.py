@@ -17,7 +17,7 @@ from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metrics import Metric, resolve_metrics
-from polyfed.core.io.atomic_files import create_private_folder
+from polyfed.core.io.atomic_files import create_private_folder_if_missing
 from polyfed.data import draw_class_counts
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
@@ -66,7 +66,7 @@ def run_experiment(
     }
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
-        folder = create_private_folder(out / BASELINES) / name
+        folder = create_private_folder_if_missing(out / BASELINES) / name
         try:
             runs[name] = _run_method(
                 experiment, baseline, experiment_data, folder, _new_progress(folder, quiet, logger)
@@ -134,7 +134,7 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
     runs = {registry_name(experiment.algorithm): main}
     failed: dict[str, str] = {}
     for name, baseline in experiment.baselines.items():
-        folder = create_private_folder(out / BASELINES) / name
+        folder = create_private_folder_if_missing(out / BASELINES) / name
         progress = _new_progress(folder, quiet, logger)
         try:
             if (folder / "config.yaml").exists():
@@ -167,7 +167,7 @@ def run_or_resume_method(
             experiment,
             method,
             experiment_data,
-            create_private_folder(folder.parent, parents=True) / folder.name,
+            create_private_folder_if_missing(folder.parent, parents=True) / folder.name,
             progress,
         )
     return _resume_method(experiment_data, folder, progress, experiment.settings.execution_settings)

@@ -17,7 +17,7 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
-from polyfed.core.io.atomic_files import create_private_folder, read_file, write_file_atomically
+from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.seeds import derive_seed
 from polyfed.data import IID, SOURCES, PadCropFlip, Split, make_clients
@@ -254,7 +254,7 @@ def _save_weights(file: Path, start: WarmStart) -> None:
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in start.model.state_dict().items()}
     try:
         if file.parent.name == UNSEEN_FOLDER:
-            create_private_folder(file.parent)
+            create_private_folder_if_missing(file.parent)
         write_file_atomically(file, safetensors.torch.save(weights), private=file.parent.name == UNSEEN_FOLDER)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; give another --out") from error
@@ -337,7 +337,7 @@ def _format_number(value: float | None) -> str:
 
 def _add_curves_to_file(file: Path, curves: Mapping[str, TrainingCurves]) -> None:
     """Adds the training curves to the file with those of the run's other unseen clients, for `polyfed report`."""
-    create_private_folder(file.parent)
+    create_private_folder_if_missing(file.parent)
     stored_curves: dict[str, Any] = {}
     if file.is_file():
         try:
