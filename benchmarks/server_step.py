@@ -26,7 +26,7 @@ from workloads import MODEL
 from polyfed.algorithms import HeurPFedLA, PFedLA
 from polyfed.core.algorithm import ClientInfo, Message, ServerContext
 from polyfed.core.machine.allocator import make_malloc_keep_freed_memory
-from polyfed.core.machine.threads import num_usable_cores, exclusive_single_torch_thread_with_grad
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad, num_usable_cores
 from polyfed.models import ModelSpec
 
 CLIENTS, REPETITIONS = 100, 5
