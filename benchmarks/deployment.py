@@ -168,7 +168,7 @@ def measure(method, sites, rounds, port, idle):
         changes = [f"--set={key}={json.dumps(value)}" for key, value in words.items()]
         program = [str(Path(sys.executable).parent / "polyfed"), "flower", "run", str(project.path), *changes]
         began = time.monotonic()
-        with trials.start_trial(project, project.read_site_names(), port, config, through=port + 40) as trial:
+        with trials.start_trial(project, project.read_site_names(), port, config, proxy_port=port + 40) as trial:
             started = time.monotonic() - began
             watch = Watch(project.path / "runs" / "run-1" / "metrics.jsonl", trial)
             watch.start()

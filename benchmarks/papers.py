@@ -263,7 +263,7 @@ def run_table(key, given):
         where = ["--data.path", folder_of(data, given)] if data not in ("", "digits") else []
         wanted = ReproduceOptions(scale="cpu", variant=given.variant or pattern, seeds=given.seeds, out=str(out))
         try:
-            reproduce_command.run_reproduction(
+            reproduce_command.reproduce_table_or_list_papers(
                 [paper, name, *plan.options, *where, *methods], wanted, quiet=given.quiet
             )
         except RoundError as error:  # of one method: the table has the others, and a gap

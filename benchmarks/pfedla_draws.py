@@ -32,7 +32,9 @@ def measured(draw, given):
     out = f"{given.runs}/{draw}"
     wanted = ReproduceOptions(scale="cpu", variant="cifar10-k0", seeds=",".join(map(str, SEEDS)), out=out)
     try:
-        reproduce_command.run_reproduction(["pfedla", "table3", "--data.path", given.data], wanted, quiet=True)
+        reproduce_command.reproduce_table_or_list_papers(
+            ["pfedla", "table3", "--data.path", given.data], wanted, quiet=True
+        )
     finally:
         pfedla.init_aggregation_hypernetwork = drawn
     found = {}

@@ -47,7 +47,11 @@ def experiment():
     with pytest.MonkeyPatch.context() as patch:  # networks and baselines of many variants are alike
         patch.setattr(configuration_parser, "_complete_model", _once(configuration_parser._complete_model))
         patch.setattr(configuration_parser, "_complete_baseline", _once(configuration_parser._complete_baseline))
-        patch.setattr(configuration_parser, "options_of", functools.cache(configuration_parser.options_of))
+        patch.setattr(
+            configuration_parser,
+            "options_of",
+            functools.cache(configuration_parser.options_of),
+        )
         yield experiment
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from polyfed.algorithms import REGISTRY
 from polyfed.cli.commands.list_command import first_docstring_sentence, show_choices
-from polyfed.cli.commands.options.recipes import recipe_files
+from polyfed.cli.commands.options.recipes import shipped_recipe_files
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
 
@@ -30,7 +30,7 @@ def test_the_overview_fits_three_screens_of_forty_lines_with_every_name_in_full(
     first = [line.split()[0] for line in lines if line.strip()]
     assert [first.count(name) for name in THINGS] == [1] * len(THINGS)
     words = " ".join(lines).split()
-    assert all(name in words for name in recipe_files())
+    assert all(name in words for name in shipped_recipe_files())
     assert "polyfed list recipes" in lines[-1]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from polyfed.algorithms import REGISTRY, FedAvgFT
 from polyfed.cli.commands.options import configuration_parser
-from polyfed.cli.commands.options.recipes import load_recipe_configuration, recipe_files
+from polyfed.cli.commands.options.recipes import load_recipe_configuration, shipped_recipe_files
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
@@ -71,7 +71,7 @@ def test_a_configuration_gives_the_same_method_again(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", recipe_files())
+@pytest.mark.parametrize("name", shipped_recipe_files())
 def test_recipes_are_complete(name):
     recipe = load_recipe_configuration(name)
     assert recipe.pop("description")

@@ -13,7 +13,7 @@ from polyfed.cli.commands.options.recipes import (
     load_recipe_configuration,
     merge_configurations,
     read_recipe,
-    recipe_files,
+    shipped_recipe_files,
 )
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
@@ -290,13 +290,15 @@ def test_a_baseline_that_is_the_method_itself_is_run_once():
 
 def choices():
     """Those of FLHA-GHN, FedHeNN and FedPNAS are in test_flha_recipes.py, test_fedhenn_recipes.py and so on."""
-    found = [read_recipe(name) for name in recipe_files() if not name.startswith(("flha_", "fedhenn_", "fedpnas_"))]
+    found = [
+        read_recipe(name) for name in shipped_recipe_files() if not name.startswith(("flha_", "fedhenn_", "fedpnas_"))
+    ]
     return [
         (r.name, scale, variant) for r in found for scale in (r.scales or [None]) for variant in (r.variants or [None])
     ]
 
 
-PFEDLA = [name for name in recipe_files() if name.startswith("pfedla_")]
+PFEDLA = [name for name in shipped_recipe_files() if name.startswith("pfedla_")]
 
 
 @pytest.mark.thorough

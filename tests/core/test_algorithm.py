@@ -18,7 +18,7 @@ from polyfed.core.declared_words import (
     check_declared_words_are_known,
     meaning_of_disclosure,
 )
-from polyfed.deploy.privacy.gaussian_mechanism import noise_incompatibility
+from polyfed.deploy.privacy.gaussian_mechanism import noise_incompatibility_error
 from polyfed.simulation.rounds.secure_aggregation import disclosures_to_allow
 from polyfed.testing import small_clients
 
@@ -72,7 +72,9 @@ class TestNewDisclosures:
 
     def test_no_noise_is_known_to_hide_it(self):
         kind = type("Gazes", (Averaging,), {"discloses": frozenset({self.GAZE}), "__doc__": ""})
-        assert "discloses gaze, of which it is not known" in noise_incompatibility(kind(weighted=False), secure=False)
+        assert "discloses gaze, of which it is not known" in noise_incompatibility_error(
+            kind(weighted=False), secure_sums=False
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

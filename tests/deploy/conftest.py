@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from polyfed.algorithms import FedAvg
 from polyfed.deploy.flower import apps, engine
 from polyfed.deploy.flower.apps import client_app, run_deployment
-from polyfed.deploy.trial.project import write_key_pair
+from polyfed.deploy.trial.project import write_site_key_pair
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
@@ -173,7 +173,7 @@ def keys(tmp_path_factory):
     """Registered keys of four sites."""
     folder = tmp_path_factory.mktemp("keys")
     for number in range(4):
-        write_key_pair(folder / f"client-{number}.key")
+        write_site_key_pair(folder / f"client-{number}.key")
     return folder
 
 

@@ -6,14 +6,14 @@ from functools import cache
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from polyfed.deploy.secure_aggregation.crypto import signing_function
+from polyfed.deploy.secure_aggregation.crypto import make_signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
     SumId,
-    advertise_keys,
+    check_and_share_secrets,
+    create_signed_keys,
     decrypt_received_shares,
     mask_words,
     release_unmasking_shares,
-    share_secrets,
 )
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
 
@@ -45,13 +45,13 @@ class Server:
 
     def advertise(self, names):
         for name in names:
-            self.states[name], advert = advertise_keys(self.which, name, signing_function(registered(name)))
+            self.states[name], advert = create_signed_keys(self.which, name, make_signing_function(registered(name)))
             self.adverts.append(advert)
         return self
 
     def share(self, names):
         for name in names:
-            self.states[name], self.boxes[name] = share_secrets(
+            self.states[name], self.boxes[name] = check_and_share_secrets(
                 self.states[name], self.adverts, self.threshold, peers(self.names), owner_threshold=self.threshold
             )
         return self

@@ -16,7 +16,7 @@ from polyfed.core.serialization import serialize_state
 from polyfed.deploy.flower import engine
 from polyfed.deploy.flower.apps import run_deployment
 from polyfed.deploy.flower.engine import envelope_from_record
-from polyfed.deploy.flower.records import parse_record
+from polyfed.deploy.flower.records import parse_flower_record
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol import wire
 from polyfed.deploy.server.server import DeploymentServer
@@ -59,7 +59,7 @@ def test_a_deployment_that_compresses_gives_the_bits_and_bytes_of_a_simulation(t
         letter = envelope_from_record(record)
         if kind == "train" or (kind == "reply" and letter.head.get("phase") == "local"):
             sizes["down" if kind == "train" else "up"].append(letter.body.nbytes)
-            wire = sum(map(len, parse_record(record)[2].values()))
+            wire = sum(map(len, parse_flower_record(record)[2].values()))
             headers = 200 + 12 * sum(
                 len(tree) for tree in letter.body.tensors.values()
             )  # of files by group; their order
@@ -182,10 +182,10 @@ def test_the_form_of_a_compressed_reply_is_checked_before_its_tensors_are_read(r
     }.items(),
 )
 def test_a_site_refuses_what_it_cannot_open(tmp_path, nodes, monkeypatch, kind, sentence):
-    honest, post = DeploymentServer.task_head, engine.envelope_to_record
+    honest, post = DeploymentServer.build_task_head, engine.envelope_to_record
     if kind == "an unknown compression":
         monkeypatch.setattr(
-            DeploymentServer, "task_head", lambda self, task: {**honest(self, task), "compress_down": "zip"}
+            DeploymentServer, "build_task_head", lambda self, task: {**honest(self, task), "compress_down": "zip"}
         )
     else:
         bad = entries(lambda n, t: t * float("nan") if n == ":scales" else t)

@@ -20,7 +20,7 @@ import polyfed as pf
 from polyfed.algorithms import FedHeNN, PFedLA
 from polyfed.core.errors import RoundError
 from polyfed.deploy.trial import local_trial as trials
-from polyfed.deploy.trial.project import Project, create_project, write_key_pair, write_trial_certificates
+from polyfed.deploy.trial.project import Project, create_project, write_site_key_pair, write_trial_certificates
 from polyfed.simulation.storage.directory import read_manifest, read_metrics
 from polyfed.testing import small_clients, without_durations
 
@@ -238,7 +238,7 @@ def test_strangers_are_refused(watched, tmp_path, port):
     whose site claims another name."""
     project, trial = watched
     link, node = f"127.0.0.1:{port}", list(trial.processes[1].command)
-    write_key_pair(tmp_path / "other.key")
+    write_site_key_pair(tmp_path / "other.key")
     write_trial_certificates(tmp_path / "unknown")
     where = [*node[:4], "--superlink", link]
     authority = ["--root-certificates", str(project.certificates_folder / "ca.crt")]

@@ -13,7 +13,7 @@ from polyfed.algorithms import FedAvg
 from polyfed.core.algorithm import Message as Sent
 from polyfed.core.errors import UserError
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
-from polyfed.deploy.flower.records import parse_record
+from polyfed.deploy.flower.records import parse_flower_record
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
 from polyfed.deploy.site.node_config import build_site
 from polyfed.simulation.storage import predictions_parquet
@@ -59,7 +59,8 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
     found = run(grid=grid, **{"evaluate-every": 2})
     other = pf.federate(small_clients(), FedAvg(lr=0.05), rounds=3, seed=3, workers=0)
     everything = b"".join(
-        str(dict(record["head"])).encode() + b"".join(parse_record(record)[2].values()) for _, _, record in grid.seen
+        str(dict(record["head"])).encode() + b"".join(parse_flower_record(record)[2].values())
+        for _, _, record in grid.seen
     )
     for client in small_clients():
         (file,) = (tmp_path / "sites" / client.id / "state").glob("*/predictions/*.parquet")

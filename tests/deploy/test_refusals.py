@@ -39,7 +39,9 @@ BAD = {
 
 def test_a_new_project_has_a_configuration_that_the_server_takes(tmp_path):
     """Every word of `app/pyproject.toml`, as Flower gives it to the server."""
-    config = _flatten_configuration(create_project(tmp_path / "federation", ["north", "south"]).read_configuration())
+    config = _flatten_configuration(
+        create_project(tmp_path / "federation", ["north", "south"]).read_server_configuration()
+    )
     server = configure_server({**config, "out": str(tmp_path / "run"), "allow-disclosure": True})
     assert server.settings == Settings(rounds=10, on_error="skip")
     assert server.deployment.sites == ("north", "south")

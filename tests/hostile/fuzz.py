@@ -30,7 +30,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.nas.derived import load_network
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.data.run_records import read_round_records
+from polyfed.report.data.run_records import read_checked_round_records
 from polyfed.report.figures.architectures import read_search_result
 from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.storage import predictions
@@ -189,7 +189,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
     def history():
         read_metrics(metrics)
         list_changed_files(run)
-        return read_round_records(metrics), shown(run)
+        return read_checked_round_records(metrics), shown(run)
 
     turn = count()
 

@@ -12,8 +12,8 @@ from polyfed.core.algorithm import Message
 from polyfed.deploy.protocol.wire import Envelope
 from polyfed.deploy.secure_aggregation import crypto as primitives
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
-from polyfed.deploy.secure_aggregation.crypto import signing_function
-from polyfed.deploy.secure_aggregation.protocol import SumId, advertise_keys
+from polyfed.deploy.secure_aggregation.crypto import make_signing_function
+from polyfed.deploy.secure_aggregation.protocol import SumId, create_signed_keys
 from polyfed.deploy.secure_aggregation.shamir import PRIME
 
 LIAR, *OTHERS = SITES
@@ -238,10 +238,17 @@ KINDS = {**LEFT_OUT, **HARMLESS, **PREVENTED, **AGAINST_ONE}
 
 def signed(keys, which, name=LIAR, **fields):
     """Keys of a site for a sum, signed with its registered key."""
-    _, made = advertise_keys(which, name, lambda content: b"")
+    _, made = create_signed_keys(which, name, lambda content: b"")
     made = dataclasses.replace(made, **fields)
-    signature = signing_function(primitives.read_registered_key(keys / f"{name}.key"))(made.signed_content(which))
-    return {"name": made.name, "cipher": made.cipher.hex(), "mask": made.mask.hex(), "signature": signature.hex()}
+    signature = make_signing_function(primitives.read_registered_private_key(keys / f"{name}.key"))(
+        made.signed_content(which)
+    )
+    return {
+        "name": made.name,
+        "cipher": made.cipher_public.hex(),
+        "mask": made.mask_public.hex(),
+        "signature": signature.hex(),
+    }
 
 
 def of_keys(kind, loop, keys, letter):
@@ -249,14 +256,14 @@ def of_keys(kind, loop, keys, letter):
     number = letter.head["advertise"]
     which = SumId(loop.server.run, number)
     if kind == "zero":
-        return signed(keys, which, cipher=bytes(32))
+        return signed(keys, which, cipher_public=bytes(32))
     if kind == "copied":
         theirs = next(a for name, _, a in reversed(loop.sent) if name == LIAR)  # its own, of which it takes one twice
         return signed(
             keys,
             which,
-            cipher=parse_key_advertisement(theirs.head["advert"]).mask,
-            mask=parse_key_advertisement(theirs.head["advert"]).mask,
+            cipher_public=parse_key_advertisement(theirs.head["advert"]).mask_public,
+            mask_public=parse_key_advertisement(theirs.head["advert"]).mask_public,
         )
     if kind == "other round":
         return signed(keys, SumId(loop.server.run, number + 1))

@@ -71,7 +71,7 @@ class Loop:
             "algorithm.lr": 0.1, "file": str(folder / "server.py"), **words,
         }  # fmt: skip
         self.server = configure_server(given)
-        self.federation = self.server.build_federation({name: {"task": "classification"} for name in SITES})
+        self.federation = self.server.build_checked_federation({name: {"task": "classification"} for name in SITES})
         self.members = {
             name: SecureSumClient(name, folder / name / self.server.run, keys / f"{name}.key", keys, 3)
             for name in SITES
@@ -104,9 +104,9 @@ class Loop:
                 place = member.join_sum(SumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {}))
                 place.mark_used()
                 reply = self.reply(name, letter.body.tensors)
-                body = place.mask_reply_words(encode_sum_part(reply, self.server.algorithm, place.max_sites))
+                body = place.mask_encoded_reply(encode_sum_part(reply, self.server.algorithm, place.max_sites))
             if head.get("advertise"):
-                more["advert"] = member.renew_keys_and_advertise(SumId(head["run"], head["advertise"]))
+                more["advert"] = member.replace_keys_and_build_advertisement(SumId(head["run"], head["advertise"]))
             same = {n: head[n] for n in ("run", "round", "phase")}
             return Envelope({"client": name, **same, "failure": None, "seconds": 0.0, **more}, body)
         except (RefusalError, UserError) as refusal:
@@ -129,7 +129,7 @@ class Loop:
         who = self.federation.sample_cohort(number)
         (tasks,) = self.federation.build_task_blocks("local", who, number, at)
         total, inside, failed = SecureSum(self.server.algorithm), [], {}
-        for result in self.conductor.run_round_tasks(tasks, at.state):
+        for result in self.conductor.run_secure_round(tasks, at.state):
             if result.failure is not None:
                 failed[result.task.client] = result.failure.reason
             elif result.reply is not None:

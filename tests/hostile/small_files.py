@@ -20,7 +20,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.serialization import serialize_state
 from polyfed.data.formats.files import class_names_from_hub_metadata
 from polyfed.data.formats.text import build_vocabulary, load_vocabulary
-from polyfed.deploy.privacy.accountant import spend_budget
+from polyfed.deploy.privacy.accountant import record_message_and_get_epsilon
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.wire import pack_tensors, parse_head, read_tensor_specs, unpack_tensors
 from polyfed.deploy.server.server_config import _parse_field_value
@@ -28,9 +28,9 @@ from polyfed.deploy.site.private_state import (
     InvalidSiteStateError,
     check_or_record_client_identity,
     read_private_state,
-    write_private_state,
+    write_private_state_and_delete_older,
 )
-from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
+from polyfed.deploy.trial.local_trial import read_running_trial, trial_folder_of
 from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
@@ -56,12 +56,12 @@ def small_kinds(folder: Path, kind, as_json, as_yaml, made: Path):
 def of_a_site(folder, kind, as_json):
     """Private state, with and without the right sum; marks of a run; the book of what has left."""
     run, book = folder / "site" / "run-a", folder / "site" / "privacy.json"
-    write_private_state(run, "north", 3, METHOD, {"model": {"w": torch.ones(3)}, "seen": 2}, 0)
+    write_private_state_and_delete_older(run, "north", 3, METHOD, {"model": {"w": torch.ones(3)}, "seen": 2}, 0)
     sealed = folder / "sealed" / "run-a"
     shutil.copytree(run, sealed)
     check_or_record_client_identity(folder / "site" / "run-b", "north", "0123")
     with warnings.catch_warnings(action="ignore"):
-        spend_budget(book, "data", ReplyProtection(clip_norm=1.0, noise_multiplier=2.0))
+        record_message_and_get_epsilon(book, "data", ReplyProtection(clip_norm=1.0, noise_multiplier=2.0))
     file = sealed / "private" / "round-000003.state"
     _, head, state = file.read_bytes().split(b"\n", 2)
 
@@ -86,7 +86,10 @@ def of_a_site(folder, kind, as_json):
         "site: state, sum right": kind(file, with_sum, json.loads(head), own(sealed)),
         "site: run.json": kind(marked, as_json, json.loads(marked.read_bytes()), marks),
         "site: privacy.json": kind(
-            book, as_json, json.loads(book.read_bytes()), lambda: spend_budget(book, "data", ReplyProtection())
+            book,
+            as_json,
+            json.loads(book.read_bytes()),
+            lambda: record_message_and_get_epsilon(book, "data", ReplyProtection()),
         ),
     }
 
@@ -116,19 +119,19 @@ def of_a_project(folder, kind, as_json, as_yaml):
     toml = project.app_folder / "pyproject.toml"
 
     def configured():
-        found = project.read_configuration()
+        found = project.read_server_configuration()
         assert isinstance(found, dict)
         project.read_site_names()
 
     def trial():
-        found = read_trial_file(project)
+        found = read_running_trial(project)
         assert found is None or str(found["port"])
 
     return {
         "catalogue.yaml": kind(catalogue, as_yaml, yaml.safe_load(catalogue.read_text()),
                                lambda: LayerCatalogue.read_yaml(catalogue)),
         "trial.json": kind(noted, as_json, json.loads(noted.read_text()), trial),
-        "pyproject.toml": kind(toml, as_toml, dict(project.read_configuration()), configured),
+        "pyproject.toml": kind(toml, as_toml, dict(project.read_server_configuration()), configured),
         "a field of the app": kind(field, as_json, json.loads(field.read_text()),
                                    lambda: _parse_field_value(field.read_text(errors="replace"))),
     }  # fmt: skip

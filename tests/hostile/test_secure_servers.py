@@ -120,7 +120,7 @@ def test_a_site_refuses_what_a_server_may_not_ask(at, step):
 
 def test_a_site_refuses_keys_of_its_own_that_it_has_replaced(at):
     loop, letter = at("share")
-    loop.members[LIAR].renew_keys_and_advertise(SumId(loop.server.run, 1))
+    loop.members[LIAR].replace_keys_and_build_advertisement(SumId(loop.server.run, 1))
     answer = loop.answer(LIAR, letter)
     assert "not those that this site has advertised last" in answer.head["refusals"]["share"]
 
@@ -223,7 +223,7 @@ def learnt(folder, keys, seed):
                 except RefusalError:
                     continue
                 place.mark_used()
-                sent = place.mask_reply_words(encode_sum_part(loop.reply(name, down), loop.server.algorithm, 4))
+                sent = place.mask_encoded_reply(encode_sum_part(loop.reply(name, down), loop.server.algorithm, 4))
                 words = parse_sum_message(sent)[0]
                 assert (name, told_of[name], keys_of[name]["mask"]) not in masked, "one mask, twice"
                 masked[name, told_of[name], keys_of[name]["mask"]] = words

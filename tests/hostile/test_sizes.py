@@ -12,7 +12,7 @@ from polyfed.algorithms import FLHAGHN, FedPNAS, HeurPFedLA, PFedHN, PFedLA
 from polyfed.cli.main import main
 from polyfed.core.machine import memory_limit
 from polyfed.core.machine.memory_limit import build_after_memory_check
-from polyfed.deploy.trial.project import parse_site_names
+from polyfed.deploy.trial.project import parse_site_names_or_count
 from polyfed.graphs.architecture import LayerType
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.models import MODELS, ModelSpec, build
@@ -132,8 +132,8 @@ def test_a_catalogue_of_large_layers_is_refused(tmp_path):
 def test_so_many_sites_are_not_listed(number):
     """The fuzz found it: a `pyproject.toml` with 2^62 sites took all time and memory."""
     with pytest.raises(pf.UserError, match="sites must be at most 10000, got"):
-        parse_site_names(str(number))
-    assert len(parse_site_names("10000")) == 10_000
+        parse_site_names_or_count(str(number))
+    assert len(parse_site_names_or_count("10000")) == 10_000
 
 
 def test_the_command_line_says_so_in_one_sentence(tmp_path, capsys):

@@ -13,7 +13,7 @@ from polyfed.core.io.validation import call_turning_value_errors_into_user_error
 from polyfed.data.formats.files import class_names_from_hub_metadata
 from polyfed.data.formats.text import load_vocabulary
 from polyfed.deploy.server.server_config import _parse_field_value
-from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
+from polyfed.deploy.trial.local_trial import read_running_trial, trial_folder_of
 from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.report.page.method_views import WARM_START_FILE, html_warm_starts
@@ -57,7 +57,7 @@ def test_a_damaged_project_is_named(tmp_path, text):
     project = create_project(tmp_path / "project", ["north", "south"])
     (project.app_folder / "pyproject.toml").write_text(text)
     with pytest.raises(pf.UserError, match=r"pyproject.toml (is not valid TOML|lacks the table)"):
-        project.read_configuration()
+        project.read_server_configuration()
 
 
 @pytest.mark.thorough
@@ -66,7 +66,7 @@ def test_a_damaged_note_of_a_trial_is_no_trial(tmp_path, text):
     project = create_project(tmp_path / "project", ["north"])
     trial_folder_of(project).mkdir(exist_ok=True)
     (trial_folder_of(project) / "trial.json").write_text(text, encoding="latin-1")
-    assert read_trial_file(project) is None
+    assert read_running_trial(project) is None
 
 
 @pytest.mark.thorough

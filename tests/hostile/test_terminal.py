@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 import polyfed as pf
-from polyfed.cli.commands.argv import format_warning, print_error
+from polyfed.cli.commands.argv import format_warning, print_error_and_return_status
 from polyfed.cli.commands.compare import comparison_tables
 from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.commands.run import run_command
@@ -101,7 +101,7 @@ def test_errors_and_warnings_of_the_command(tmp_path, monkeypatch, capsys):
     assert main(["run", "c.yaml"]) == 2
     assert not FORBIDDEN.search(capsys.readouterr().err)
     assert not FORBIDDEN.search(format_warning(UserWarning("a\x1b[2J\nb")).rstrip("\n"))
-    print_error("a\x1b[2J", 2)
+    print_error_and_return_status("a\x1b[2J", 2)
     assert not FORBIDDEN.search(capsys.readouterr().err)
 
 

@@ -11,7 +11,7 @@ from polyfed.cli.commands.results.report_command import show_report
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.data.run_records import read_round_records
+from polyfed.report.data.run_records import read_checked_round_records
 from polyfed.report.page import method_views
 
 SOUND = {"round": 3, "bytes_down_total": 1, "bytes_up_total": 1, "clients": {"x": {"accuracy": 0.5}}}
@@ -77,11 +77,11 @@ def test_a_last_line_that_was_cut_off_does_not_count(write_run, tmp_path, cut):
     with pytest.raises(UserError, match="no evaluated round yet; go on with it: polyfed resume"):
         read_run_groups([tmp_path / "a"])
     file.write_bytes(whole[:-1])  # all of it but the end of the line
-    assert len(read_round_records(file)) == 3
+    assert len(read_checked_round_records(file)) == 3
     file.write_bytes(whole.replace(b"\n", b"\r\n") + b"\n\n")
-    assert len(read_round_records(file)) == 3
+    assert len(read_checked_round_records(file)) == 3
     file.write_bytes(b"")
-    assert read_round_records(file) == []
+    assert read_checked_round_records(file) == []
 
 
 def test_metrics_that_cannot_be_read_and_numbers_that_are_none(write_run, tmp_path):

@@ -5,10 +5,10 @@ from jinja2 import UndefinedError
 from markupsafe import Markup
 
 from polyfed.report.page.elements import (
+    html_bullet_list,
     html_dropdown_panels,
     html_figure,
     html_legend,
-    html_list,
     html_table,
     render_template,
 )
@@ -24,7 +24,7 @@ def test_texts_are_escaped_and_markup_is_not():
         html_figure(EVIL, EVIL, EVIL),
         html_dropdown_panels("k", EVIL, {EVIL: EVIL, "b": chart}),
         html_legend([EVIL]),
-        html_list([EVIL]),
+        html_bullet_list([EVIL]),
     ):
         assert "&lt;script&gt;" in html
         assert "<script" not in html

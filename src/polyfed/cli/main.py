@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from polyfed.cli import subcommands
-from polyfed.cli.commands.argv import CommandParser, format_warning, print_error
+from polyfed.cli.commands.argv import CommandParser, format_warning, print_error_and_return_status
 from polyfed.cli.commands.results import export_command, predict_command
 from polyfed.cli.commands.run import inspect_commands
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
@@ -72,24 +72,26 @@ def main(arguments: Sequence[str]) -> int:
         with restore_trusted_names_afterwards():
             parser = CommandParser("polyfed COMMAND", "")
             parser.add_flag("--trust-code", "execute the code that a file or run directory names")
-            options, words = parser.parse_words(arguments[1:])
+            options, words = parser.parse_declared_options(arguments[1:])
             if options.trust_code:
                 trust_code()
             commands[arguments[0]](words)
     except UserError as error:
-        return print_error(error, 2)
+        return print_error_and_return_status(error, 2)
     except (ClientError, RoundError) as error:
-        return print_error(error, 1)
+        return print_error_and_return_status(error, 1)
     except KeyboardInterrupt as stop:
-        return print_error(stop if stop.args else "interrupted", 130)
+        return print_error_and_return_status(stop if stop.args else "interrupted", 130)
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
     except MemoryError:
-        return print_error(
+        return print_error_and_return_status(
             "there is not enough memory for this; close other programs, or make the data or networks smaller", 1
         )
     except OSError as error:  # a full disk, say; what was saved before is whole
-        return print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+        return print_error_and_return_status(
+            f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1
+        )
     except SystemExit as exit_request:
         return exit_request.code if isinstance(exit_request.code, int) else 0
     return 0

@@ -34,14 +34,14 @@ def run(argv: list[str]) -> None:
         "--algorithm fedprox --algorithm.mu 0.1 --help.",
     )
     parser.add_option("--out", "DIR", "run directory to create (default: runs/NAME-DATE-TIME)")
-    recipes.add_recipe_options(parser)
+    recipes.add_scale_and_variant_options(parser)
     parser.add_flag("--quiet", "print no progress")
     parser.add_option(
         "--logger", "NAME", "tensorboard or mlflow: follow the run there, too (pip install 'polyfed[tracking]'); "
         "resume "
         "continues it; MLflow also gets the clients' networks as models with a signature",
     )  # fmt: skip
-    options, words = parser.parse_words(argv)
+    options, words = parser.parse_declared_options(argv)
     if has_help_flag(argv):
         parser.print_help()
         print("  --loss MODULE:NAME  your own loss, a function of outputs and targets\n")
@@ -108,7 +108,7 @@ def resume(argv: list[str]) -> None:
     if has_help_flag(argv):
         parser.print_help()
         return
-    options, (directory,) = parser.parse_arguments(argv, "one run directory")
+    options, (directory,) = parser.parse_options_and_words(argv, "one run directory")
     from polyfed.cli.commands.compare.compare_options import CompareOptions, is_comparison_folder
 
     if is_comparison_folder(directory):
@@ -152,7 +152,7 @@ def warmstart(argv: list[str]) -> None:
     parser.add_option("--scratch-lr", "RATE", "of the epochs from scratch (default: --lr)", parse_decimal_number)
     parser.add_option("--plot", "FILE", "picture of both curves, .png or .svg")
     parser.add_option("--out", "FILE", "weights to write, .safetensors (default: RUN/unseen/ID.safetensors)")
-    options, words = parser.parse_words(argv)
+    options, words = parser.parse_declared_options(argv)
     if has_help_flag(argv):
         parser.print_help()
         chosen = [
@@ -204,7 +204,7 @@ def report(argv: list[str]) -> None:
     if has_help_flag(argv):
         parser.print_help()
         return
-    options, directories = parser.parse_words(argv)
+    options, directories = parser.parse_declared_options(argv)
     if not directories or any(word.startswith("-") for word in directories):
         raise UserError("polyfed report takes run directories, for instance polyfed report runs/a runs/b")
     column_names = [name for names in options.subgroup for name in names if name]
@@ -240,9 +240,9 @@ def reproduce(argv: list[str]) -> None:
     if has_help_flag(argv):
         parser.print_help()
         return
-    options, words = parser.parse_words(argv)
+    options, words = parser.parse_declared_options(argv)
     reproduce_options = reproduce_command.ReproduceOptions(options.scale, options.variant, options.seeds, options.out)
-    reproduce_command.run_reproduction(words, reproduce_options, quiet=options.quiet)
+    reproduce_command.reproduce_table_or_list_papers(words, reproduce_options, quiet=options.quiet)
 
 
 def flower(argv: list[str]) -> None:
@@ -287,7 +287,7 @@ def flower(argv: list[str]) -> None:
         return
     if action not in parsers:
         raise UserError(f"polyfed flower takes a command, got {action or 'nothing'!r}; {did_you_mean(action, parsers)}")
-    options, (directory,) = parsers[action].parse_arguments(argv[1:], "one folder")
+    options, (directory,) = parsers[action].parse_options_and_words(argv[1:], "one folder")
     folder = expand_user_path(directory, "the project")
     from polyfed.cli.commands.deploy import doctor_command, flower_command
 
@@ -299,11 +299,11 @@ def flower(argv: list[str]) -> None:
             folder, options.sites, options.port or 8000, f"{options.node_config or ''}{loss}"
         )
     elif action == "doctor":
-        doctor_command.run_doctor(folder, options.port or 8000, options.address)
+        doctor_command.check_folder_and_print_findings(folder, options.port or 8000, options.address)
     elif action == "status":
         flower_command.show_deployment_status(folder, options.connection or "fed")
     else:
-        flower_command.submit_run(
+        flower_command.submit_run_and_follow_log(
             folder,
             out=expand_optional_path(options.out, "--out"),
             resume=expand_optional_path(options.resume, "--resume"),

@@ -3,7 +3,7 @@
 The code is in `polyfed.deploy.flower.superlink`.
 """
 
-from polyfed.deploy.flower.superlink import run_command
+from polyfed.deploy.flower.superlink import run_from_command_line
 
 if __name__ == "__main__":
-    run_command()
+    run_from_command_line()

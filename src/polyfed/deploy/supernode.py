@@ -3,7 +3,7 @@
 The code is in `polyfed.deploy.flower.supernode`.
 """
 
-from polyfed.deploy.flower.supernode import run_command
+from polyfed.deploy.flower.supernode import run_from_command_line
 
 if __name__ == "__main__":
-    run_command()
+    run_from_command_line()

@@ -3,7 +3,7 @@
 The code is in `polyfed.deploy.site.worker`.
 """
 
-from polyfed.deploy.site.worker import run_command
+from polyfed.deploy.site.worker import run_site_process_on_inherited_socket
 
 if __name__ == "__main__":
-    run_command()
+    run_site_process_on_inherited_socket()

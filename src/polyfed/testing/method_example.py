@@ -41,14 +41,14 @@ class MethodExample:
         card = card_of_method(self.method)
         return {} if card is None else card.small
 
-    def build(self, **wishes: Any) -> Algorithm[Any, Any]:
-        """Builds the method with hyper-parameters for a short training, changed by `wishes`.
+    def build(self, **overrides: Any) -> Algorithm[Any, Any]:
+        """Builds the method with hyper-parameters for a short training, changed by `overrides`.
 
-        Hyper-parameters in `wishes` that the method does not have are left out, and those that its card lists as
+        Hyper-parameters in `overrides` that the method does not have are left out, and those that its card lists as
         `small` stay unchanged.
         """
         field_names = {field.name for field in fields(self.method) if field.init}  # type: ignore[arg-type]  # a dataclass
-        chosen = {**self.fields, **{name: value for name, value in wishes.items() if name not in self._small}}
+        chosen = {**self.fields, **{name: value for name, value in overrides.items() if name not in self._small}}
         return self.method(**{name: value for name, value in chosen.items() if name in field_names})
 
     def clients(self, number: int = 3) -> list[Client]:

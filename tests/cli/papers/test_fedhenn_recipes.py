@@ -10,14 +10,14 @@ import pytest
 from polyfed.algorithms import FedAvg, FedHeNN, FedHeNNHomo
 from polyfed.alignment import draw_public_rows
 from polyfed.cli.commands.options import recipes as shipped
-from polyfed.cli.commands.options.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options.recipes import SCALES, shipped_recipe_files
 from polyfed.data import ClassesPerClient, Dirichlet
 from polyfed.models import ModelSpec
 from polyfed.simulation.experiment import load_participants
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
 read = functools.cache(shipped.read_recipe)
-FEDHENN = [name for name in recipe_files() if name.startswith("fedhenn_")]
+FEDHENN = [name for name in shipped_recipe_files() if name.startswith("fedhenn_")]
 CHOICES = [(name, scale, variant) for name in FEDHENN for scale in SCALES for variant in read(name).variants]
 SETTINGS = {  # data, clients, classes a client
     "cifar10-100-2": ("cifar10", 100, 2),

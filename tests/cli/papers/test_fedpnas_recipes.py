@@ -11,7 +11,7 @@ import pytest
 from polyfed.algorithms import CAFedDSNAS, CAFedPNAS, FedAvg, FedAvgFT, FedDSNAS, FedPNAS
 from polyfed.algorithms.nas.supernet_method import SupernetMethod
 from polyfed.cli.commands.options import recipes as shipped
-from polyfed.cli.commands.options.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options.recipes import SCALES, shipped_recipe_files
 from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
 from polyfed.cli.commands.papers.paper_tables import find_table
 from polyfed.core.training.config import LocalTraining
@@ -26,7 +26,7 @@ from polyfed.simulation.results.gradient_conflicts import measure_gradient_confl
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
 read = functools.cache(shipped.read_recipe)
-FEDPNAS = [name for name in recipe_files() if name.startswith("fedpnas_")]
+FEDPNAS = [name for name in shipped_recipe_files() if name.startswith("fedpnas_")]
 FEDERATIONS = [(name, variant) for name in FEDPNAS for variant in read(name).variants or [None]]
 CHOICES = [(name, scale, variant) for name, variant in FEDERATIONS for scale in SCALES]
 SETTINGS = {  # data, images of a client in the published training set, channels of Table 3

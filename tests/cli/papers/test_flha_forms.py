@@ -7,11 +7,11 @@ import pytest
 
 from polyfed.algorithms import FLHAGHN
 from polyfed.cli.commands.options import recipes as shipped
-from polyfed.cli.commands.options.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options.recipes import SCALES, shipped_recipe_files
 
 read = functools.cache(shipped.read_recipe)
 SWEEP = "flha_appendix_d"
-GHN = [name for name in recipe_files() if name.startswith("flha_") and name not in ("flha_upper_bound", SWEEP)]
+GHN = [name for name in shipped_recipe_files() if name.startswith("flha_") and name not in ("flha_upper_bound", SWEEP)]
 PUBLISHED = {"graph": "layers", "normalise": False, "initialisation": "paper", "momentum": 0, "clip_norm": None}
 
 

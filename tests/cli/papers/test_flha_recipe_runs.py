@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from polyfed.cli.commands.options.recipes import read_recipe, recipe_files
+from polyfed.cli.commands.options.recipes import read_recipe, shipped_recipe_files
 from polyfed.simulation.storage.directory import read_config, read_metrics
 
-FLHA = [name for name in recipe_files() if name.startswith("flha_")]
+FLHA = [name for name in shipped_recipe_files() if name.startswith("flha_")]
 
 UNSEEN = ["flha_table6_fig3", "flha_fig7"]
 

@@ -10,12 +10,12 @@ import pytest
 from polyfed.algorithms import FLHAGHN, FedAvg, Local, PFedHN
 from polyfed.cli.commands.options import configuration_parser
 from polyfed.cli.commands.options import recipes as shipped
-from polyfed.cli.commands.options.recipes import SCALES, recipe_files
+from polyfed.cli.commands.options.recipes import SCALES, shipped_recipe_files
 from polyfed.data import IID, Dirichlet
 from polyfed.simulation.experiment import load_participants
 
 read = functools.cache(shipped.read_recipe)
-FLHA = [name for name in recipe_files() if name.startswith("flha_")]
+FLHA = [name for name in shipped_recipe_files() if name.startswith("flha_")]
 CHOICES = [(name, scale, variant) for name in FLHA for scale in SCALES for variant in (read(name).variants or [None])]
 SWEEP = "flha_appendix_d"  # of the published form
 GHN = [name for name in FLHA if name not in ("flha_upper_bound", SWEEP)]

@@ -55,7 +55,7 @@ def test_classes_are_drawn_at_random_and_dominance_fits_the_papers_local_trainin
 
 
 def test_the_cpu_scale_is_where_aggregation_has_something_to_give():
-    for name in (n for n in shipped.recipe_files() if n.startswith("pfedla_")):
+    for name in (n for n in shipped.shipped_recipe_files() if n.startswith("pfedla_")):
         for variant in read(name).variants:
             found = read(name).configuration("cpu", variant)
             data, method = found["data"], found["algorithm"]

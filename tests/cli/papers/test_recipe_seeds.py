@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from polyfed.cli.commands.options import configuration_parser
-from polyfed.cli.commands.options.recipes import read_recipe, recipe_files
+from polyfed.cli.commands.options.recipes import read_recipe, shipped_recipe_files
 from polyfed.core.seeds import derive_seed
 from polyfed.data.partitioning.split import split_rows_by_client
 from polyfed.data.sources.vision import Digits
@@ -51,6 +51,6 @@ def test_the_quickstart_runs_with_every_seed():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", recipe_files())
+@pytest.mark.parametrize("name", shipped_recipe_files())
 def test_every_recipe_can_be_dealt_with_every_seed(name):
     check(name, SEEDS)

@@ -13,7 +13,7 @@ from polyfed.algorithms import FedRep
 from polyfed.cli.commands.options.recipes import read_recipe
 from polyfed.cli.commands.papers import job_runner
 from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
-from polyfed.cli.commands.papers.cell_results import CellResult, measure_cell_result
+from polyfed.cli.commands.papers.cell_results import CellResult, measure_cell_over_seeds
 from polyfed.cli.commands.papers.paper_tables import PaperCell, find_table, load_papers
 from polyfed.cli.main import main
 from polyfed.models import MODELS
@@ -102,7 +102,7 @@ def test_where_data_lie_is_no_option_of_other_data_in_the_same_folder(polyfed, w
 
 def test_a_missing_source_is_found_before_the_first_run(polyfed, monkeypatch):
     """Digits are there, the other recipe's files are not."""
-    monkeypatch.setattr(job_runner, "run_paper_jobs", lambda *_, **__: pytest.fail("something ran"))
+    monkeypatch.setattr(job_runner, "run_paper_jobs_and_list_failures", lambda *_, **__: pytest.fail("something ran"))
     words = ["flha", "1", "--scale", "smoke", "--variant", "cifar10-25", "--out", "here"]
     config = read_recipe("flha_upper_bound").configuration
     lost = {"name": "mnist", "path": "nowhere"}
@@ -345,9 +345,9 @@ def test_the_drop_is_of_the_clients_that_keep_their_network(tmp_path):
     assert measure_cell(spread, done) == pytest.approx(spread.paper, abs=0.05)
 
     recipes = {"flha_table7": read_recipe("flha_table7")}
-    assert measure_cell_result(drop, recipes, "cpu", [0, 1], folder).value_by_seed == {0: pytest.approx(27 / 12)}
+    assert measure_cell_over_seeds(drop, recipes, "cpu", [0, 1], folder).value_by_seed == {0: pytest.approx(27 / 12)}
     shutil.rmtree(runs[-1].folder)  # one of the five is not there
-    assert measure_cell_result(drop, recipes, "cpu", [0], folder).value_by_seed == {}
+    assert measure_cell_over_seeds(drop, recipes, "cpu", [0], folder).value_by_seed == {}
 
 
 def test_seconds_are_of_clients_and_server_over_all_rounds(run):

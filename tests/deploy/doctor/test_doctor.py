@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from polyfed.cli.main import main
-from polyfed.deploy.doctor.folders import detect_folder_kinds, read_systemd_unit
-from polyfed.deploy.doctor.network import check_port_free, check_tls_server, parse_address
-from polyfed.deploy.trial.project import Project, create_project, write_key_pair, write_trial_certificates
+from polyfed.deploy.doctor.folders import detect_folder_kinds, read_systemd_unit_or_empty
+from polyfed.deploy.doctor.network import check_port_free, check_tls_server_and_clock, split_host_and_port
+from polyfed.deploy.trial.project import Project, create_project, write_site_key_pair, write_trial_certificates
 
 from ..patients import NODE, UNIT, Authority, free_port, server_files, serving, write
 from .test_doctor_files import said
@@ -44,7 +44,7 @@ def wrongs(lines):
 def test_a_server_that_answers(tmp_path):
     folder = server_files(tmp_path / "x")
     with serving(folder) as port:
-        found = list(check_tls_server("server", "127.0.0.1", port, folder / "ca.crt"))
+        found = list(check_tls_server_and_clock("server", "127.0.0.1", port, folder / "ca.crt"))
     assert [one.level for one in found] == ["ok", "ok"]
     assert "agree to a few seconds" in found[1].text
 
@@ -63,7 +63,7 @@ def test_clocks_that_differ(tmp_path, ahead, sentence):
     """Flower refuses a site 5 s ahead of the server, or 305 s behind."""
     folder = server_files(tmp_path / "x")
     with serving(folder, ahead=ahead) as port:
-        found = said(check_tls_server("server", "127.0.0.1", port, folder / "ca.crt"))
+        found = said(check_tls_server_and_clock("server", "127.0.0.1", port, folder / "ca.crt"))
     assert bool(found) == bool(sentence), found
     assert all(sentence in one for one in found)
 
@@ -71,7 +71,7 @@ def test_clocks_that_differ(tmp_path, ahead, sentence):
 def test_a_server_that_does_not_tell_the_time(tmp_path):
     folder = server_files(tmp_path / "x")
     with serving(folder, date=False) as port:
-        found = list(check_tls_server("server", "127.0.0.1", port, folder / "ca.crt"))
+        found = list(check_tls_server_and_clock("server", "127.0.0.1", port, folder / "ca.crt"))
     assert "does not tell its time" in found[1].text
 
 
@@ -86,9 +86,9 @@ def test_servers_that_a_site_cannot_use(tmp_path, monkeypatch):
         (None, "speaks no TLS"),
     ):
         with serving(served) as port:
-            found = said(check_tls_server("server", "127.0.0.1", port, folder / "ca.crt"))
+            found = said(check_tls_server_and_clock("server", "127.0.0.1", port, folder / "ca.crt"))
         assert any(sentence in one for one in found), found
-    (told,) = said(check_tls_server("server", "127.0.0.1", free_port(), folder / "ca.crt"))
+    (told,) = said(check_tls_server_and_clock("server", "127.0.0.1", free_port(), folder / "ca.crt"))
     assert "takes no connection (Connection refused)" in told
 
     def fails(error):
@@ -96,7 +96,7 @@ def test_servers_that_a_site_cannot_use(tmp_path, monkeypatch):
             raise error
 
         monkeypatch.setattr(socket, "create_connection", connect)
-        (told,) = said(check_tls_server("server", "federation.example.org", 443, folder / "ca.crt"))
+        (told,) = said(check_tls_server_and_clock("server", "federation.example.org", 443, folder / "ca.crt"))
         return told
 
     assert "is not known here" in fails(socket.gaierror(-2, "Name or service not known"))
@@ -122,7 +122,7 @@ def test_ports(monkeypatch):
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:99999999999"])
 def test_what_is_no_address(text):
     with pytest.raises(ValueError, match="is no address"):
-        parse_address(text)
+        split_host_and_port(text)
 
 
 # -- projects and trials --------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_a_server_before_it_is_started_and_while_it_runs(server, doctor):
 def test_faults_of_a_server(server, doctor, tmp_path):
     unit = with_unit(server) / "superlink.service"
     text = unit.read_text()
-    write_key_pair(server / "north.key")
+    write_site_key_pair(server / "north.key")
     write(server, ca_key="x", east_pub="x")
     unit.write_text(text.replace(" --enable-supernode-auth", " --insecure").replace("127.0.0.1", "0.0.0.0"))
     _, lines = doctor(server, "--address", "other.example.org")
@@ -267,7 +267,7 @@ def test_a_server_without_a_unit_has_files_under_their_usual_names(server, docto
 def site(tmp_path):
     other = server_files(tmp_path / "server")
     folder = write(tmp_path / "site", site_py=SITE, ca_crt=(other / "ca.crt").read_bytes())
-    write_key_pair(folder / "site.key")
+    write_site_key_pair(folder / "site.key")
     (folder / "state").mkdir(mode=0o700)
     (folder / "keys").mkdir()
     (folder / "keys" / "north.pub").write_bytes((folder / "site.key.pub").read_bytes())
@@ -329,12 +329,13 @@ def test_the_units_of_a_project_can_be_read(project):
     assert [*map(detect_folder_kinds, (project.path, project.path / "server", project.path / "site"))] == [
         ("project",), ("server",), ("site",)
     ]  # fmt: skip
-    unit = read_systemd_unit(project.path / "server" / "superlink.service")
+    unit = read_systemd_unit_or_empty(project.path / "server" / "superlink.service")
     assert unit.options["--host"] == "127.0.0.1"
     assert unit.options["--enable-supernode-auth"] == ""
     assert unit.environment["FLWR_HOME"] == "/var/lib/polyfed/superlink"
     assert (
-        'client-id="north"' in read_systemd_unit(project.path / "site" / "supernode.service").options["--node-config"]
+        'client-id="north"'
+        in read_systemd_unit_or_empty(project.path / "site" / "supernode.service").options["--node-config"]
     )
     assert Project(project.path).read_site_names() == ["north", "south"]
 

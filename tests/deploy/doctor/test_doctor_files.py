@@ -15,35 +15,35 @@ from polyfed.cli.commands.deploy.doctor_command import SETTINGS_KEYS, check_serv
 from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.deploy.doctor.certificates import (
-    check_authority_file,
-    check_peer_keys,
+    check_ca_certificate_file,
+    check_public_keys_of_all_sites,
     check_server_certificate,
-    check_site_key,
+    check_site_key_pair,
 )
 from polyfed.deploy.doctor.machine import (
+    check_control_token_file,
     check_package_versions,
     check_state_folder,
-    check_token_file,
-    check_unit_program,
+    check_systemd_program,
 )
 from polyfed.deploy.doctor.site_config import (
     NODE_CONFIG_TYPES,
-    check_functions_defined,
+    check_file_defines_functions,
     check_node_config,
     parse_node_config,
 )
-from polyfed.deploy.trial.project import write_key_pair, write_trial_certificates
+from polyfed.deploy.trial.project import write_site_key_pair, write_trial_certificates
 
 from ..patients import PEM, Authority, server_files, write
 
 
 def said(findings, level="wrong"):
-    return [f"{one.part}: {one.text}" for one in findings if one.level == level]
+    return [f"{one.component}: {one.text}" for one in findings if one.level == level]
 
 
 def of_server(folder, host="127.0.0.1"):
     return [
-        *check_authority_file("certificates", folder / "ca.crt"),
+        *check_ca_certificate_file("certificates", folder / "ca.crt"),
         *check_server_certificate(
             "certificates", folder / "server.pem", folder / "server.key", folder / "ca.crt", host
         ),
@@ -137,12 +137,12 @@ def damaged(pem, rng):
 @pytest.mark.parametrize("number", [10, pytest.param(800, marks=pytest.mark.slow)])
 def test_damaged_certificates_and_keys_are_findings(tmp_path, number):
     rng, folder = random.Random(number), server_files(tmp_path / "x")
-    write_key_pair(folder / "site.key")
+    write_site_key_pair(folder / "site.key")
     sound = {folder / n: (folder / n).read_bytes() for n in ("ca.crt", "server.pem", "server.key", "site.key")}
     for _ in range(number):
         file = rng.choice(list(sound))
         file.write_bytes(damaged(sound[file], rng))
-        assert [*of_server(folder), *check_site_key("keys", folder / "site.key")]
+        assert [*of_server(folder), *check_site_key_pair("keys", folder / "site.key")]
         file.write_bytes(sound[file])
 
 
@@ -151,35 +151,43 @@ def test_damaged_certificates_and_keys_are_findings(tmp_path, number):
 
 def test_keys_of_sites(tmp_path):
     key = tmp_path / "north.key"
-    write_key_pair(key)
-    assert not said(check_site_key("keys", key))
-    write_key_pair(tmp_path / "south.key")
-    assert not said(check_peer_keys("keys", tmp_path, "north", key))
+    write_site_key_pair(key)
+    assert not said(check_site_key_pair("keys", key))
+    write_site_key_pair(tmp_path / "south.key")
+    assert not said(check_public_keys_of_all_sites("keys", tmp_path, "north", key))
     (tmp_path / "east.pub").write_text("x")
-    assert any("east.pub is no public key" in one for one in said(check_peer_keys("keys", tmp_path, "north", key)))
+    assert any(
+        "east.pub is no public key" in one
+        for one in said(check_public_keys_of_all_sites("keys", tmp_path, "north", key))
+    )
     (tmp_path / "east.pub").write_bytes((tmp_path / "south.key.pub").read_bytes())
-    assert any("one key or one name" in one for one in said(check_peer_keys("keys", tmp_path, "north", key)))
-    assert any("has no west.pub" in one for one in said(check_peer_keys("keys", tmp_path, "west", key)))
-    assert any("is not that of" in one for one in said(check_peer_keys("keys", tmp_path, "south", key)))
-    assert any("holds no public keys" in one for one in said(check_peer_keys("keys", tmp_path / "none", "north", key)))
+    assert any(
+        "one key or one name" in one for one in said(check_public_keys_of_all_sites("keys", tmp_path, "north", key))
+    )
+    assert any("has no west.pub" in one for one in said(check_public_keys_of_all_sites("keys", tmp_path, "west", key)))
+    assert any("is not that of" in one for one in said(check_public_keys_of_all_sites("keys", tmp_path, "south", key)))
+    assert any(
+        "holds no public keys" in one
+        for one in said(check_public_keys_of_all_sites("keys", tmp_path / "none", "north", key))
+    )
     key.with_name("north.key.pub").write_bytes((tmp_path / "south.key.pub").read_bytes())
-    assert any("is not the public half of" in one for one in said(check_site_key("keys", key)))
+    assert any("is not the public half of" in one for one in said(check_site_key_pair("keys", key)))
     key.chmod(0o640)
-    assert any("mode 640" in one for one in said(check_site_key("keys", key)))
+    assert any("mode 640" in one for one in said(check_site_key_pair("keys", key)))
     form = PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     write(tmp_path, rsa_key=rsa.generate_private_key(65537, 1024).private_bytes(*form), bad_key="x")
-    assert any("must be a key of ecdsa" in one for one in said(check_site_key("keys", tmp_path / "rsa.key")))
-    assert any("is no key in OpenSSH's form" in one for one in said(check_site_key("keys", tmp_path / "bad.key")))
-    assert any("does not exist" in one for one in said(check_site_key("keys", tmp_path / "no.key")))
+    assert any("must be a key of ecdsa" in one for one in said(check_site_key_pair("keys", tmp_path / "rsa.key")))
+    assert any("is no key in OpenSSH's form" in one for one in said(check_site_key_pair("keys", tmp_path / "bad.key")))
+    assert any("does not exist" in one for one in said(check_site_key_pair("keys", tmp_path / "no.key")))
 
 
 def test_tokens(tmp_path):
     file = write(tmp_path, control_token="0" * 64) / "control.token"
-    assert not said(check_token_file("token", file))
+    assert not said(check_control_token_file("token", file))
     file.chmod(0o644)
-    assert any("chmod 600" in one for one in said(check_token_file("token", file)))
+    assert any("chmod 600" in one for one in said(check_control_token_file("token", file)))
     file.write_text("short")
-    assert any("at least 32 letters" in one for one in said(check_token_file("token", file)))
+    assert any("at least 32 letters" in one for one in said(check_control_token_file("token", file)))
 
 
 # -- the machine --------------------------------------------------------------------------------------------------------
@@ -225,12 +233,12 @@ def test_files_of_another_user_are_told(tmp_path, monkeypatch):
 
 
 def test_programs_of_units(tmp_path):
-    assert "does not exist" in said(check_unit_program("unit", tmp_path / "python"))[0]
+    assert "does not exist" in said(check_systemd_program("unit", tmp_path / "python"))[0]
     (tmp_path / "python").touch(mode=0o600)
     if os.getuid():
-        assert "cannot execute" in said(check_unit_program("unit", tmp_path / "python"))[0]
+        assert "cannot execute" in said(check_systemd_program("unit", tmp_path / "python"))[0]
     (tmp_path / "python").chmod(0o755)
-    assert "are those of" in said(check_unit_program("unit", tmp_path / "python"), "note")[0]
+    assert "are those of" in said(check_systemd_program("unit", tmp_path / "python"), "note")[0]
 
 
 @pytest.mark.parametrize(
@@ -300,13 +308,14 @@ def test_words_are_read_as_flower_reads_them():
 
 def test_python_files_are_read_and_not_executed(tmp_path):
     file = write(tmp_path, site_py="import sys\nsys.exit('executed')\ndef client(): ...\n") / "site.py"
-    assert not said(check_functions_defined("site.py", file, {"client": "data"}))
-    assert "calls functions when it is read" in said(check_functions_defined("site.py", file, {}), "note")[0]
+    assert not said(check_file_defines_functions("site.py", file, {"client": "data"}))
+    assert "calls functions when it is read" in said(check_file_defines_functions("site.py", file, {}), "note")[0]
     assert (
-        "does not define model(), the network" in said(check_functions_defined("x", file, {"model": "the network"}))[0]
+        "does not define model(), the network"
+        in said(check_file_defines_functions("x", file, {"model": "the network"}))[0]
     )
     file.write_text("def client(:")
-    assert "is no Python" in said(check_functions_defined("site.py", file, {"client": "data"}))[0]
+    assert "is no Python" in said(check_file_defines_functions("site.py", file, {"client": "data"}))[0]
 
 
 def config(**words):

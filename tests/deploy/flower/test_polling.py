@@ -21,9 +21,9 @@ def asked_at(pace, clock, comes):
         clock.now += pace.seconds_until_poll()
         found.append(clock.now - began)
         if clock.now - began >= comes:
-            pace.record_arrival()
+            pace.record_arrival_time()
             return found
-        pace.record_miss()
+        pace.record_empty_poll()
 
 
 def test_an_idle_site_asks_every_few_seconds_only():

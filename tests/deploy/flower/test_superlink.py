@@ -31,7 +31,7 @@ from flwr.superlink.routers.fleet import node_auth
 from polyfed.algorithms import FedAvg
 from polyfed.core.errors import UserError
 from polyfed.deploy.flower import superlink, supernode
-from polyfed.deploy.flower.private_api import load_flower_internals
+from polyfed.deploy.flower.private_api import import_private_flower_functions
 from polyfed.deploy.flower.superlink import TokenPlugin, read_control_token
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import create_project
@@ -98,7 +98,7 @@ def test_why_a_supernode_is_refused_is_in_the_log(caplog, ahead, signed, told):
     request = SimpleNamespace(
         headers={**headers, TIMESTAMP_HEADER: stamp}, state=state, client=SimpleNamespace(host="10.0.0.9")
     )
-    check = superlink.add_log_of_refusals(node_auth.authenticate_node)
+    check = superlink.wrap_to_log_refusals(node_auth.authenticate_node)
     if told is None:
         check(request)
         assert caplog.messages == []
@@ -166,7 +166,7 @@ def config_of(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["link"])
     before = os.umask(0o022)
     try:
-        superlink.main(list(words))
+        superlink.start_superlink_or_log_in(list(words))
         assert os.umask(0o022) == 0o077, "what the SuperLink and its runs write is open to others"
     finally:
         os.umask(before)
@@ -209,7 +209,7 @@ def test_a_trial_starts_supernodes_that_both_kinds_understand(started):
         ours, strange = supernode._build_parser().parse_known_args(command[4:])
         assert not strange
         assert theirs.parse_args(command[4:]).node_config == ours.node_config
-        config = json.loads(supernode._node_config_json(ours.node_config, load_flower_internals()["words"]))
+        config = json.loads(supernode._node_config_json(ours.node_config, import_private_flower_functions()["words"]))
         assert (config["client-id"], config["disclose"], own["POLYFED_SITE"]) == (site, "accuracy", site)
         assert config["state-dir"] == str(project.path / "trial" / "sites" / site)
         assert Path(own["POLYFED_AFTER"]).exists(), "it may connect now"
@@ -317,7 +317,7 @@ def test_units_start_what_flower_understands(units, tmp_path, monkeypatch):
     for parsed in (ours, theirs.parse_args(words[4:])):  # which takes over where Flower has changed
         assert str(parsed.auth_supernode_private_key) == "/etc/polyfed/site.key"
         assert not parsed.insecure
-    config = json.loads(supernode._node_config_json(ours.node_config, load_flower_internals()["words"]))
+    config = json.loads(supernode._node_config_json(ours.node_config, import_private_flower_functions()["words"]))
     assert config == {"client-id": "north", "site": "/etc/polyfed/site.py", "state-dir": "/var/lib/polyfed/state"}
 
 
@@ -344,7 +344,7 @@ def test_a_stranger_on_this_machine_starts_no_run(tmp_path):
     port = next(n for n in range(19000, 60000, 50) if not any(trials._is_port_open(n + k) for k in range(4)))
     with trials.start_trial(project, ["north"], port=port):
         stranger = tmp_path / "stranger"
-        trials.write_flower_config(stranger, f"127.0.0.1:{port}", str(project.certificates_folder / "ca.crt"))
+        trials.write_flwr_config(stranger, f"127.0.0.1:{port}", str(project.certificates_folder / "ca.crt"))
         owner = project.path / "trial" / "home"
         for words in (["run", str(project.app_folder), "fed"], ["list", "fed"], ["supernode", "list", "fed"]):
             assert trials.run_flwr(stranger, words).returncode != 0, words

@@ -19,12 +19,16 @@ from flwr.supercore.run import RunNotRunningException
 
 from polyfed.core.errors import UserError
 from polyfed.deploy.flower import private_api, supernode
-from polyfed.deploy.flower.private_api import UnsupportedFlowerError, load_flower_internals, shorten_reply_polling
-from polyfed.deploy.flower.records import build_record, parse_record
+from polyfed.deploy.flower.private_api import (
+    UnsupportedFlowerError,
+    import_private_flower_functions,
+    try_to_shorten_reply_polling,
+)
+from polyfed.deploy.flower.records import build_flower_record, parse_flower_record
 from polyfed.deploy.flower.supernode import MessageLoop, SiteProcess, SiteProcessDiedError
 from polyfed.deploy.protocol import framing
 from polyfed.deploy.protocol.framing import Frame, FrameError, send_frame
-from polyfed.deploy.trial.project import write_key_pair
+from polyfed.deploy.trial.project import write_site_key_pair
 
 BEGIN = """
 import os, signal, socket, subprocess, sys, time
@@ -58,9 +62,9 @@ def site(tmp_path):
     """A site's process that answers with its number, or does what it is told."""
     found = SiteProcess((sys.executable, "-c", BEGIN))
     found.start_if_stopped()
-    found.set_node_config(str(tmp_path / "mark"))
+    found.send_and_keep_node_config(str(tmp_path / "mark"))
     yield found
-    found.stop()
+    found.stop_and_get_exit_status()
 
 
 def ask(site, head="hello"):
@@ -114,11 +118,11 @@ def test_a_damaged_answer_stops_nothing(site):
 def test_a_process_that_cannot_start_is_told_with_each_message():
     site = SiteProcess((sys.executable, "-c", "raise SystemExit(3)"))
     site.start_if_stopped()
-    site.set_node_config("{}")
+    site.send_and_keep_node_config("{}")
     for _ in range(2):
         with pytest.raises(SiteProcessDiedError, match="exit 3"):
             ask(site)
-    site.stop()
+    site.stop_and_get_exit_status()
 
 
 def test_nobody_else_can_open_the_connection(site):
@@ -141,7 +145,7 @@ class Link:
     """A SuperLink's fleet interface in memory: `connection` is what Flower's client gives."""
 
     def __init__(self, *messages, flaw=None, raised=RuntimeError):
-        self.flower, self.flaw, self.raised = load_flower_internals(), flaw, raised
+        self.flower, self.flaw, self.raised = import_private_flower_functions(), flaw, raised
         self.objects, self.queue, self.sent, self.pushed, self.confirmed = {}, [], [], {}, []
         for one in messages:
             self.objects |= {k: v.deflate() for k, v in self.flower["nested"](one).items()}
@@ -174,7 +178,7 @@ class Link:
 def served(link, site):
     carrier = MessageLoop(link.flower, link.connection, site)
     while link.queue:
-        carrier.answer_message(*link.queue.pop(0))
+        carrier.answer_message_or_log_error(*link.queue.pop(0))
 
 
 def echo(frame):
@@ -184,11 +188,11 @@ def echo(frame):
 @pytest.mark.parametrize("size", [0, 10, 9 * 2**20])
 def test_a_letter_and_its_answer_travel_as_they_are(size):
     parts_sent = ('{"kind": "task"}', {"lr": 0.1, "n": 3}, {"model": os.urandom(size), "more": b"x"})
-    link = Link(message(build_record(*parts_sent)))
+    link = Link(message(build_flower_record(*parts_sent)))
     sent = link.queue[0][0]
     served(link, SimpleNamespace(request_answer=echo))
     (reply,) = link.replies()
-    assert parse_record(reply.content) == parts_sent
+    assert parse_flower_record(reply.content) == parts_sent
     assert link.confirmed == [sent.object_id]
     assert reply.metadata.reply_to_message_id == sent.object_id
     assert (reply.metadata.src_node_id, reply.metadata.dst_node_id) == (7, 1)
@@ -204,14 +208,14 @@ HOSTILE = {
     "many numbers": RecordDict(
         {"head": ConfigRecord({"json": ""}), "body": ConfigRecord({f"#{k}": 1 for k in range(1001)})}
     ),
-    "a large head": build_record("x" * 2000, {}, {}),
+    "a large head": build_flower_record("x" * 2000, {}, {}),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_what_is_no_letter_gets_an_error_and_the_next_message_is_served(case, monkeypatch):
     monkeypatch.setattr(framing, "_MAX_HEAD_BYTES", 1000)
-    link = Link(message(HOSTILE[case]), message(build_record("{}", {}, {})))
+    link = Link(message(HOSTILE[case]), message(build_flower_record("{}", {}, {})))
     ours, theirs = socket.socketpair()
     with ours, theirs:
 
@@ -229,7 +233,7 @@ def test_the_death_of_the_process_is_flowers_error_of_a_crash():
     def ask(frame):
         raise SiteProcessDiedError("the site's process has ended (signal 9)")
 
-    link = Link(message(build_record("{}", {}, {})))
+    link = Link(message(build_flower_record("{}", {}, {})))
     served(link, SimpleNamespace(request_answer=ask))
     (reply,) = link.replies()
     assert reply.error == Error(8, "the site's process has ended (signal 9)")
@@ -241,7 +245,7 @@ def test_the_death_of_the_process_is_flowers_error_of_a_crash():
 )
 def test_a_run_that_has_ended_is_logged_and_waited_out(flaw, raised, told, caplog):
     """Flower's own sign of it is no Exception."""
-    link = Link(message(build_record("{}", {}, {})), flaw=flaw, raised=raised)
+    link = Link(message(build_flower_record("{}", {}, {})), flaw=flaw, raised=raised)
     served(link, SimpleNamespace(request_answer=echo))
     assert not link.sent
     assert f"train 3: not answered: {told}" in caplog.text
@@ -251,7 +255,7 @@ def test_a_run_that_has_ended_is_logged_and_waited_out(flaw, raised, told, caplo
 
 
 def test_the_installed_flower_is_the_one_that_is_known():
-    found = load_flower_internals()
+    found = import_private_flower_functions()
     assert set(found) == set(private_api._INTERNALS)
     source = inspect.getsource(found["connect"])
     assert source.count("                send,\n                get_run,\n                get_fab,\n") == 1, (
@@ -264,11 +268,11 @@ def test_a_part_that_differs_is_noticed(monkeypatch, name):
     module, attribute, wanted = private_api._INTERNALS[name]
     monkeypatch.setitem(private_api._INTERNALS, name, (module, attribute, (*wanted, "more")))
     with pytest.raises(UnsupportedFlowerError, match="takes"):
-        load_flower_internals()
+        import_private_flower_functions()
     for other in ((module, "missing", wanted), ("flwr.missing", attribute, wanted)):
         monkeypatch.setitem(private_api._INTERNALS, name, other)
         with pytest.raises(UnsupportedFlowerError, match="has no"):
-            load_flower_internals()
+            import_private_flower_functions()
 
 
 def test_a_connection_with_other_parts_is_refused():
@@ -281,14 +285,14 @@ def test_the_grid_asks_again_sooner(monkeypatch):
 
     plain = http_grid.pull_objects
     monkeypatch.setattr(http_grid, "pull_objects", plain)
-    assert shorten_reply_polling()
-    assert shorten_reply_polling(), "twice in one process"
+    assert try_to_shorten_reply_polling()
+    assert try_to_shorten_reply_polling(), "twice in one process"
     assert http_grid.pull_objects.func is plain
     assert http_grid.pull_objects.keywords == {"initial_backoff": 0.05, "backoff_cap": 2.0}
     assert "pull_objects(" in inspect.getsource(http_grid.HttpGrid.pull_messages)
     for other in (lambda ids, pull: None, None):
         monkeypatch.setattr(http_grid, "pull_objects", other)
-        assert not shorten_reply_polling()
+        assert not try_to_shorten_reply_polling()
         assert http_grid.pull_objects is other
 
 
@@ -318,7 +322,7 @@ WORDS = ["--superlink", "127.0.0.1:1", "--port", "9094", "--node-config", 'clien
 )
 def test_options_of_flowers_own_supernode_lead_there(plain, capsys, more):
     with pytest.raises(_ExecutedError):
-        supernode.main([*WORDS, *more])
+        supernode.run_supernode([*WORDS, *more])
     assert plain == [("flower-supernode", [*WORDS, *more])]
     assert f"warning: no long-lived site process: {more[0]} is an option" in capsys.readouterr().err
 
@@ -332,7 +336,7 @@ def test_the_environment_leads_there_too_when_it_may_connect(plain, capsys, monk
         supernode.time, "sleep", lambda s: (waits.append(s), len(waits) > 2 and (tmp_path / "ready").touch())
     )
     with pytest.raises(_ExecutedError):
-        supernode.main(WORDS)
+        supernode.run_supernode(WORDS)
     assert len(waits) == 3
     assert plain == [("flower-supernode", WORDS)]
     assert "POLYFED_SITE_PROCESS is off" in capsys.readouterr().err
@@ -342,17 +346,17 @@ def test_who_wants_nothing_else_gets_nothing_else(plain, monkeypatch):
     """Flower's own would execute the server's app."""
     monkeypatch.setenv("POLYFED_SITE_PROCESS", "only")
     with pytest.raises(UserError, match="--isolation is an option of Flower's own SuperNode; flower-supernode may not"):
-        supernode.main([*WORDS, "--isolation", "process"])
+        supernode.run_supernode([*WORDS, "--isolation", "process"])
     assert not plain
 
 
 def test_another_flower_is_served_by_its_own_supernode(plain, capsys, monkeypatch):
     started = []
     monkeypatch.setattr(supernode, "SiteProcess", lambda: SimpleNamespace(
-        start_if_stopped=lambda: started.append(1), stop=lambda: started.append(0)))  # fmt: skip
+        start_if_stopped=lambda: started.append(1), stop_and_get_exit_status=lambda: started.append(0)))  # fmt: skip
     monkeypatch.setattr(private_api, "version", lambda name: "1.43.0")
     with pytest.raises(_ExecutedError):
-        supernode.main(WORDS)
+        supernode.run_supernode(WORDS)
     assert plain == [("flower-supernode", WORDS)]
     assert "warning: no long-lived site process: Flower 1.43.0 has not been tried" in capsys.readouterr().err
     assert started[:2] == [1, 0], "its own process has ended before"
@@ -360,10 +364,11 @@ def test_another_flower_is_served_by_its_own_supernode(plain, capsys, monkeypatc
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(supernode, "SiteProcess", lambda: SimpleNamespace(
-        start_if_stopped=lambda: None, stop=lambda: None, set_node_config=lambda config: None))  # fmt: skip
+        start_if_stopped=lambda: None, stop_and_get_exit_status=lambda: None,
+        send_and_keep_node_config=lambda config: None))  # fmt: skip
     monkeypatch.setattr(signal, "signal", lambda *words: None)
     monkeypatch.setattr(supernode, "send_logs_to_stderr", lambda: None)
-    write_key_pair(tmp_path / "key")
+    write_site_key_pair(tmp_path / "key")
     (tmp_path / "rsa").write_text("nothing")
     for words, sentence in (
         (["--root-certificates", str(tmp_path / "none")], "--root-certificates: .* cannot be read"),
@@ -372,7 +377,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         (["--node-config", "a=[ b=1"], "--node-config"),
     ):
         with pytest.raises(UserError, match=sentence):
-            supernode.main([*WORDS, *words])
+            supernode.run_supernode([*WORDS, *words])
 
 
 def test_the_supernode_needs_neither_torch_nor_more_of_flower_than_it_uses():

@@ -13,7 +13,7 @@ from scipy.stats import norm
 import polyfed as pf
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
-from polyfed.deploy.privacy.accountant import compute_epsilon, spend_budget
+from polyfed.deploy.privacy.accountant import compute_epsilon, record_message_and_get_epsilon
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
 from polyfed.deploy.site.node_config import build_site
@@ -131,18 +131,18 @@ def test_what_left_without_noise_is_counted(tmp_path, nodes):
     assert answers(nodes, client, **{"noise-multiplier": 0.0, "max-epsilon": None}).body.tensors
     assert "refused" in answers(nodes, client).head
     with pytest.raises(UserError, match=r"would be inf .1 messages have left without noise."):
-        spend_budget(tmp_path / "sites" / "client-0" / "state" / "privacy.json", "data", NOISY)
+        record_message_and_get_epsilon(tmp_path / "sites" / "client-0" / "state" / "privacy.json", "data", NOISY)
 
 
 def test_the_book_is_closed_when_the_budget_is_spent(tmp_path):
     book = tmp_path / "privacy.json"
-    spent = [spend_budget(book, "data", NOISY) for _ in range(4)]
+    spent = [record_message_and_get_epsilon(book, "data", NOISY) for _ in range(4)]
     assert spent == [compute_epsilon({4.0: number}, 1e-5) for number in (1, 2, 3, 4)]
     before = book.read_text()
     with pytest.raises(UserError, match=r"above max-epsilon = 4.6 of the data set 'data'; nothing more is sent"):
-        spend_budget(book, "data", NOISY)
+        record_message_and_get_epsilon(book, "data", NOISY)
     assert book.read_text() == before
-    assert spend_budget(book, "other", NOISY) == spent[0]
+    assert record_message_and_get_epsilon(book, "other", NOISY) == spent[0]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_damaged_book_is_no_new_budget(tmp_path, content):
     book = tmp_path / "privacy.json"
     book.write_text(content)
     with pytest.raises(UserError, match=r"is damaged .*put back a copy of it"):
-        spend_budget(book, "data", NOISY)
+        record_message_and_get_epsilon(book, "data", NOISY)
     assert book.read_text() == content
 
 
@@ -167,38 +167,38 @@ def test_a_lost_book_is_no_new_budget(tmp_path, nodes):
     book.unlink()
     assert "UserError" in answers(nodes, client).head["refused"]
     with pytest.raises(UserError, match="is missing, and runs beside it have sent messages"):
-        spend_budget(book, "data", NOISY)
+        record_message_and_get_epsilon(book, "data", NOISY)
 
 
 def test_an_older_copy_of_the_book_is_no_new_budget(tmp_path):
     book = tmp_path / "privacy.json"
-    spend_budget(book, "data", NOISY)
+    record_message_and_get_epsilon(book, "data", NOISY)
     older = book.read_bytes()
-    spend_budget(book, "data", NOISY)
+    record_message_and_get_epsilon(book, "data", NOISY)
     newest = book.read_bytes()
     for spoilt in (older, newest.replace(b": 2}", b": 1}"), newest.replace(b'"data"', b'"other"')):
         book.write_bytes(spoilt)
         with pytest.raises(
             UserError, match=r"and 2 were sent: it is an older copy or was changed. Put back the newest"
         ):
-            spend_budget(book, "data", NOISY)
+            record_message_and_get_epsilon(book, "data", NOISY)
         assert book.read_bytes() == spoilt
     book.write_bytes(newest)
-    assert spend_budget(book, "data", NOISY) == compute_epsilon({4.0: 3}, 1e-5)
+    assert record_message_and_get_epsilon(book, "data", NOISY) == compute_epsilon({4.0: 3}, 1e-5)
     book.unlink()
     with pytest.raises(UserError, match="is missing, and runs beside it have sent messages"):
-        spend_budget(book, "data", NOISY)
+        record_message_and_get_epsilon(book, "data", NOISY)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"data": "two"}'])
 def test_a_damaged_count_beside_the_book_opens_nothing(tmp_path, content):
     book, count = tmp_path / "privacy.json", tmp_path / "privacy-count.json"
-    spend_budget(book, "data", NOISY)
+    record_message_and_get_epsilon(book, "data", NOISY)
     count.write_text(content)
     with pytest.raises(UserError, match=r"privacy-count.json is damaged .* Remove it if that ledger is the newest"):
-        spend_budget(book, "data", NOISY)
+        record_message_and_get_epsilon(book, "data", NOISY)
     count.unlink()  # as a book of an earlier version has none
-    spend_budget(book, "data", NOISY)
+    record_message_and_get_epsilon(book, "data", NOISY)
 
 
 def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
@@ -213,10 +213,10 @@ def test_a_site_that_dies_between_book_and_count_goes_on(tmp_path, monkeypatch):
         written.append(path.name)
         write(path, content)
 
-    spend_budget(book, "data", NOISY)
+    record_message_and_get_epsilon(book, "data", NOISY)
     written.append("a message")
     monkeypatch.setattr(accountant, "write_file_atomically", dies)
     with pytest.raises(OSError, match="killed"):
-        spend_budget(book, "data", NOISY)
+        record_message_and_get_epsilon(book, "data", NOISY)
     monkeypatch.undo()
-    assert spend_budget(book, "data", NOISY) == compute_epsilon({4.0: 3}, 1e-5)
+    assert record_message_and_get_epsilon(book, "data", NOISY) == compute_epsilon({4.0: 3}, 1e-5)

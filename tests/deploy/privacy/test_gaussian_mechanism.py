@@ -17,7 +17,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.state_dict import iter_tensors
 from polyfed.deploy.flower.engine import envelope_from_record
-from polyfed.deploy.flower.records import parse_record
+from polyfed.deploy.flower.records import parse_flower_record
 from polyfed.deploy.privacy import gaussian_mechanism
 from polyfed.deploy.privacy.accountant import compute_epsilon
 from polyfed.deploy.privacy.gaussian_mechanism import GaussianNoise, ReplyProtection, clip_and_add_noise
@@ -53,7 +53,7 @@ def test_traffic_of_flha_ghn_has_the_same_form_for_sites_with_different_networks
     assert all(other == first for other in others)
     assert any(form for _, _, form, _ in first)
     everything = b"".join(
-        bytes(str(dict(record["head"])), "utf-8") + b"".join(parse_record(record)[2].values())
+        bytes(str(dict(record["head"])), "utf-8") + b"".join(parse_flower_record(record)[2].values())
         for _, _, record in grid.seen
     )
     for client in clients:
@@ -167,12 +167,12 @@ def test_a_server_that_sends_nan_gets_nothing_from_a_site_that_clips(tmp_path, n
 
 def test_the_stream_is_that_of_rfc_8439():
     """Appendix A.1, test vector 1: ChaCha20 with a key and a nonce of zeros. The last byte of the key counts."""
-    words = GaussianNoise(bytes(32)).draw_random_words(8)
+    words = GaussianNoise(bytes(32)).draw_uniform_uint64(8)
     assert words.astype("<u8").tobytes().hex() == (
         "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
         "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
     )
-    assert not set(words) & set(GaussianNoise(bytes(31) + b"\x01").draw_random_words(8))
+    assert not set(words) & set(GaussianNoise(bytes(31) + b"\x01").draw_uniform_uint64(8))
 
 
 def test_each_message_has_a_key_of_its_own_from_the_system(monkeypatch):
@@ -207,7 +207,7 @@ def test_moments_tails_and_pairs_of_the_noise():
 def test_the_least_and_the_largest_words_give_finite_numbers(monkeypatch):
     for word in (0, 2**64 - 1):
         monkeypatch.setattr(
-            GaussianNoise, "draw_random_words", lambda self, number, word=word: np.full(number, word, dtype=np.uint64)
+            GaussianNoise, "draw_uniform_uint64", lambda self, number, word=word: np.full(number, word, dtype=np.uint64)
         )
         z = GaussianNoise().draw_standard_normal(4)
         assert np.isfinite(z).all()

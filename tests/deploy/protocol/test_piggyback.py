@@ -11,7 +11,7 @@ from polyfed.algorithms import FLHAGHN, FedAvg, FedHeNN, Local, PFedLA
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.deploy.flower.engine import FlowerEngine, envelope_from_record, envelope_to_record
-from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, build_envelopes, split_evaluation
+from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, build_envelope_per_client, split_training_and_evaluation
 from polyfed.deploy.protocol.wire import SITE_HEAD_BYTES, Envelope
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
@@ -373,10 +373,10 @@ def order(task):
 def test_both_letters_come_out_of_one_and_nothing_travels_twice(pair):
     local, personal, number = PAIRS[pair]
     one, other = tasks(local, personal)
-    letter = build_envelopes([one, other], order)["north"]
+    letter = build_envelope_per_client([one, other], order)["north"]
     beside = {g: tree for g, tree in letter.body.tensors.items() if g not in local}
     assert sum(map(len, beside.values())) == number
-    both = split_evaluation(envelope_from_record(envelope_to_record(letter)))
+    both = split_training_and_evaluation(envelope_from_record(envelope_to_record(letter)))
     same(both.training.body, one.transmitted_message)
     same(both.evaluation.body, other.transmitted_message)
     assert both.training.head == order(one)
@@ -389,7 +389,7 @@ def test_what_many_sites_get_is_compared_once(monkeypatch):
     monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(1) or equal(a, b))
     one, other = {"model": LARGE}, {"model": {name: tensor.clone() for name, tensor in LARGE.items()}}
     many = [dataclasses.replace(task, client=f"site-{k}") for k in range(50) for task in tasks(one, other)]
-    assert len(build_envelopes(many, order)) == 50
+    assert len(build_envelope_per_client(many, order)) == 50
     assert len(compared) == len(LARGE)
 
 
@@ -403,9 +403,9 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_what_a_server_garbles_is_refused(wrong):
-    letter = build_envelopes(tasks({"model": W}, {"model": W}), order)["north"]
+    letter = build_envelope_per_client(tasks({"model": W}, {"model": W}), order)["north"]
     asked = (
         {**letter.head[EVALUATION_KEY], **wrong} if isinstance(wrong, dict) and wrong and "seed" not in wrong else wrong
     )
     with pytest.raises(UserError, match="the evaluation in the message's header cannot be read"):
-        split_evaluation(Envelope({**letter.head, EVALUATION_KEY: asked}, letter.body))
+        split_training_and_evaluation(Envelope({**letter.head, EVALUATION_KEY: asked}, letter.body))

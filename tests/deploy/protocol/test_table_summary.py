@@ -10,7 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import FD, FML, FedAvg, Local
 from polyfed.core.errors import UserError
 from polyfed.data.tabular.schema import merge_schemas, read_schema
-from polyfed.deploy.protocol.table_summary import describe_table_difference, summarize_table
+from polyfed.deploy.protocol.table_summary import build_table_head_field, describe_table_difference
 
 from ..conftest import ALL, MemoryGrid
 
@@ -101,7 +101,9 @@ def test_what_no_honest_site_tells_is_as_if_it_had_no_table(table):
 
 
 def test_noise_is_not_undone_by_a_hash(play):
-    told = summarize_table(client("a", ROWS), frozenset({"one_architecture"}), "run", with_names=True, adds_noise=True)
+    told = build_table_head_field(
+        client("a", ROWS), frozenset({"one_architecture"}), "run", with_names=True, adds_noise=True
+    )
     assert told == {"table": {}}
     assert describe_table_difference({"a": told, "b": {"table": {"whole": "y"}}}) == ""
     words = {"clip-norm": 1.0, "noise-multiplier": 1.0, "disclose": ""}

@@ -10,15 +10,15 @@ from scipy.stats import chi2
 from polyfed.core.errors import RoundError
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation import crypto, shamir
-from polyfed.deploy.secure_aggregation.crypto import signing_function
+from polyfed.deploy.secure_aggregation.crypto import make_signing_function
 from polyfed.deploy.secure_aggregation.protocol import (
     SumId,
-    advertise_keys,
+    check_and_share_secrets,
+    create_signed_keys,
     decrypt_received_shares,
     derive_released_shares_key,
-    minimum_threshold,
+    minimum_accepted_threshold,
     release_unmasking_shares,
-    share_secrets,
 )
 
 from ..secure_sums import WHICH, Server, names, peers, play, registered
@@ -59,12 +59,12 @@ def test_the_sum_is_exact_for_more_sites_in_any_order(seed):
 
 def test_shares_put_together_give_the_value_and_any_fewer_tell_nothing():
     values = [0, 5, shamir.PRIME - 1]
-    dealt = shamir.split_secrets(values, holders=5, threshold=3)
+    dealt = shamir.split_secrets_by_holder(values, num_holders=5, threshold=3)
     for chosen in itertools.combinations(range(5), 3):
         found = [shamir.recover_secret({k + 1: dealt[k][v] for k in chosen}) for v in range(3)]
         assert found == values
     # Two shares fit every value: through them and any value at 0 goes one polynomial.
-    weights = shamir.lagrange_weights((1, 2, 3))
+    weights = shamir.lagrange_weights_at_zero((1, 2, 3))
     for value in (0, 1, 2**200):
         third = (value - weights[1] * dealt[0][1] - weights[2] * dealt[1][1]) * pow(weights[3], -1, shamir.PRIME)
         assert shamir.recover_secret({1: dealt[0][1], 2: dealt[1][1], 3: third % shamir.PRIME}) == value
@@ -75,7 +75,7 @@ def test_shares_put_together_give_the_value_and_any_fewer_tell_nothing():
 @pytest.mark.parametrize(("holders", "threshold", "value"), [(2, 3, 1), (2, 0, 1), (3, 2, shamir.PRIME), (3, 2, -1)])
 def test_what_cannot_be_shared_is_refused(holders, threshold, value):
     with pytest.raises(ValueError, match=r"threshold|field"):
-        shamir.split_secrets([value], holders, threshold)
+        shamir.split_secrets_by_holder([value], holders, threshold)
 
 
 # -- what the server sees -----------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_the_masked_numbers_of_one_site_fit_every_input():
     without shares: no part of it takes the mask off."""
     server, words = play(4, 3)
     y, x = server.masked["site-0"], words["site-0"]
-    seen = [advert.mask for advert in server.adverts] + [advert.cipher for advert in server.adverts]
+    seen = [advert.mask_public for advert in server.adverts] + [advert.cipher_public for advert in server.adverts]
     seen += [box[:32] for boxes in server.boxes.values() for box in boxes.values()]
     digest = server.states["site-0"].shared.participants_digest
     for key in seen:
@@ -174,18 +174,18 @@ def test_a_site_refuses_a_threshold_that_does_not_protect_it():
     state = server.states["site-0"]
     for threshold, demanded in ((2, None), (2, 2), (3, 4), (5, None)):
         with pytest.raises(RefusalError, match=f"the threshold of this sum is {threshold} of 4 sites"):
-            share_secrets(state, server.adverts, threshold, peers(names(4)), demanded)
+            check_and_share_secrets(state, server.adverts, threshold, peers(names(4)), demanded)
     with pytest.raises(RefusalError, match="the threshold of this sum is 1 of 1"):
-        share_secrets(state, server.adverts[:1], 1, peers(names(4)))
-    assert [minimum_threshold(n, 2) for n in (2, 3, 4, 5)] == [2, 2, 3, 3]
+        check_and_share_secrets(state, server.adverts[:1], 1, peers(names(4)))
+    assert [minimum_accepted_threshold(n, 2) for n in (2, 3, 4, 5)] == [2, 2, 3, 3]
 
 
 def lies_of_keys():
-    foreign = advertise_keys(WHICH, "site-1", signing_function(registered("site-9")))[1]
-    other_run = advertise_keys(SumId("run-b", 1), "site-1", signing_function(registered("site-1")))[1]
-    former = advertise_keys(SumId("run-a", 0), "site-1", signing_function(registered("site-1")))[1]
-    stranger = advertise_keys(WHICH, "site-7", signing_function(registered("site-7")))[1]
-    again = advertise_keys(WHICH, "site-0", signing_function(registered("site-0")))[1]
+    foreign = create_signed_keys(WHICH, "site-1", make_signing_function(registered("site-9")))[1]
+    other_run = create_signed_keys(SumId("run-b", 1), "site-1", make_signing_function(registered("site-1")))[1]
+    former = create_signed_keys(SumId("run-a", 0), "site-1", make_signing_function(registered("site-1")))[1]
+    stranger = create_signed_keys(WHICH, "site-7", make_signing_function(registered("site-7")))[1]
+    again = create_signed_keys(WHICH, "site-0", make_signing_function(registered("site-0")))[1]
 
     def put(advert, place=1):
         return lambda adverts: [*adverts[:place], advert, *adverts[place + 1 :]]
@@ -194,7 +194,7 @@ def lies_of_keys():
         "signed by another": (put(foreign), "not signed by it"),
         "of another run": (put(other_run), "not signed by it"),
         "of a former round": (put(former), "not signed by it"),
-        "changed": (lambda a: put(replace(a[1], mask=a[2].mask))(a), "not signed by it"),
+        "changed": (lambda a: put(replace(a[1], mask_public=a[2].mask_public))(a), "not signed by it"),
         "unsigned": (lambda a: put(replace(a[1], signature=b""))(a), "not signed by it"),
         "a stranger": (put(stranger), "the key of 'site-7' is not known here"),
         "twice": (lambda a: [*a, a[1]], "a site is listed twice"),
@@ -208,20 +208,24 @@ def test_a_site_refuses_keys_that_are_not_of_the_sites_of_this_round(lie):
     change, sentence = lies_of_keys()[lie]
     server = Server(names(4), 3).advertise(names(4))
     with pytest.raises(RefusalError, match=sentence):
-        share_secrets(server.states["site-0"], change(server.adverts), 3, peers(names(4)))
+        check_and_share_secrets(server.states["site-0"], change(server.adverts), 3, peers(names(4)))
 
 
 def test_a_site_refuses_one_key_for_two_sites_and_keys_that_agree_with_everybody():
     server = Server(names(3), 2).advertise(names(3))
     first = server.adverts[1]
-    twin = replace(server.adverts[2], cipher=first.cipher, mask=first.mask)
-    twin = replace(twin, signature=signing_function(registered("site-2"))(twin.signed_content(WHICH)))
+    twin = replace(
+        server.adverts[2],
+        cipher_public=first.cipher_public,
+        mask_public=first.mask_public,
+    )
+    twin = replace(twin, signature=make_signing_function(registered("site-2"))(twin.signed_content(WHICH)))
     with pytest.raises(RefusalError, match="not all different"):
-        share_secrets(server.states["site-0"], [*server.adverts[:2], twin], 2, peers(names(3)), 2)
-    zero = replace(server.adverts[2], cipher=bytes(32))
-    zero = replace(zero, signature=signing_function(registered("site-2"))(zero.signed_content(WHICH)))
+        check_and_share_secrets(server.states["site-0"], [*server.adverts[:2], twin], 2, peers(names(3)), 2)
+    zero = replace(server.adverts[2], cipher_public=bytes(32))
+    zero = replace(zero, signature=make_signing_function(registered("site-2"))(zero.signed_content(WHICH)))
     with pytest.raises(RefusalError, match="is not valid"):
-        share_secrets(server.states["site-0"], [*server.adverts[:2], zero], 2, peers(names(3)), 2)
+        check_and_share_secrets(server.states["site-0"], [*server.adverts[:2], zero], 2, peers(names(3)), 2)
 
 
 def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
@@ -248,9 +252,9 @@ def test_a_site_refuses_boxes_that_are_not_for_it_in_this_sum():
 def test_sites_that_were_told_different_sites_cannot_read_each_other():
     server = Server(names(4), 3).advertise(names(4))
     states = {}
-    states["site-0"], _ = share_secrets(server.states["site-0"], server.adverts, 3, peers(names(4)))
-    _, boxes = share_secrets(server.states["site-1"], server.adverts[:3], 3, peers(names(4)), 2)
-    _, more = share_secrets(server.states["site-2"], server.adverts, 4, peers(names(4)))
+    states["site-0"], _ = check_and_share_secrets(server.states["site-0"], server.adverts, 3, peers(names(4)))
+    _, boxes = check_and_share_secrets(server.states["site-1"], server.adverts[:3], 3, peers(names(4)), 2)
+    _, more = check_and_share_secrets(server.states["site-2"], server.adverts, 4, peers(names(4)))
     for box in (boxes["site-0"], more["site-0"]):
         with pytest.raises(RefusalError, match="cannot be read"):
             decrypt_received_shares(states["site-0"], {"site-1": box, "site-2": box, "site-3": box})
@@ -276,7 +280,7 @@ def test_a_site_never_hands_out_both_kinds_of_shares_of_another():
     state, everyone = server.states["site-0"], names(4)
     agreement = state.shared.agreement[0] + sum(state.shared.agreement[1:])
     key = derive_released_shares_key(agreement % shamir.PRIME, state.shared.participants_digest, "site-0", everyone)
-    bundle = shamir.elements_from_bytes(
+    bundle = shamir.field_elements_from_bytes(
         crypto.decrypt(key, server.handed["site-0"].bundle, state.shared.participants_digest)
     )
     assert bundle == [state.held_shares[name][1] for name in everyone]  # self-masks alone

@@ -151,22 +151,24 @@ def test_a_message_is_entered_before_data_noise_and_state(sites, secure, monkeyp
         sound = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **k: (order.append(name), sound(*a, **k))[1])
 
-    noted(disclosure_guard, "spend_budget")
+    noted(disclosure_guard, "record_message_and_get_epsilon")
     for owner, name in (
-        (site_module, "write_private_state"),
+        (site_module, "write_private_state_and_delete_older"),
         (site_module, "check_or_record_client_identity"),
         (site_module, "InProcessEngine"),
     ):
         noted(owner, name)
     noted(GaussianNoise, "draw_standard_normal")
-    noted(SumParticipation, "mask_reply_words")
+    noted(SumParticipation, "mask_encoded_reply")
     noted(private_state, "append_line_and_flush")
     assert three[NAMES[0]].answer_envelope(letter("local", secure=secure, boxes=boxes)).body.tensors
-    assert order[:2] == ["spend_budget", "client"]
+    assert order[:2] == ["record_message_and_get_epsilon", "client"]
     assert (
-        order.index("write_private_state") < order.index("draw_standard_normal") < order.index("append_line_and_flush")
+        order.index("write_private_state_and_delete_older")
+        < order.index("draw_standard_normal")
+        < order.index("append_line_and_flush")
     )
-    assert ("mask_reply_words" in order) == secure
+    assert ("mask_encoded_reply" in order) == secure
 
 
 def failing(client, training=True, error=RuntimeError):

@@ -18,8 +18,8 @@ from polyfed.deploy.protocol.wire import Envelope
 from polyfed.deploy.site.preprocessing import (
     MOMENTS_NAME,
     apply_common_preprocessing,
+    check_and_save_common_preprocessing,
     parse_common_preprocessing,
-    save_common_preprocessing,
     summarize_schema,
 )
 from polyfed.deploy.site.private_state import InvalidSiteStateError
@@ -317,17 +317,17 @@ def test_a_site_takes_no_preprocessing_that_is_none(tmp_path, field, value):
     if (field, value) in (("target", []), ("mean", [0.0, -1.0, 0.0])):
         return
     with pytest.raises(RefusalError, match="does not suit its table"):
-        save_common_preprocessing(tmp_path, {**told, field: value}, own)
+        check_and_save_common_preprocessing(tmp_path, {**told, field: value}, own)
 
 
 def test_a_site_keeps_to_the_preprocessing_that_it_began_with(tmp_path):
     own = client("a")
     told = {"columns": None, "classes": None, "mean": [1.0] * 3, "spread": [2.0] * 3, "target": []}
-    save_common_preprocessing(tmp_path / "run", told, own)
-    save_common_preprocessing(tmp_path / "run", told, own)
+    check_and_save_common_preprocessing(tmp_path / "run", told, own)
+    check_and_save_common_preprocessing(tmp_path / "run", told, own)
     assert apply_common_preprocessing(own, tmp_path / "run").train.transform.spread == (2.0,) * 3
     with pytest.raises(RefusalError, match="is not that with which it began"):
-        save_common_preprocessing(tmp_path / "run", {**told, "mean": [0.0] * 3}, own)
+        check_and_save_common_preprocessing(tmp_path / "run", {**told, "mean": [0.0] * 3}, own)
     (tmp_path / "run/preprocessing.json").write_text("{}")
     with pytest.raises(InvalidSiteStateError, match=r"run/preprocessing.json, is lost or damaged"):
         apply_common_preprocessing(own, tmp_path / "run")

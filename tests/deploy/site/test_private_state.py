@@ -12,7 +12,11 @@ from polyfed.algorithms import FedFomo, Local
 from polyfed.core.algorithm import Message
 from polyfed.deploy.protocol.piggyback import EVALUATION_KEY
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
-from polyfed.deploy.site.private_state import InvalidSiteStateError, read_private_state, write_private_state
+from polyfed.deploy.site.private_state import (
+    InvalidSiteStateError,
+    read_private_state,
+    write_private_state_and_delete_older,
+)
 from polyfed.deploy.site.site import Site
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
@@ -206,7 +210,7 @@ def test_a_private_state_that_is_not_its_own_is_refused_and_named(tmp_path, begu
 def test_every_changed_byte_is_noticed(tmp_path):
     """The review's: damage went unnoticed in 36 of 150 cases."""
     own = {"model": {"w": torch.randn(6, 3)}, "seen": 3, "order": [1, 2]}
-    write_private_state(tmp_path / "a", "north", 4, METHOD, own, 0)
+    write_private_state_and_delete_older(tmp_path / "a", "north", 4, METHOD, own, 0)
     file, rng = tmp_path / "a" / "private" / "round-000004.state", random.Random(0)
     sound = file.read_bytes()
     assert read_private_state(tmp_path / "a", "north", 4, METHOD)["seen"] == 3
@@ -220,7 +224,7 @@ def test_every_changed_byte_is_noticed(tmp_path):
 
 def test_what_is_kept_of_a_method_may_grow_with_a_new_version(tmp_path):
     """A field that the method did not have when the state was written says nothing; and numbers may be infinite."""
-    write_private_state(tmp_path / "a", "north", 1, {**METHOD, "clip_norm": float("inf")}, {"x": 1}, 0)
+    write_private_state_and_delete_older(tmp_path / "a", "north", 1, {**METHOD, "clip_norm": float("inf")}, {"x": 1}, 0)
     assert read_private_state(tmp_path / "a", "north", 1, {**METHOD, "clip_norm": float("inf"), "more": 3}) == {"x": 1}
     with pytest.raises(InvalidSiteStateError, match="of a method with clip_norm = Infinity"):
         read_private_state(tmp_path / "a", "north", 1, METHOD)
@@ -228,7 +232,9 @@ def test_what_is_kept_of_a_method_may_grow_with_a_new_version(tmp_path):
 
 def test_old_states_are_removed_but_not_those_to_which_the_server_may_go_back(tmp_path):
     for number in range(1, 8):
-        write_private_state(tmp_path / "a", "north", number, METHOD, {"x": number}, rollback_round=number - 3)
+        write_private_state_and_delete_older(
+            tmp_path / "a", "north", number, METHOD, {"x": number}, rollback_round=number - 3
+        )
     (tmp_path / "a" / "private" / "round-x.state").write_bytes(b"")  # not the site's
     kept = sorted(path.name for path in (tmp_path / "a" / "private").iterdir())
     assert kept == [*(f"round-00000{n}.state" for n in (4, 5, 6, 7)), "round-x.state"]
@@ -284,7 +290,7 @@ def test_the_state_of_a_method_with_much_of_it_comes_back(tmp_path):
     own = method.client_init(client, 3)
     down = Message({}, {"lr": 0.05, "epsilon": 0.3, "clients": 3, "position": 0})
     _, own = method.local_update(down, own, client, 5)
-    write_private_state(tmp_path / "a", "client-0", 1, METHOD, own, 0)
+    write_private_state_and_delete_older(tmp_path / "a", "client-0", 1, METHOD, own, 0)
     found = read_private_state(tmp_path / "a", "client-0", 1, METHOD)
     assert found.keys() == own.keys()
     assert torch.equal(found["preferences"], own["preferences"])
@@ -293,7 +299,7 @@ def test_the_state_of_a_method_with_much_of_it_comes_back(tmp_path):
 
 def test_a_field_that_has_another_name_now_is_the_same(tmp_path):
     """`averaged_over` was `final`."""
-    write_private_state(tmp_path / "a", "north", 1, {**METHOD, "final": "all"}, {"x": 1}, 0)
+    write_private_state_and_delete_older(tmp_path / "a", "north", 1, {**METHOD, "final": "all"}, {"x": 1}, 0)
     assert read_private_state(tmp_path / "a", "north", 1, {**METHOD, "averaged_over": "all"}) == {"x": 1}
     with pytest.raises(InvalidSiteStateError, match='of a method with averaged_over = "all"'):
         read_private_state(tmp_path / "a", "north", 1, {**METHOD, "averaged_over": "cohort"})

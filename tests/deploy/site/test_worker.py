@@ -14,7 +14,7 @@ from flwr.app import Message
 import polyfed as pf
 from polyfed.algorithms import FedAvg, PFedLA
 from polyfed.deploy.flower.apps import run_deployment
-from polyfed.deploy.flower.records import build_record, parse_record
+from polyfed.deploy.flower.records import build_flower_record, parse_flower_record
 from polyfed.deploy.flower.supernode import SiteProcess
 from polyfed.deploy.protocol.framing import Frame, receive_frame, send_frame
 from polyfed.deploy.protocol.wire import PROTOCOL
@@ -72,12 +72,12 @@ def told(frame):
 
 def test_the_client_is_made_before_the_first_message_and_once(config):
     keeper = SiteRunner(config)
-    keeper.load_site()
+    keeper.try_to_load_site()
     assert calls(config) == 1
     first = letter(architecture=architecture())
-    assert told(keeper.answer_frame(first))["client"] == "client-0"
+    assert told(keeper.answer_frame_or_request_restart(first))["client"] == "client-0"
     for _ in range(3):  # refused after the client was looked at
-        keeper.answer_frame(
+        keeper.answer_frame_or_request_restart(
             letter("task", client="client-0", phase="local", round=1, state=7, seed=1, run_seed=1, keep=0)
         )
     assert calls(config) == 1
@@ -87,21 +87,21 @@ def test_each_run_begins_with_what_is_on_the_disk(config):
     """A process that has answered, or waited for long, or whose site.py has changed, asks for another."""
     first, now = letter(architecture=architecture()), [0.0]
     keeper = SiteRunner(config, clock=lambda: now[0])
-    keeper.load_site()
+    keeper.try_to_load_site()
     now[0] = 299.0
-    assert keeper.answer_frame(first).kind == "answer"
-    assert keeper.answer_frame(first).kind == "again"
-    assert keeper.answer_frame(letter("task")).kind == "answer", "a message of the same run does not"
+    assert keeper.answer_frame_or_request_restart(first).kind == "answer"
+    assert keeper.answer_frame_or_request_restart(first).kind == "again"
+    assert keeper.answer_frame_or_request_restart(letter("task")).kind == "answer", "a message of the same run does not"
     waited = SiteRunner(config, clock=lambda: now[0])
-    waited.load_site()
+    waited.try_to_load_site()
     now[0] += 301.0
-    assert waited.answer_frame(first).kind == "again"
+    assert waited.answer_frame_or_request_restart(first).kind == "again"
     for change in (lambda f: f.write_text(SITE + "\n# more\n"), lambda f: (f.parent / "nets.py").write_text("x = 1\n")):
         changed = SiteRunner(config, clock=lambda: now[0])
-        changed.load_site()
+        changed.try_to_load_site()
         change(Path(config["site"]))
-        assert changed.answer_frame(first).kind == "again"
-    assert SiteRunner(config, clock=lambda: now[0]).answer_frame(letter("task")).kind == "answer"
+        assert changed.answer_frame_or_request_restart(first).kind == "again"
+    assert SiteRunner(config, clock=lambda: now[0]).answer_frame_or_request_restart(letter("task")).kind == "answer"
 
 
 def test_a_site_that_cannot_be_loaded_says_so_and_is_tried_again(config, caplog):
@@ -109,20 +109,24 @@ def test_a_site_that_cannot_be_loaded_says_so_and_is_tried_again(config, caplog)
     file = Path(config["site"])
     file.write_text("raise RuntimeError('the disk of patient 17')\n")
     keeper = SiteRunner(config)
-    keeper.load_site()
-    answer = told(keeper.answer_frame(letter("task")))
+    keeper.try_to_load_site()
+    answer = told(keeper.answer_frame_or_request_restart(letter("task")))
     assert answer == {"client": "client-0", "refused": "it cannot start (the reason is in its log)"}
     assert "patient 17" in caplog.text
     file.write_text(SITE.replace("    return small", "    raise KeyError('patient 17')\n    return small"))
     task = letter("task", client="client-0", phase="local", round=1, seed=1, run_seed=1, state=None, keep=0)
-    assert told(keeper.answer_frame(task))["refused"] == "KeyError (its text is in the log of the site)"
-    assert told(keeper.answer_frame(task))["refused"] == "KeyError (its text is in the log of the site)"
+    assert (
+        told(keeper.answer_frame_or_request_restart(task))["refused"] == "KeyError (its text is in the log of the site)"
+    )
+    assert (
+        told(keeper.answer_frame_or_request_restart(task))["refused"] == "KeyError (its text is in the log of the site)"
+    )
     assert calls(config) == 2, "tried with each message"
 
 
 @pytest.mark.parametrize("head", ["", "[]", "{", "[" * 10_000, json.dumps({"kind": ["introduce"]}), "x" * (2**20 + 1)])
 def test_letters_that_are_none_are_refused(config, head):
-    assert "refused" in told(SiteRunner(config).answer_frame(Frame("letter", head)))
+    assert "refused" in told(SiteRunner(config).answer_frame_or_request_restart(Frame("letter", head)))
 
 
 class Kept:
@@ -132,14 +136,14 @@ class Kept:
         self.keeper, self.made = None, 0
 
     def __call__(self, message, context):
-        sent = self._over(Frame("letter", *parse_record(message.content)))
-        answer = Frame("again") if self.keeper is None else self.keeper.answer_frame(sent)
+        sent = self._over(Frame("letter", *parse_flower_record(message.content)))
+        answer = Frame("again") if self.keeper is None else self.keeper.answer_frame_or_request_restart(sent)
         if answer.kind == "again":
             self.keeper, self.made = SiteRunner(dict(context.node_config)), self.made + 1
-            self.keeper.load_site()
-            answer = self.keeper.answer_frame(sent)
+            self.keeper.try_to_load_site()
+            answer = self.keeper.answer_frame_or_request_restart(sent)
         back = self._over(answer)
-        return Message(build_record(back.head, back.scalars, back.groups), reply_to=message)
+        return Message(build_flower_record(back.head, back.scalars, back.groups), reply_to=message)
 
     def _over(self, frame):
         ours, theirs = socket.socketpair()
@@ -173,9 +177,9 @@ def test_the_bits_are_those_of_a_simulation(tmp_path, nodes, method, monkeypatch
 def site(config):
     found = SiteProcess()
     found.start_if_stopped()
-    found.set_node_config(json.dumps(config))
+    found.send_and_keep_node_config(json.dumps(config))
     yield found
-    found.stop()
+    found.stop_and_get_exit_status()
 
 
 def gone(process):
@@ -226,13 +230,13 @@ def test_it_ends_with_its_supernode_whatever_it_does(config, busy):
         Path(config["site"]).write_text("import time\n" + SITE.replace("    return", "    time.sleep(600)\n    return"))
     site = SiteProcess()
     site.start_if_stopped()
-    site.set_node_config(json.dumps(config))
+    site.send_and_keep_node_config(json.dumps(config))
     while not calls(config):
         time.sleep(0.05)
     process = site.pid
     site._socket.shutdown(socket.SHUT_RDWR)
     assert gone(process)
-    site.stop()
+    site.stop_and_get_exit_status()
 
 
 @pytest.mark.slow
@@ -241,6 +245,6 @@ def test_what_site_py_prints_is_no_frame(config):
     Path(config["site"]).write_text("import os\nprint('hello', flush=True)\nos.system('echo hello')\n" + text)
     site = SiteProcess()
     site.start_if_stopped()
-    site.set_node_config(json.dumps(config))
+    site.send_and_keep_node_config(json.dumps(config))
     assert told(site.request_answer(letter(architecture=architecture())))["client"] == "client-0"
-    site.stop()
+    site.stop_and_get_exit_status()

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from polyfed.cli.commands.results.report_command import show_report
 from polyfed.core.errors import UserError
-from polyfed.report.data.answers import SiteAnswer, parse_mean_answer, parse_site_answers
+from polyfed.report.data.answers import SiteAnswer, parse_answer_for_mean, parse_site_answers
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.score_format import score_format_of
-from polyfed.report.page.sentences import result_sentences
+from polyfed.report.page.sentences import result_summary_sentences
 
 SITES = {"north": 60, "south": 50, "St. Mary's <b>": 40}
 
@@ -33,12 +33,12 @@ def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
             "with ridge regression: fedavg is 4.1 to 6.0 points worse.",
         ),
     ):
-        assert SiteAnswer("x", kind, sentence=sentence).explanation() == words
+        assert SiteAnswer("x", kind, sentence=sentence).sentence_without_answer() == words
     content = {"answers": [{"client": "x: y", "answer": "undecided", "sentence": "x: y: not decided: one seed"}]}
     (one,) = parse_site_answers(content)
-    assert one.explanation() == "one seed."
+    assert one.sentence_without_answer() == "one seed."
     assert parse_site_answers({}) == []
-    assert parse_mean_answer({"mean_answer": None}) is None
+    assert parse_answer_for_mean({"mean_answer": None}) is None
 
 
 @pytest.mark.parametrize("damaged", ["join", {"client": "x"}, {"client": "x", "answer": "maybe"},
@@ -143,7 +143,7 @@ def test_of_a_loss_the_lowest_is_the_best(comparison_of, tmp_path):
         ("y", -0.05),
     ]
     assert setting.best_method_besides_local.label == "fedavg"
-    assert "The lowest mean has fedavg, 0.175; training alone has 0.250." in result_sentences(setting)
+    assert "The lowest mean has fedavg, 0.175; training alone has 0.250." in result_summary_sentences(setting)
     show_report([tmp_path], Console(quiet=True), out=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "<td><b>0.100</b></td>" in text  # of x

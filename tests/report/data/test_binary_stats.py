@@ -10,7 +10,7 @@ from polyfed.report.data.binary_stats import (
     THRESHOLDS,
     auc_interval,
     calibration_points,
-    count_hits_and_false_alarms,
+    count_true_and_false_positives,
     roc_curve_and_area,
     wilson_interval,
 )
@@ -51,7 +51,7 @@ def test_a_perfect_and_a_useless_score():
 
 def test_counts_at_a_threshold():
     score, positive = _drawn(100, digits=2)
-    hits, alarms = count_hits_and_false_alarms((score, positive))
+    hits, alarms = count_true_and_false_positives((score, positive))
     for k, threshold in enumerate(THRESHOLDS):
         assert hits[k] == sum(s > threshold - 1e-6 for s, p in zip(score, positive, strict=True) if p)
         assert alarms[k] == sum(s > threshold - 1e-6 for s, p in zip(score, positive, strict=True) if not p)

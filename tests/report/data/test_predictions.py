@@ -15,7 +15,7 @@ from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.page.performance import html_performance_section, performance_numbers_for_script
-from polyfed.report.page.subgroups import rows_by_group, score_subgroups
+from polyfed.report.page.subgroups import example_positions_by_group, score_subgroups
 
 
 @pytest.fixture
@@ -130,18 +130,22 @@ def test_why_there_are_none(outcomes, tmp_path):
 
 
 def test_groups_of_a_column():
-    assert rows_by_group(["b", None, "a", "", "b", float("nan")]) == {"a": [2], "b": [0, 4], "not known": [1, 3, 5]}
-    assert rows_by_group([2, 1, 2]) == {"1": [1], "2": [0, 2]}
+    assert example_positions_by_group(["b", None, "a", "", "b", float("nan")]) == {
+        "a": [2],
+        "b": [0, 4],
+        "not known": [1, 3, 5],
+    }
+    assert example_positions_by_group([2, 1, 2]) == {"1": [1], "2": [0, 2]}
     ages = list(range(100))
-    found = rows_by_group(ages)
+    found = example_positions_by_group(ages)
     assert list(found) == ["0 to 24", "25 to 49", "50 to 74", "75 to 99"]
     assert sorted(k for rows in found.values() for k in rows) == ages
     assert [len(rows) for rows in found.values()] == [25] * 4
-    many = rows_by_group([f"v{k}" for k in range(30)] + ["v0"])
+    many = example_positions_by_group([f"v{k}" for k in range(30)] + ["v0"])
     assert len(many) == 13
     assert len(many["all other values"]) == 18
     assert many["v0"] == [0, 30]
-    weights = rows_by_group([k / 7 for k in range(40)])
+    weights = example_positions_by_group([k / 7 for k in range(40)])
     assert sum(len(rows) for rows in weights.values()) == 40
 
 

@@ -18,7 +18,7 @@ from polyfed.data.tabular.table_reader import read_table
 from polyfed.models import ModelSpec
 from polyfed.report.export import formats
 from polyfed.report.export.folder import ExportedModel, export_model
-from polyfed.report.export.standalone_module import StandaloneModule, random_inputs
+from polyfed.report.export.standalone_module import StandaloneModule, draw_random_inputs
 from polyfed.report.export.trained_model import read_trained_model, trained_model_of_run
 from polyfed.simulation.results.saved_model import load_saved_model
 from polyfed.testing import small_clients
@@ -133,7 +133,7 @@ def test_the_lines_of_the_card_run(images, tmp_path, monkeypatch, capsys):
 def test_what_is_written_is_the_network_with_its_preprocessing(images, tmp_path):
     trained = trained_model_of_run(images, "b")
     whole = StandaloneModule(trained).eval()
-    x = random_inputs(trained, 4, seed=3)[0]
+    x = draw_random_inputs(trained, 4, seed=3)[0]
     assert x.dtype == torch.uint8
     assert torch.equal(whole.ready[0](x), Normalise((0.3,), (0.2,))(x))
     assert torch.allclose(whole(x), images.predict("b", x), atol=1e-6)
@@ -309,7 +309,7 @@ def test_the_network_of_a_search_is_built_by_its_method(tmp_path):
     clients = [pf.Client(n, None, (x[i : i + 4], y[:4]), (x[i + 4 : i + 8], y[:4])) for n, i in (("a", 0), ("b", 8))]
     run = pf.federate(clients, method, rounds=1, workers=0, out=tmp_path / "r")
     one, two = trained_model_of_run(run, "a"), read_trained_model(tmp_path / "r", "a")
-    inputs = random_inputs(one, 3, seed=1)
+    inputs = draw_random_inputs(one, 3, seed=1)
     assert torch.equal(StandaloneModule(one).eval()(*inputs), StandaloneModule(two).eval()(*inputs))
     folder = export_model(tmp_path / "r", "a", tmp_path / "a", format="weights")
     assert (folder / "description.json").is_file()

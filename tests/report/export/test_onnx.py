@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Normalise
 from polyfed.models import MODELS, ModelSpec
 from polyfed.report.export.folder import export_model
-from polyfed.report.export.standalone_module import StandaloneModule, random_inputs
+from polyfed.report.export.standalone_module import StandaloneModule, draw_random_inputs
 from polyfed.report.export.trained_model import trained_model_of_run
 
 Y = torch.arange(12) % 3
@@ -36,7 +36,7 @@ def assert_same(folder, run, client="a"):
     session = onnxruntime.InferenceSession(folder / "network.onnx")
     found = trained_model_of_run(run, client)
     for number in (1, 7):
-        inputs = random_inputs(found, number, seed=number + 10)
+        inputs = draw_random_inputs(found, number, seed=number + 10)
         names = [one.name for one in session.get_inputs()]
         (given,) = session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))
         with torch.no_grad():

@@ -20,8 +20,8 @@ from polyfed.report.export.folder import export_model
 from polyfed.report.export.mlflow_models import (
     MODELS_TAG,
     log_comparison_to_trackers,
-    log_models_to_mlflow,
-    mlflow_signature,
+    log_models_once_to_mlflow,
+    mlflow_signature_of_folder,
 )
 from polyfed.simulation.monitoring import trackers
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -153,9 +153,9 @@ def mlflow(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_each_clients_network_is_a_model_with_a_signature(here, mlflow):
-    assert log_models_to_mlflow(here) == 0  # a run that is not tracked
+    assert log_models_once_to_mlflow(here) == 0  # a run that is not tracked
     follow(here)
-    assert log_models_to_mlflow(here) == 2
+    assert log_models_once_to_mlflow(here) == 2
     assert [one.name for one in mlflow.models] == ["network-north", "network-south"]
     one = mlflow.models[0]
     assert one.run == trackers.read_mlflow_run_id(here) == "run-0"
@@ -163,14 +163,14 @@ def test_each_clients_network_is_a_model_with_a_signature(here, mlflow):
     assert [(t.type, t.shape) for t in one.signature.outputs] == [(np.dtype("float32"), (-1, 2))]
     assert [need.partition("==")[0] for need in one.needs] == ["torch", "numpy"]
     assert mlflow.runs["run-0"].data.tags[MODELS_TAG] == "2"
-    assert log_models_to_mlflow(here) == 0  # they are there
+    assert log_models_once_to_mlflow(here) == 0  # they are there
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_model_answers_as_polyfed_does(here, mlflow, tmp_path):
     follow(here)
     kept = shutil.copytree(export_model(here, "south", tmp_path / "again"), tmp_path / "moved")
-    log_models_to_mlflow(here)
+    log_models_once_to_mlflow(here)
     code = mlflow.made
     code.load_context(types.SimpleNamespace(artifacts={"network": str(kept)}))
     frame = pd.DataFrame({"sex": ["m", None, "x"], "age": [50.0, np.nan, 77], "more": [1, 2, 3]})
@@ -211,7 +211,7 @@ def test_pictures_have_a_tensor_in_the_signature(mlflow, tmp_path):
     data = pf.Examples(x, torch.arange(12) % 3, transform=Normalise((0.3,), (0.2,)))
     parts = [data.select(rows) for rows in torch.arange(12).split(6)]
     run = pf.federate([pf.Client("a", ModelSpec("mlp", {}, (1, 8, 8), 3), *parts)], "local", rounds=1, workers=0)
-    signature = mlflow_signature(export_model(run, "a", tmp_path / "a"))
+    signature = mlflow_signature_of_folder(export_model(run, "a", tmp_path / "a"))
     assert [(t.type, t.shape, t.name) for t in signature.inputs] == [(np.dtype("uint8"), (-1, 1, 8, 8), None)]
 
 
@@ -223,7 +223,7 @@ def test_a_network_that_cannot_be_exported_costs_no_other(here, mlflow):
     with pytest.warns(
         RuntimeWarning, match="the network of 'north' is not in MLflow: the networks of .* were made in Python"
     ):
-        assert log_models_to_mlflow(here) == 1
+        assert log_models_once_to_mlflow(here) == 1
     assert [one.name for one in mlflow.models] == ["network-south"]
 
 
@@ -278,7 +278,7 @@ def test_mlflow_serves_what_polyfed_predicts(here, tmp_path, monkeypatch):
     from polyfed.data.tabular.table_reader import read_table
 
     follow(here)
-    assert log_models_to_mlflow(here) == 2
+    assert log_models_once_to_mlflow(here) == 2
     run_id = trackers.read_mlflow_run_id(here)
     assert mlflow.MlflowClient().get_run(run_id).info.status == "FINISHED"
     model = mlflow.pyfunc.load_model(f"runs:/{run_id}/network-south")

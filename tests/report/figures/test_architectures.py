@@ -16,7 +16,7 @@ from polyfed.algorithms import CAFedPNAS, FedPNAS, Local
 from polyfed.core.errors import UserError
 from polyfed.nas.derived import load_network
 from polyfed.report.figures.architectures import draw_client_cells, read_search_result
-from polyfed.report.page.method_views import html_architectures
+from polyfed.report.page.method_views import html_searched_cells
 from polyfed.simulation.storage.paths import safe_file_name
 from polyfed.testing import small_clients
 
@@ -190,7 +190,7 @@ def assert_drawn(path):
 
 
 def test_heat_maps_of_the_page(folder):
-    html = html_architectures(read_search_result(folder), "k")
+    html = html_searched_cells(read_search_result(folder), "k")
     cells = re.findall(r'data-t="([^"]+)"', html)
     shares = [[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0, 0, 1], [0.25, 0.25, 0.5], [1, 0, 0]]
     edges = ["c(k-1) → 0", "c(k-2) → 0", "c(k-1) → 1", "c(k-2) → 1", "0 → 1"]
@@ -207,7 +207,7 @@ def test_many_clients_and_cells_on_the_page(tmp_path):
     told = description()
     told["cells"] = told["cells"][:1] * 4 + told["cells"][1:]
     found = read_search_result(write(tmp_path / "run", {f"$a of {k}_$": copy.deepcopy(told) for k in range(40)}))
-    html = html_architectures(found, "k")
+    html = html_searched_cells(found, "k")
     for name in (*(f"base cell {k}" for k in range(1, 5)), "personal cell 1"):
         assert html.count(f"{name} of $a of 0_$: probability of each operation at each edge.") == 1
     assert "The first 12 of 40 clients." in html

@@ -70,10 +70,10 @@ def test_scores_gains_and_costs_of_known_runs(write_run, tmp_path):
         ("x", 0.2),
         ("y", -0.1),
     ]
-    assert fedavg.mean_learning_curve["mean"] == pytest.approx((0.3, 0.6))
-    assert fedavg.mean_learning_curve["megabytes"] == (3, 6)
-    assert fedavg.mean_learning_curve["seconds"] == (0.5, 1.0)  # of clients and server, not of the evaluation
-    assert fedavg.runs[0].megabytes_and_seconds == (6, 1.0)
+    assert fedavg.learning_curve_columns["mean"] == pytest.approx((0.3, 0.6))
+    assert fedavg.learning_curve_columns["megabytes"] == (3, 6)
+    assert fedavg.learning_curve_columns["seconds"] == (0.5, 1.0)  # of clients and server, not of the evaluation
+    assert fedavg.runs[0].cost_until_scored_round == (6, 1.0)
 
 
 def test_runs_that_differ_in_seed_alone_are_one_line_with_a_band(write_run, tmp_path):
@@ -83,7 +83,7 @@ def test_runs_that_differ_in_seed_alone_are_one_line_with_a_band(write_run, tmp_
     ((setting,), _) = read_run_groups(sorted(tmp_path.iterdir()))
     line = setting.methods[0]
     assert [run.seed for run in line.runs] == [0, 1, 2]
-    course = {name: line.mean_learning_curve[name] for name in ("rounds", "mean", "low", "high")}
+    course = {name: line.learning_curve_columns[name] for name in ("rounds", "mean", "low", "high")}
     assert course == {"rounds": (2,), "mean": pytest.approx((2 / 3,)), "low": (0.5,), "high": (0.9,)}
     # Each seed deals the data anew, so that each client of each seed is compared with itself.
     assert {gain.client: round(gain.mean, 9) for gain in setting.gains_over_local(line)} == {

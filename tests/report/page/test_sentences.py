@@ -9,7 +9,7 @@ from rich.console import Console
 from polyfed.cli.commands.results.report_command import show_report
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_groups import read_run_groups
-from polyfed.report.page.sentences import comparison_notes, result_sentences
+from polyfed.report.page.sentences import omission_and_tuning_notes, result_summary_sentences
 
 
 @pytest.fixture
@@ -32,31 +32,32 @@ def stopped(write_run, tmp_path):
 def test_methods_of_different_seeds_are_not_ranked(stopped):
     setting = stopped({"local": {0: [0.7]}, "fedprox": {1: [0.8]}})
     assert (
-        result_sentences(setting)[0] == "No seed has a score of every method, so that none can be called the highest."
+        result_summary_sentences(setting)[0]
+        == "No seed has a score of every method, so that none can be called the highest."
     )
 
 
 def test_methods_are_ranked_over_the_seeds_that_all_have(stopped):
     """Over both seeds local has 0.7, over the common one 0.9."""
     setting = stopped({"local": {0: [0.9], 1: [0.5]}, "fedprox": {0: [0.85]}})
-    first = result_sentences(setting)[0]
+    first = result_summary_sentences(setting)[0]
     assert first == "The highest mean of the seed that every method with a score has (0) has local, 90.0 %."
     assert [setting.mean_score(line) for line in setting.methods] == [0.85, 0.9]
-    assert setting.score_by_participant(setting.methods[1]) == {"x": 0.9}
+    assert setting.mean_score_by_participant(setting.methods[1]) == {"x": 0.9}
 
 
 def test_a_method_without_any_score_does_not_keep_the_others_from_being_ranked(stopped):
     setting = stopped(
         {"local": {0: [0.5], 1: [0.5]}, "fedprox": {0: [None], 1: [None]}, "fedavg": {0: [0.6], 1: [0.7]}}
     )
-    assert result_sentences(setting)[0] == "The highest mean has fedavg, 65.0 %; training alone has 50.0 %."
+    assert result_summary_sentences(setting)[0] == "The highest mean has fedavg, 65.0 %; training alone has 50.0 %."
 
 
 def test_ties_are_ties_whatever_the_rounding(stopped):
     scores = {"local": {0: [0.7, 0.2], 1: [0.3, 0.3]}, "fedavg": {0: [0.8, 0.1], 1: [0.2, 0.4]}}
     setting = stopped(scores)
-    assert result_sentences(setting)[0] == "No method has a higher mean than training alone, 37.5 %."
-    assert "0 gain, 0 lose" in result_sentences(setting)[1]
+    assert result_summary_sentences(setting)[0] == "No method has a higher mean than training alone, 37.5 %."
+    assert "0 gain, 0 lose" in result_summary_sentences(setting)[1]
 
 
 def test_what_the_command_tells_of_a_comparison_is_on_the_page(comparison_of, tmp_path):
@@ -67,10 +68,10 @@ def test_what_the_command_tells_of_a_comparison_is_on_the_page(comparison_of, tm
     (tmp_path / "comparison.json").write_text(json.dumps(content))
     ((setting,), _) = read_run_groups([tmp_path])
     assert (
-        result_sentences(setting)[0]
+        result_summary_sentences(setting)[0]
         == "fedprox failed and is not in the table: round 1, client 'north', phase 'reply': it diverged."
     )
-    told = comparison_notes(setting)
+    told = omission_and_tuning_notes(setting)
     assert "3 seeds: intervals are wide." in told
     assert "The best by test examples is fedavg, with which p (best) compares." in told
     assert "Searched lr, by Optuna." in told

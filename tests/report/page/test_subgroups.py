@@ -7,7 +7,7 @@ import torch
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import score_format_of
-from polyfed.report.page.subgroups import html_subgroups, rows_by_group, score_subgroups
+from polyfed.report.page.subgroups import example_positions_by_group, html_subgroup_scores, score_subgroups
 from polyfed.simulation.storage.predictions import Predictions
 
 
@@ -34,8 +34,8 @@ def outcomes():
 
 def test_quarters_of_numbers_that_are_not_whole():
     values = [0.25 + k for k in range(12)]
-    assert list(rows_by_group(values)) == ["up to 2.25", "2.25 to 5.25", "5.25 to 8.25", "above 8.25"]
-    assert [len(rows) for rows in rows_by_group(values).values()] == [3, 3, 3, 3]
+    assert list(example_positions_by_group(values)) == ["up to 2.25", "2.25 to 5.25", "5.25 to 8.25", "above 8.25"]
+    assert [len(rows) for rows in example_positions_by_group(values).values()] == [3, 3, 3, 3]
 
 
 def test_no_interval_goes_beyond_what_there_is(outcomes):
@@ -51,6 +51,6 @@ def test_no_interval_goes_beyond_what_there_is(outcomes):
 
 
 def test_an_interval_has_its_unit_once(outcomes):
-    text = html_subgroups(outcomes, "sex", score_format_of("accuracy"), 0.95, "k")
+    text = html_subgroup_scores(outcomes, "sex", score_format_of("accuracy"), 0.95, "k")
     assert " points to " not in text.split("<table")[1]
     assert " % to " not in text.split("<table")[1]

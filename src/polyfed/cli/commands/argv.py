@@ -26,7 +26,7 @@ class CommandParser(argparse.ArgumentParser):
 
     >>> parser = CommandParser("polyfed resume DIR [--quiet]", "Continues a run.")
     >>> parser.add_flag("--quiet", "print no progress")
-    >>> parser.parse_words(["runs/a", "--quiet"])
+    >>> parser.parse_declared_options(["runs/a", "--quiet"])
     (Namespace(quiet=True), ['runs/a'])
     """
 
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         self.option_names.append(name)
         self.add_argument(name, action="store_true", help=help_text.replace("%", "%%"))
 
-    def parse_words(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    def parse_declared_options(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Returns the values of the declared options, and the remaining words of the command line in their order.
 
         Underscores in names of options count as hyphens.
@@ -78,27 +78,27 @@ class CommandParser(argparse.ArgumentParser):
             name for name in self.option_names if self.get_default(name.removeprefix("--").replace("-", "_")) is False
         }
 
-    def parse_arguments(
-        self, argv: Sequence[str], expected: str, count: int = 1
+    def parse_options_and_words(
+        self, argv: Sequence[str], expected_text: str, word_count: int = 1
     ) -> tuple[argparse.Namespace, list[str]]:
         """Returns the values of the declared options, and the remaining words of the command line, which must be
-        exactly `count`.
+        exactly `word_count`.
 
         Args:
             argv: the words after the command.
-            expected: what the command takes, for the error: "one run directory".
-            count: number of words that are no options.
+            expected_text: what the command takes, for the error: "one run directory".
+            word_count: number of words that are no options.
 
         Raises:
             UserError: an unknown option, or another number of words.
         """
-        options, words = self.parse_words(argv)
+        options, words = self.parse_declared_options(argv)
         if unknown := [word for word in words if word.startswith("-")]:
             name = option_name(unknown[0])
             raise UserError(f"unknown option {unknown[0]}; {did_you_mean(name, self.option_names)}")
-        if len(words) != count:
+        if len(words) != word_count:
             command = " ".join(itertools.takewhile(str.islower, (self.usage or "").split()))
-            raise UserError(f"{command} takes {expected}, got {' and '.join(words) or 'none'}")
+            raise UserError(f"{command} takes {expected_text}, got {' and '.join(words) or 'none'}")
         return options, words
 
     def error(self, message: str) -> NoReturn:
@@ -177,13 +177,13 @@ def parse_yaml_value(option: str, text: str) -> Any:
         raise UserError(f"{option} must be a number, a word or a [list], got {text!r}") from None
 
 
-def list_user_code_names(argv: Sequence[str]) -> list[str]:
+def list_user_code_and_ray_address(argv: Sequence[str]) -> list[str]:
     """Returns the names (MODULE:NAME) of the user's own networks, methods, metrics and sources on the command line, and
     the address of a Ray cluster.
 
     What is typed there is trusted; what a file names is not.
 
-    >>> list_user_code_names(
+    >>> list_user_code_and_ray_address(
     ...     ["--model.name", "mlp,my_nets:make", "--algorithm.teacher={name: nets:big}", "--data.path", "a:b"]
     ... )
     ['my_nets:make', 'nets:big']
@@ -213,7 +213,7 @@ def bracket_metrics(argv: Sequence[str]) -> list[str]:
     return result
 
 
-def print_error(message: object, status: int) -> int:
+def print_error_and_return_status(message: object, status: int) -> int:
     """Prints an error as one sentence on standard error, and returns the exit status `status`."""
     print(f"polyfed: {sanitise_for_terminal(' '.join(str(message).split()))}", file=sys.stderr)
     return status

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from polyfed.cli.commands.options.recipes import read_recipe, recipe_files
+from polyfed.cli.commands.options.recipes import read_recipe, shipped_recipe_files
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES
 from polyfed.core.errors import UserError, did_you_mean
@@ -69,7 +69,7 @@ def _overview_tables(width: int) -> list[PlainTable]:
             _overview_table(title, {name: first_docstring_sentence(thing) for name, thing in registry.items()}, width)
         )
     groups: dict[str, list[str]] = {}
-    for name in recipe_files():
+    for name in shipped_recipe_files():
         groups.setdefault(name.split("_")[0], []).append(name)
     single_names = [names[0] for names in groups.values() if len(names) == 1]
     recipes_table = PlainTable(title="recipes", title_justify="left", box=None, pad_edge=False, show_header=False)
@@ -139,7 +139,7 @@ def _registry_table(title: str, registry: Mapping[str, Any]) -> PlainTable:
 
 
 def _recipe_tables() -> list[PlainTable]:
-    all_recipes = [read_recipe(name) for name in recipe_files()]
+    all_recipes = [read_recipe(name) for name in shipped_recipe_files()]
     rows = [[r.name, r.description, ", ".join(r.scales) or "–", ", ".join(r.variants) or "–"] for r in all_recipes]
     tables = [_build_table("recipes", ("name", "", "scales (--scale)", "variants (--variant)"), rows)]
     reduced = [

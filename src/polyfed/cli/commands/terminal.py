@@ -9,10 +9,10 @@ from rich.text import Text
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
-def without_markup(value: Any) -> Any:
+def escape_markup_if_text(value: Any) -> Any:
     """Returns a text in a form that the package `rich` prints literally; returns any other value unchanged.
 
-    >>> without_markup("[/b]\\x1b[31m")
+    >>> escape_markup_if_text("[/b]\\x1b[31m")
     <text '[/b]�[31m' [] ''>
     """
     return Text(sanitise_for_terminal(value)) if isinstance(value, str) else value
@@ -33,11 +33,11 @@ class PlainTable(rich.table.Table):
 
     def add_column(self, header: Any = "", footer: Any = "", **options: Any) -> None:
         """Adds a column, with header and footer printed literally."""
-        super().add_column(without_markup(header), without_markup(footer), **options)
+        super().add_column(escape_markup_if_text(header), escape_markup_if_text(footer), **options)
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         """Adds a row, with its cells printed literally."""
-        super().add_row(*map(without_markup, cells), **options)
+        super().add_row(*map(escape_markup_if_text, cells), **options)
 
 
 def print_line(console: Console, sentence: object) -> None:

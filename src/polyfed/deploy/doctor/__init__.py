@@ -18,32 +18,32 @@ class Finding:
 
     Args:
         level: "ok", "note" (worth knowing, or not possible to check from here) or "wrong" (must be mended).
-        part: the part that was checked, such as "certificates".
+        component: the part that was checked, such as "certificates".
         text: a sentence, which says what to do if something is wrong.
     """
 
     level: Literal["ok", "note", "wrong"]
-    part: str
+    component: str
     text: str
 
     def __str__(self) -> str:
-        return f"{self.level:5}  {self.part}: {' '.join(self.text.split())}"
+        return f"{self.level:5}  {self.component}: {' '.join(self.text.split())}"
 
 
 Findings = Iterator[Finding]
 """The findings that a check yields."""
 
 
-def ok_finding(part: str, text: str) -> Finding:
+def ok_finding(component: str, text: str) -> Finding:
     """Returns the finding of a check that found no mistake."""
-    return Finding("ok", part, text)
+    return Finding("ok", component, text)
 
 
-def note_finding(part: str, text: str) -> Finding:
+def note_finding(component: str, text: str) -> Finding:
     """Returns a finding that the user should know about, but that is not a mistake."""
-    return Finding("note", part, text)
+    return Finding("note", component, text)
 
 
-def problem_finding(part: str, text: str) -> Finding:
+def problem_finding(component: str, text: str) -> Finding:
     """Returns the finding of a mistake that the user must correct."""
-    return Finding("wrong", part, text)
+    return Finding("wrong", component, text)

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from polyfed.core.io.atomic_files import read_file
 from polyfed.deploy.doctor import Finding, Findings, note_finding, ok_finding, problem_finding
-from polyfed.deploy.doctor.machine import check_secret_file_mode, find_read_obstacle
+from polyfed.deploy.doctor.machine import check_only_owner_can_access, finding_if_unreadable
 
 EXPIRY_WARNING = datetime.timedelta(days=30)
 """Time before its expiry from which a certificate is worth a note."""
@@ -34,7 +34,7 @@ def utc_now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def read_certificates(file: Path) -> list[x509.Certificate]:
+def read_pem_certificates(file: Path) -> list[x509.Certificate]:
     """Reads all certificates in a PEM file.
 
     Raises:
@@ -54,61 +54,66 @@ def read_certificates(file: Path) -> list[x509.Certificate]:
     return certificates
 
 
-def check_authority_file(part: str, file: Path) -> Findings:
+def check_ca_certificate_file(component: str, file: Path) -> Findings:
     """Checks that a file holds certificates of a certificate authority, and no private key."""
-    if unreadable := find_read_obstacle(part, file):
+    if unreadable := finding_if_unreadable(component, file):
         yield unreadable
         return
     if b"PRIVATE KEY" in read_file(file):
         yield problem_finding(
-            part, f"{file} holds a private key, and is given to everybody; keep the certificate alone in it"
+            component, f"{file} holds a private key, and is given to everybody; keep the certificate alone in it"
         )
     try:
-        certificates = read_certificates(file)
+        certificates = read_pem_certificates(file)
     except _PARSE_ERRORS as error:
         yield problem_finding(
-            part, f"{file} holds no certificates in PEM form ({error}); copy the authority's file again"
+            component, f"{file} holds no certificates in PEM form ({error}); copy the authority's file again"
         )
         return
     for certificate in certificates:
         if not _is_authority(certificate):
             yield problem_finding(
-                part,
+                component,
                 f"{file} has {_subject(certificate)}, which is no authority's certificate; give the one of who signed",
             )
         else:
-            yield from _check_validity(part, file, certificate)
+            yield from _check_validity(component, file, certificate)
 
 
-def check_server_certificate(part: str, file: Path, key: Path, authority: Path, host: str | None) -> Findings:
+def check_server_certificate(
+    component: str, certificate_file: Path, key_file: Path, authority_file: Path, host: str | None
+) -> Findings:
     """Checks that sites will accept a server's TLS certificate, and that its private key matches.
 
     Args:
-        part: `Finding.part`.
-        file: the certificate, followed by those between it and the authority.
-        key: file of its private key.
-        authority: file of the certificates that sites trust.
+        component: `Finding.component`.
+        certificate_file: the certificate, followed by those between it and the authority.
+        key_file: file of its private key.
+        authority_file: file of the certificates that sites trust.
         host: the name or address by which sites reach the server; None if it is not known.
     """
-    if unreadable := find_read_obstacle(part, file):
+    if unreadable := finding_if_unreadable(component, certificate_file):
         yield unreadable
         return
     try:
-        leaf, *intermediates = read_certificates(file)
+        leaf, *intermediates = read_pem_certificates(certificate_file)
     except _PARSE_ERRORS as error:
-        yield problem_finding(part, f"{file} holds no certificate in PEM form ({error}); copy it again")
+        yield problem_finding(
+            component, f"{certificate_file} holds no certificate in PEM form ({error}); copy it again"
+        )
         return
-    leaf_findings = [*_check_validity(part, file, leaf), *_check_names(part, file, leaf, host)]
+    validity_findings = _check_validity(component, certificate_file, leaf)
+    leaf_findings = [*validity_findings, *_check_names(component, certificate_file, leaf, host)]
     yield from leaf_findings
-    chain_findings = _check_chain(part, file, leaf, intermediates, authority)
+    chain_findings = _check_chain(component, certificate_file, leaf, intermediates, authority_file)
     yield from chain_findings
-    key_findings = [*_check_key(part, file, leaf, key)]
+    key_findings = [*_check_key(component, certificate_file, leaf, key_file)]
     yield from key_findings
     if (
         not any(finding.level == "wrong" for finding in (*leaf_findings, *chain_findings, *key_findings))
-        and authority.is_file()
+        and authority_file.is_file()
     ):
-        yield from _check_handshake(part, file, key, authority, host)
+        yield from _check_handshake(component, certificate_file, key_file, authority_file, host)
 
 
 def _is_authority(certificate: x509.Certificate) -> bool:
@@ -159,7 +164,7 @@ def _check_names(part: str, file: Path, leaf: x509.Certificate, host: str | None
         yield note_finding(
             part, f"{file} is for {shown}; sites must reach the server by such a name (--address checks one)"
         )
-    elif is_host_covered(host, dns_names, addresses):
+    elif is_host_covered_by_certificate(host, dns_names, addresses):
         yield ok_finding(part, f"{file} is for {host}")
     else:
         yield problem_finding(
@@ -169,22 +174,25 @@ def _check_names(part: str, file: Path, leaf: x509.Certificate, host: str | None
         )
 
 
-def is_host_covered(host: str, names: list[str], addresses: list[str]) -> bool:
+def is_host_covered_by_certificate(host: str, dns_names: list[str], ip_addresses: list[str]) -> bool:
     """Returns whether one of a certificate's DNS names or IP addresses matches a host; a DNS name may begin with the
     wildcard "*.".
 
-    >>> (is_host_covered("a.example.org", ["*.example.org"], []), is_host_covered("127.0.0.1", ["127.0.0.1"], []),
-    ...  is_host_covered("::1", [], ["::1"]))
-    (True, False, True)
+    >>> is_host_covered_by_certificate("a.example.org", ["*.example.org"], [])
+    True
+    >>> (is_host_covered_by_certificate("127.0.0.1", ["127.0.0.1"], []),
+    ...  is_host_covered_by_certificate("::1", [], ["::1"]))
+    (False, True)
     """
     try:
-        return str(ipaddress.ip_address(host)) in addresses
+        return str(ipaddress.ip_address(host)) in ip_addresses
     except ValueError:
         pass
     host = host.rstrip(".").lower()
     parent_domain = host.partition(".")[2]
     return any(
-        name.lower() == host or (name.startswith("*.") and name[2:].lower() == parent_domain != "") for name in names
+        name.lower() == host or (name.startswith("*.") and name[2:].lower() == parent_domain != "")
+        for name in dns_names
     )
 
 
@@ -192,9 +200,9 @@ def _check_chain(
     part: str, file: Path, leaf: x509.Certificate, intermediates: list[x509.Certificate], authority: Path
 ) -> list[Finding]:
     try:
-        authorities = read_certificates(authority)
+        authorities = read_pem_certificates(authority)
     except (OSError, *_PARSE_ERRORS):
-        return []  # `check_authority_file` reports it
+        return []  # `check_ca_certificate_file` reports it
     current, visited = leaf, [leaf]
     while True:
         if any(_is_issued_by(current, candidate) for candidate in authorities):
@@ -228,10 +236,10 @@ def _is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) ->
 
 
 def _check_key(part: str, file: Path, leaf: x509.Certificate, key: Path) -> Findings:
-    if unreadable := find_read_obstacle(part, key):
+    if unreadable := finding_if_unreadable(part, key):
         yield unreadable
         return
-    yield from check_secret_file_mode(part, key)
+    yield from check_only_owner_can_access(part, key)
     try:
         private = serialization.load_pem_private_key(read_file(key), password=None)
     except TypeError:
@@ -277,50 +285,57 @@ def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: st
                 except ssl.SSLWantReadError:
                     continue
     except (ssl.SSLError, OSError, ValueError) as error:
-        yield problem_finding(part, f"a site that trusts {authority} refuses {file}: {openssl_error_text(error)}")
+        yield problem_finding(part, f"a site that trusts {authority} refuses {file}: {describe_openssl_error(error)}")
 
 
-def openssl_error_text(error: Exception) -> str:
+def describe_openssl_error(error: Exception) -> str:
     """Returns the readable part of an OpenSSL error, without error numbers.
 
-    >>> openssl_error_text(ValueError("no"))
+    >>> describe_openssl_error(ValueError("no"))
     'no'
     """
     return str(getattr(error, "verify_message", "") or getattr(error, "reason", "") or error)
 
 
-def check_site_key(part: str, file: Path) -> Findings:
+def check_site_key_pair(component: str, private_key_file: Path) -> Findings:
     """Checks that a site's private key can be read, is not accessible to other users, and matches the public key file
     beside it.
     """
-    if unreadable := find_read_obstacle(part, file):
+    if unreadable := finding_if_unreadable(component, private_key_file):
         yield unreadable
         return
-    yield from check_secret_file_mode(part, file)
+    yield from check_only_owner_can_access(component, private_key_file)
     try:
-        private = serialization.load_ssh_private_key(read_file(file), password=None)
+        private = serialization.load_ssh_private_key(read_file(private_key_file), password=None)
     except _PARSE_ERRORS as error:
         yield problem_finding(
-            part,
-            f"{file} is no key in OpenSSH's form without passphrase ({str(error)[:120]}); ssh-keygen -q -t ecdsa "
-            "-b 384 -N '' -f site.key",
+            component,
+            f"{private_key_file} is no key in OpenSSH's form without passphrase ({str(error)[:120]}); ssh-keygen -q -t "
+            "ecdsa -b 384 -N '' -f site.key",
         )
         return
     if not isinstance(private, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey):
-        yield problem_finding(part, f"{file} must be a key of ecdsa; ssh-keygen -q -t ecdsa -b 384 -N '' -f site.key")
-        return
-    public = file.with_name(f"{file.name}.pub")
-    if not public.exists():
-        yield note_finding(part, f"{file} can be used; its public half {public} is not there (ssh-keygen -y -f {file})")
-    elif read_public_key(public) != private.public_key().public_bytes(*_RAW):
         yield problem_finding(
-            part, f"{public} is not the public half of {file}; ssh-keygen -y -f {file} > {public}, and register that"
+            component, f"{private_key_file} must be a key of ecdsa; ssh-keygen -q -t ecdsa -b 384 -N '' -f site.key"
+        )
+        return
+    public = private_key_file.with_name(f"{private_key_file.name}.pub")
+    if not public.exists():
+        yield note_finding(
+            component,
+            f"{private_key_file} can be used; its public half {public} is not there (ssh-keygen -y -f {private_key_file})",
+        )
+    elif read_openssh_public_key_as_der(public) != private.public_key().public_bytes(*_RAW):
+        yield problem_finding(
+            component,
+            f"{public} is not the public half of {private_key_file}; ssh-keygen -y -f {private_key_file} > "
+            f"{public}, and register that",
         )
     else:
-        yield ok_finding(part, f"{file} can be used, and {public.name} is its public half")
+        yield ok_finding(component, f"{private_key_file} can be used, and {public.name} is its public half")
 
 
-def read_public_key(file: Path) -> bytes | None:
+def read_openssh_public_key_as_der(file: Path) -> bytes | None:
     """Reads a public key file in OpenSSH's format and returns the key as DER bytes; None if the file holds no such key."""
     try:
         return serialization.load_ssh_public_key(read_file(file)).public_bytes(*_RAW)
@@ -328,42 +343,54 @@ def read_public_key(file: Path) -> bytes | None:
         return None
 
 
-def check_peer_keys(part: str, folder: Path, name: str, key: Path) -> Findings:
+def check_public_keys_of_all_sites(component: str, folder: Path, site_name: str, private_key_file: Path) -> Findings:
     """Checks the folder with all sites' public keys, which secure aggregation needs: all keys differ, and the site's
     own key is among them.
     """
     files = sorted(folder.glob("*.pub")) if folder.is_dir() else []
     if not files:
         yield problem_finding(
-            part, f"{folder} holds no public keys; put NAME.pub of every site there, which sites exchange themselves"
+            component,
+            f"{folder} holds no public keys; put NAME.pub of every site there, which sites exchange themselves",
         )
         return
-    key_by_site = {file.name.removesuffix(".pub").removesuffix(".key"): read_public_key(file) for file in files}
+    key_by_site = {
+        file.name.removesuffix(".pub").removesuffix(".key"): read_openssh_public_key_as_der(file) for file in files
+    }
     for file, public in zip(files, key_by_site.values(), strict=False):
         if public is None:
-            yield problem_finding(part, f"{file} is no public key in OpenSSH's form; ask the site for it again")
+            yield problem_finding(component, f"{file} is no public key in OpenSSH's form; ask the site for it again")
     if len(set(key_by_site.values()) - {None}) < len(key_by_site) - list(key_by_site.values()).count(None) or len(
         key_by_site
     ) < len(files):
-        yield problem_finding(part, f"two files in {folder} have one key or one name; each site has one key of its own")
+        yield problem_finding(
+            component, f"two files in {folder} have one key or one name; each site has one key of its own"
+        )
     try:
-        own_key = serialization.load_ssh_private_key(read_file(key), password=None).public_key().public_bytes(*_RAW)
+        own_key = (
+            serialization.load_ssh_private_key(read_file(private_key_file), password=None)
+            .public_key()
+            .public_bytes(*_RAW)
+        )
     except (OSError, *_PARSE_ERRORS):
-        return  # `check_site_key` reports it
-    if name not in key_by_site:
-        yield problem_finding(part, f"{folder} has no {name}.pub, the key of this site itself; copy it there")
-    elif key_by_site[name] != own_key:
-        yield problem_finding(part, f"the key of {name!r} in {folder} is not that of {key}; copy {key}.pub there")
+        return  # `check_site_key_pair` reports it
+    if site_name not in key_by_site:
+        yield problem_finding(component, f"{folder} has no {site_name}.pub, the key of this site itself; copy it there")
+    elif key_by_site[site_name] != own_key:
+        yield problem_finding(
+            component,
+            f"the key of {site_name!r} in {folder} is not that of {private_key_file}; copy {private_key_file}.pub there",
+        )
     else:
-        yield ok_finding(part, f"{folder} has the keys of {', '.join(sorted(key_by_site))}")
+        yield ok_finding(component, f"{folder} has the keys of {', '.join(sorted(key_by_site))}")
 
 
-def first_name_in_certificate(file: Path) -> str | None:
+def first_host_in_certificate(file: Path) -> str | None:
     """Returns the first DNS name or IP address for which a certificate file is valid; None if the file cannot be read
     or names none.
     """
     try:
-        leaf = read_certificates(file)[0]
+        leaf = read_pem_certificates(file)[0]
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, x509.ExtensionNotFound, *_PARSE_ERRORS):
         return None

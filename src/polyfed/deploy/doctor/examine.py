@@ -8,41 +8,56 @@ from typing import Any
 from polyfed.core.errors import UserError
 from polyfed.deploy.doctor import Findings, note_finding, ok_finding, problem_finding
 from polyfed.deploy.doctor.certificates import (
-    check_authority_file,
-    check_peer_keys,
+    check_ca_certificate_file,
+    check_public_keys_of_all_sites,
     check_server_certificate,
-    check_site_key,
-    first_name_in_certificate,
-    read_public_key,
+    check_site_key_pair,
+    first_host_in_certificate,
+    read_openssh_public_key_as_der,
 )
-from polyfed.deploy.doctor.folders import SERVER_UNIT, SITE_UNIT, SystemdUnit, detect_folder_kinds, read_systemd_unit
+from polyfed.deploy.doctor.folders import (
+    SERVER_UNIT,
+    SITE_UNIT,
+    SystemdUnit,
+    detect_folder_kinds,
+    read_systemd_unit_or_empty,
+)
 from polyfed.deploy.doctor.machine import (
+    check_control_token_file,
     check_package_versions,
     check_state_folder,
-    check_token_file,
-    check_unit_program,
-    find_read_obstacle,
+    check_systemd_program,
+    finding_if_unreadable,
 )
-from polyfed.deploy.doctor.network import check_port_free, check_tls_server, is_port_listening, parse_address
-from polyfed.deploy.doctor.site_config import check_node_config, check_site_file, parse_node_config
-from polyfed.deploy.trial.local_trial import read_trial_file, trial_folder_of
+from polyfed.deploy.doctor.network import (
+    check_port_free,
+    check_tls_server_and_clock,
+    is_port_listening,
+    split_host_and_port,
+)
+from polyfed.deploy.doctor.site_config import check_node_config, check_site_file_defines_client, parse_node_config
+from polyfed.deploy.trial.local_trial import read_running_trial, trial_folder_of
 from polyfed.deploy.trial.project import Project
 
 ConfigurationCheck = Callable[[Mapping[str, Any], Path], Findings]
 """Checks a server's configuration without torch; the command passes it, since it knows the methods' fields."""
 
 
-def diagnose_folder(
-    folder: Path, protocol: int, check_configuration: ConfigurationCheck, port: int = 8000, address: str | None = None
+def run_folder_checks(
+    folder: Path,
+    protocol_version: int,
+    check_server_configuration: ConfigurationCheck,
+    trial_port: int = 8000,
+    server_address: str | None = None,
 ) -> Findings:
     """Checks a folder of a project, a trial, a server or a site, and yields the result of each check.
 
     Args:
         folder: folder of a project, a trial, a server or a site.
-        protocol: version of the protocol between server and sites.
-        check_configuration: checks the configuration of a project.
-        port: port of a trial that is to be started.
-        address: HOST:PORT by which sites reach the server, if the folder does not say.
+        protocol_version: version of the protocol between server and sites.
+        check_server_configuration: checks the configuration of a project.
+        trial_port: port of a trial that is to be started.
+        server_address: HOST:PORT by which sites reach the server, if the folder does not say.
 
     Raises:
         UserError: the folder is none of these, or cannot be read.
@@ -51,13 +66,13 @@ def diagnose_folder(
     kinds = detect_folder_kinds(folder)
     if kinds[0] in ("project", "trial"):
         yield from _check_project(
-            Project(folder if kinds[0] == "project" else folder.parent), check_configuration, port
+            Project(folder if kinds[0] == "project" else folder.parent), check_server_configuration, trial_port
         )
     if "server" in kinds:
-        yield from _check_server_folder(read_systemd_unit(folder / SERVER_UNIT), address)
+        yield from _check_server_folder(read_systemd_unit_or_empty(folder / SERVER_UNIT), server_address)
     if "site" in kinds:
-        yield from _check_site_folder(read_systemd_unit(folder / SITE_UNIT), address)
-    yield from check_package_versions("versions", protocol)
+        yield from _check_site_folder(read_systemd_unit_or_empty(folder / SITE_UNIT), server_address)
+    yield from check_package_versions("versions", protocol_version)
 
 
 # -- a project, and its trial ------------------------------------------------------------------------------------------
@@ -66,7 +81,7 @@ def diagnose_folder(
 def _check_project(project: Project, check_configuration: ConfigurationCheck, port: int) -> Findings:
     names: list[str] = []
     try:
-        words = project.read_configuration()
+        words = project.read_server_configuration()
         names = project.read_site_names()
         yield ok_finding("sites", ", ".join(names))
         yield from check_configuration(words, project.app_folder / "pyproject.toml")
@@ -77,12 +92,12 @@ def _check_project(project: Project, check_configuration: ConfigurationCheck, po
         yield problem_finding(
             "certificates", f"others can enter {certificates} (mode {mode & 0o777:o}); chmod 700 {certificates}"
         )
-    yield from check_authority_file("certificates", certificates / "ca.crt")
+    yield from check_ca_certificate_file("certificates", certificates / "ca.crt")
     pair = certificates / "server.pem", certificates / "server.key"
     yield from check_server_certificate("certificates", *pair, certificates / "ca.crt", "127.0.0.1")
     yield from _check_site_keys(certificates, names)
-    yield from check_site_file("site.py", project.site_file)
-    running = read_trial_file(project)
+    yield from check_site_file_defines_client("site.py", project.site_file)
+    running = read_running_trial(project)
     folder = trial_folder_of(project)
     if running is not None:
         yield from _check_running_trial(folder, certificates / "ca.crt", running, names)
@@ -104,10 +119,10 @@ def _check_site_keys(folder: Path, names: list[str]) -> Findings:
                 "keys", f"{key} is not there yet; polyfed flower up makes it, or the site brings its own"
             )
             continue
-        yield from check_site_key("keys", key)
-        if (public := read_public_key(folder / f"{name}.key.pub")) is not None and site_by_key.setdefault(
-            public, name
-        ) != name:
+        yield from check_site_key_pair("keys", key)
+        if (
+            public := read_openssh_public_key_as_der(folder / f"{name}.key.pub")
+        ) is not None and site_by_key.setdefault(public, name) != name:
             yield problem_finding(
                 "keys", f"{name} and {site_by_key[public]} have one key; each site needs its own, which pins its name"
             )
@@ -133,8 +148,8 @@ def _check_running_trial(folder: Path, authority: Path, running: Mapping[str, An
             f"it has the sites {', '.join(running['sites'])}, and the configuration {', '.join(names)}; runs "
             "have those of the trial",
         )
-    yield from check_tls_server("server", "127.0.0.1", running["port"], authority)
-    yield from check_token_file("token", folder / "control.token")
+    yield from check_tls_server_and_clock("server", "127.0.0.1", running["port"], authority)
+    yield from check_control_token_file("token", folder / "control.token")
 
 
 def _is_alive(process_id: int) -> bool:
@@ -157,7 +172,7 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
             "unit", f"{unit.file} is not there; files are looked for beside it, under the names that it would have"
         )
     else:
-        yield from check_unit_program("unit", unit.program)
+        yield from check_systemd_program("unit", unit.program)
     host, port = options.get("--host") or "127.0.0.1", options.get("--port") or "8000"
     public_address = None
     if address is not None:
@@ -166,9 +181,12 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
         yield problem_finding(
             "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
         )
-    authority = unit.file_of_option("--ssl-ca-certfile", "ca.crt")
-    pair = unit.file_of_option("--ssl-certfile", "server.pem"), unit.file_of_option("--ssl-keyfile", "server.key")
-    yield from check_authority_file("certificates", authority)
+    authority = unit.find_file_of_option("--ssl-ca-certfile", "ca.crt")
+    pair = (
+        unit.find_file_of_option("--ssl-certfile", "server.pem"),
+        unit.find_file_of_option("--ssl-keyfile", "server.key"),
+    )
+    yield from check_ca_certificate_file("certificates", authority)
     yield from check_server_certificate("certificates", *pair, authority, public_address[0] if public_address else None)
     if (stray := unit.file.parent / "ca.key").exists():
         yield note_finding(
@@ -181,7 +199,7 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
             "docs/deploy.md, ports and proxies",
         )
     else:
-        yield from check_token_file("token", unit.file_of_option("--control-token-file", "control.token"))
+        yield from check_control_token_file("token", unit.find_file_of_option("--control-token-file", "control.token"))
     if unit.program is not None and "--enable-supernode-auth" not in options:
         yield problem_finding(
             "keys", f"{unit.file} lacks --enable-supernode-auth: anybody could take part under any name; add it"
@@ -205,7 +223,7 @@ def _check_server_folder(unit: SystemdUnit, address: str | None) -> Findings:
     if address is not None and public_address is None:
         yield problem_finding("address", f"{address!r} is no address; HOST:PORT, such as federation.example.org:443")
     elif public_address is not None and is_port_listening(*public_address):
-        yield from check_tls_server("address", *public_address, authority)
+        yield from check_tls_server_and_clock("address", *public_address, authority)
     elif public_address is not None:
         yield note_finding(
             "address", f"{address} takes no connection yet; look again when the server runs, best from a site"
@@ -222,7 +240,7 @@ def _check_taken_port(address: tuple[str, int], authority: Path, name: str | Non
     """Checks that the program that occupies a port is this server, and not another program."""
     host = "127.0.0.1" if address[0] in ("0.0.0.0", "::") else address[0]
     findings = list(
-        check_tls_server("port", host, address[1], authority, name or first_name_in_certificate(certificate))
+        check_tls_server_and_clock("port", host, address[1], authority, name or first_host_in_certificate(certificate))
     )
     if findings and findings[0].level == "ok":
         yield from findings
@@ -240,7 +258,7 @@ def _check_key_files(folder: Path) -> Findings:
     them.
     """
     for file in sorted(folder.glob("*.pub")):
-        if read_public_key(file) is None:
+        if read_openssh_public_key_as_der(file) is None:
             yield problem_finding("keys", f"{file} is no public key in OpenSSH's form; ask the site for it again")
     for file in sorted(folder.glob("*.key")):
         if file.name not in ("server.key", "ca.key", "site.key"):
@@ -260,17 +278,17 @@ def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
             "unit", f"{unit.file} is not there; files are looked for beside it, under the names that it would have"
         )
     else:
-        yield from check_unit_program("unit", unit.program)
+        yield from check_systemd_program("unit", unit.program)
     if "--insecure" in options:
         yield problem_finding(
             "TLS", f"{unit.file} has --insecure: whoever is on the way reads and changes what travels; take it out"
         )
     authority, key = (
-        unit.file_of_option("--root-certificates", "ca.crt"),
-        unit.file_of_option("--auth-supernode-private-key", "site.key"),
+        unit.find_file_of_option("--root-certificates", "ca.crt"),
+        unit.find_file_of_option("--auth-supernode-private-key", "site.key"),
     )
-    yield from check_authority_file("certificates", authority)
-    yield from check_site_key("keys", key)
+    yield from check_ca_certificate_file("certificates", authority)
+    yield from check_site_key_pair("keys", key)
     words: dict[str, Any] = {}
     if unit.program is not None:
         try:
@@ -281,11 +299,13 @@ def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
                 "configuration", f"{unit.file}: --node-config cannot be read ({error}); texts need double quotes"
             )
     site_file = Path(str(words.get("site") or unit_folder / "site.py")).expanduser()
-    yield from check_site_file("site.py", unit_folder / site_file.name if not site_file.exists() else site_file)
+    yield from check_site_file_defines_client(
+        "site.py", unit_folder / site_file.name if not site_file.exists() else site_file
+    )
     if words.get("secure") and words.get("key") and words.get("peers"):
         key, peers = (Path(str(words[name])).expanduser() for name in ("key", "peers"))
-        yield from check_peer_keys("keys", peers, str(words.get("client-id")), key)
-        if (unreadable := find_read_obstacle("keys", key)) is not None:
+        yield from check_public_keys_of_all_sites("keys", peers, str(words.get("client-id")), key)
+        if (unreadable := finding_if_unreadable("keys", key)) is not None:
             yield unreadable
     if words.get("state-dir"):
         yield from check_state_folder("disk", Path(str(words["state-dir"])).expanduser())
@@ -297,11 +317,11 @@ def _check_site_folder(unit: SystemdUnit, address: str | None) -> Findings:
     elif (server_address := _address_or_none("server", target)) is None:
         yield problem_finding("server", f"{target!r} is no address; HOST:PORT, such as federation.example.org:443")
     else:
-        yield from check_tls_server("server", *server_address, authority)
+        yield from check_tls_server_and_clock("server", *server_address, authority)
 
 
 def _address_or_none(part: str, text: str) -> tuple[str, int] | None:
     try:
-        return parse_address(text)
+        return split_host_and_port(text)
     except ValueError:
         return None

@@ -6,11 +6,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_text_file
 
+FolderKind = Literal["project", "trial", "server", "site"]
 SERVER_UNIT, SITE_UNIT = "superlink.service", "supernode.service"
 _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)
 
@@ -32,20 +33,18 @@ class SystemdUnit:
     options: dict[str, str]
     environment: dict[str, str]
 
-    def file_of_option(self, option: str, default_name: str) -> Path:
+    def find_file_of_option(self, option: str, default_name: str) -> Path:
         """Returns the path of the file that a command-line option of the unit names, or of a default file beside the
         unit. If that file does not exist, but one of the same name beside the unit does, returns the latter.
 
         This allows a folder to be checked before it is copied to its final place.
-
-        So a folder can be checked before it is installed in its place.
         """
         target = Path(self.options.get(option) or self.file.parent / default_name)
         local_copy = self.file.parent / target.name
         return local_copy if not target.exists() and local_copy.exists() else target
 
 
-def read_systemd_unit(file: Path) -> SystemdUnit:
+def read_systemd_unit_or_empty(file: Path) -> SystemdUnit:
     """Reads the program, options and environment variables from a systemd unit file. If the file does not exist, as in
     a container, the returned unit has no program and no options.
 
@@ -85,7 +84,7 @@ def _parse_options(words: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def detect_folder_kinds(folder: Path) -> tuple[str, ...]:
+def detect_folder_kinds(folder: Path) -> tuple[FolderKind, ...]:
     """Returns the roles that a folder has, by the files in it: ("project",), ("trial",), ("server",), ("site",) or
     ("server", "site").
 
@@ -100,7 +99,10 @@ def detect_folder_kinds(folder: Path) -> tuple[str, ...]:
         return ("project",)
     if folder.name == "trial" and (folder.parent / "app" / "pyproject.toml").is_file():
         return ("trial",)
-    marks = {"server": (SERVER_UNIT, "server.pem", "control.token"), "site": (SITE_UNIT, "site.key", "site.py")}
+    marks: dict[FolderKind, tuple[str, ...]] = {
+        "server": (SERVER_UNIT, "server.pem", "control.token"),
+        "site": (SITE_UNIT, "site.key", "site.py"),
+    }
     if kinds := tuple(kind for kind, names in marks.items() if any((folder / name).exists() for name in names)):
         return kinds
     raise UserError(

@@ -22,49 +22,49 @@ CHECKED_PACKAGES = ("torch", "numpy", "safetensors", "flwr", "cryptography", "to
 """Packages whose versions are compared with polyfed's requirements."""
 
 
-def find_read_obstacle(part: str, file: Path) -> Finding | None:
+def finding_if_unreadable(component: str, file: Path) -> Finding | None:
     """Returns a finding that says why a file cannot be read, or None if it can be read."""
     if not file.exists():
-        return problem_finding(part, f"{file} does not exist; put it there, or name another file")
+        return problem_finding(component, f"{file} does not exist; put it there, or name another file")
     if not file.is_file():
-        return problem_finding(part, f"{file} is no file")
+        return problem_finding(component, f"{file} is no file")
     if not os.access(file, os.R_OK):
         return problem_finding(
-            part,
+            component,
             f"{file} cannot be read by {_describe_user()}; run this as the user of the service (sudo -u polyfed ...), or "
             "give the file to it (chown)",
         )
     try:
         check_regular_file(file, MAX_TEXT_BYTES)
     except UserError as error:  # the file is too large, for example
-        return problem_finding(part, str(error))
+        return problem_finding(component, str(error))
     return None
 
 
-def check_secret_file_mode(part: str, file: Path) -> Findings:
+def check_only_owner_can_access(component: str, file: Path) -> Findings:
     """Checks that other users can neither read nor write a secret file; yields a finding only if they can."""
     if (mode := file.stat().st_mode) & 0o077:
-        yield problem_finding(part, f"others can read or write {file} (mode {mode & 0o777:o}); chmod 600 {file}")
+        yield problem_finding(component, f"others can read or write {file} (mode {mode & 0o777:o}); chmod 600 {file}")
 
 
-def check_token_file(part: str, file: Path) -> Findings:
+def check_control_token_file(component: str, file: Path) -> Findings:
     """Checks that the file with the token of Flower's control interface exists, that the token is long enough, and that
     other users cannot read it.
     """
-    if unreadable := find_read_obstacle(part, file):
+    if unreadable := finding_if_unreadable(component, file):
         yield unreadable
         return
-    yield from check_secret_file_mode(part, file)
+    yield from check_only_owner_can_access(component, file)
     token = read_file(file).strip()
     if len(token) < 32 or not token.isascii() or b" " in token:
         yield problem_finding(
-            part, f"{file} must hold at least 32 letters and digits; (umask 077; openssl rand -hex 32 > {file})"
+            component, f"{file} must hold at least 32 letters and digits; (umask 077; openssl rand -hex 32 > {file})"
         )
     else:
-        yield ok_finding(part, f"{file} holds a token")
+        yield ok_finding(component, f"{file} holds a token")
 
 
-def check_state_folder(part: str, folder: Path) -> Findings:
+def check_state_folder(component: str, folder: Path) -> Findings:
     """Checks that a folder for states and checkpoints is writable, is closed to other users, and has enough free disk
     space.
     """
@@ -72,30 +72,30 @@ def check_state_folder(part: str, folder: Path) -> Findings:
     while not existing_folder.exists() and existing_folder != existing_folder.parent:
         existing_folder = existing_folder.parent
     if folder.exists() and not folder.is_dir():
-        yield problem_finding(part, f"{folder} is no folder; name another one")
+        yield problem_finding(component, f"{folder} is no folder; name another one")
         return
     if not os.access(existing_folder, os.W_OK | os.X_OK):
         yield problem_finding(
-            part,
+            component,
             f"{_describe_user()} cannot write to {existing_folder}; run this as the user of the service, or give it "
             "the folder (chown)",
         )
     if folder.exists() and (mode := folder.stat().st_mode) & 0o077:
         yield problem_finding(
-            part, f"others can enter {folder} (mode {mode & 0o777:o}), where states are; chmod 700 {folder}"
+            component, f"others can enter {folder} (mode {mode & 0o777:o}), where states are; chmod 700 {folder}"
         )
     disk = os.statvfs(existing_folder)
     free, needed = disk.f_bavail * disk.f_frsize, max(MIN_FREE_BYTES, 3 * _largest_state_bytes(folder))
     if free < needed:
         yield problem_finding(
-            part,
+            component,
             f"{folder} has {_format_gibibytes(free)} left on its disk, and should have {_format_gibibytes(needed)} for "
             "checkpoints and states; make room, or name a folder on another disk",
         )
     elif disk.f_files and not disk.f_favail:
-        yield problem_finding(part, f"the disk of {folder} can hold no more files (inodes); delete some")
+        yield problem_finding(component, f"the disk of {folder} can hold no more files (inodes); delete some")
     else:
-        yield ok_finding(part, f"{folder} has {_format_gibibytes(free)} left on its disk")
+        yield ok_finding(component, f"{folder} has {_format_gibibytes(free)} left on its disk")
 
 
 def _largest_state_bytes(folder: Path) -> int:
@@ -117,34 +117,35 @@ def _describe_user() -> str:
         return "this user"
 
 
-def check_unit_program(part: str, program: Path) -> Findings:
+def check_systemd_program(component: str, program: Path) -> Findings:
     """Checks that the program that a systemd unit starts exists and is executable, and reports if it belongs to another
     Python installation.
     """
     if not program.exists():
         yield problem_finding(
-            part,
+            component,
             f"the unit starts {program}, which does not exist; install polyfed[flower] there, or mend its ExecStart",
         )
     elif not os.access(program, os.X_OK):
         yield problem_finding(
-            part, f"the unit starts {program}, which {_describe_user()} cannot execute; chmod a+rx it and its folders"
+            component,
+            f"the unit starts {program}, which {_describe_user()} cannot execute; chmod a+rx it and its folders",
         )
     elif program.parent != Path(sys.executable).parent:
         yield note_finding(
-            part,
+            component,
             f"the unit starts {program}; the versions below are those of {sys.executable}, so run that one's "
             "polyfed flower doctor",
         )
 
 
-def check_package_versions(part: str, protocol: int) -> Findings:
+def check_package_versions(component: str, protocol_version: int) -> Findings:
     """Checks that the installed versions of packages meet polyfed's requirements, and reports the most important
     versions.
 
     Args:
-        part: `Finding.part`.
-        protocol: version of the protocol between server and sites.
+        component: `Finding.component`.
+        protocol_version: version of the protocol between server and sites.
     """
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.specifiers import SpecifierSet
@@ -153,7 +154,7 @@ def check_package_versions(part: str, protocol: int) -> Findings:
     python = ".".join(map(str, sys.version_info[:3]))
     if not SpecifierSet(polyfed_metadata["Requires-Python"] or "").contains(python, prereleases=True):
         yield problem_finding(
-            part,
+            component,
             f"Python is {python}, and polyfed needs {polyfed_metadata['Requires-Python']}; make another environment",
         )
     for line in metadata.requires("polyfed") or []:
@@ -168,18 +169,18 @@ def check_package_versions(part: str, protocol: int) -> Findings:
         try:
             installed = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            yield problem_finding(part, f"{requirement.name} is not installed; pip install 'polyfed[flower]'")
+            yield problem_finding(component, f"{requirement.name} is not installed; pip install 'polyfed[flower]'")
             continue
         if not requirement.specifier.contains(re.sub(r"\+.*", "", installed), prereleases=True):
             yield problem_finding(
-                part,
+                component,
                 f"{requirement.name} is {installed}, and polyfed needs {requirement.specifier}; pip install "
                 f"'{requirement.name}{requirement.specifier}'",
             )
     shown = ", ".join(f"{name} {_installed_version(name)}" for name in ("polyfed", "flwr", "torch"))
     yield note_finding(
-        part,
-        f"{shown}, Python {python}, protocol {protocol}; server and sites need the same protocol, and best the "
+        component,
+        f"{shown}, Python {python}, protocol {protocol_version}; server and sites need the same protocol, and best the "
         "same versions",
     )
 

@@ -9,7 +9,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from polyfed.deploy.doctor import Findings, note_finding, ok_finding, problem_finding
-from polyfed.deploy.doctor.certificates import openssl_error_text, utc_now
+from polyfed.deploy.doctor.certificates import describe_openssl_error, utc_now
 
 TIMEOUT_SECONDS = 5.0
 """Time limit of the other side's answer."""
@@ -17,13 +17,13 @@ MAX_AHEAD_SECONDS, MAX_BEHIND_SECONDS = 4.0, 300.0
 """Limits of a site's clock against the server's: Flower refuses requests signed more than 5 s ahead or 305 s behind."""
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def split_host_and_port(text: str) -> tuple[str, int]:
     """Splits a text HOST:PORT into host and port number.
 
     Raises:
         ValueError: the text is no such address.
 
-    >>> parse_address("federation.example.org:443"), parse_address("[::1]:8000")
+    >>> split_host_and_port("federation.example.org:443"), split_host_and_port("[::1]:8000")
     (('federation.example.org', 443), ('::1', 8000))
     """
     host, separator, port = text.rpartition(":")
@@ -40,10 +40,10 @@ def is_port_listening(host: str, port: int) -> bool:
     return False
 
 
-def check_port_free(part: str, host: str, port: int, advice: str) -> Findings:
-    """Checks that a server can listen on a port; if it cannot, the finding ends with the text `advice`."""
+def check_port_free(component: str, host: str, port: int, advice_if_taken: str) -> Findings:
+    """Checks that a server can listen on a port; if it cannot, the finding ends with the text `advice_if_taken`."""
     if is_port_listening("127.0.0.1" if host in ("0.0.0.0", "") else host, port):
-        yield problem_finding(part, f"port {port} of {host} is taken by another program; {advice}")
+        yield problem_finding(component, f"port {port} of {host} is taken by another program; {advice_if_taken}")
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -51,65 +51,69 @@ def check_port_free(part: str, host: str, port: int, advice: str) -> Findings:
         try:
             probe.bind((host, port))
         except PermissionError:
-            yield problem_finding(part, f"{port} is a port for root alone; {advice}")
+            yield problem_finding(component, f"{port} is a port for root alone; {advice_if_taken}")
         except OSError as error:
-            yield problem_finding(part, f"nothing can listen on port {port} of {host} ({error.strerror}); {advice}")
+            yield problem_finding(
+                component, f"nothing can listen on port {port} of {host} ({error.strerror}); {advice_if_taken}"
+            )
         else:
-            yield ok_finding(part, f"port {port} of {host} is free")
+            yield ok_finding(component, f"port {port} of {host} is free")
 
 
-def check_tls_server(part: str, host: str, port: int, authority: Path, name: str | None = None) -> Findings:
+def check_tls_server_and_clock(
+    component: str, host: str, port: int, authority_file: Path, certificate_name: str | None = None
+) -> Findings:
     """Checks that a server answers over TLS with a certificate that this machine trusts, and that its clock agrees with
     this machine's.
 
     Args:
-        part: `Finding.part`.
+        component: `Finding.component`.
         host: name or address of the server.
         port: its port.
-        authority: file of the trusted certificates.
-        name: the name that the certificate must cover, if it is not `host`.
+        authority_file: file of the trusted certificates.
+        certificate_name: the name that the certificate must cover, if it is not `host`.
     """
     try:
-        context = ssl.create_default_context(cafile=str(authority))
+        context = ssl.create_default_context(cafile=str(authority_file))
     except (OSError, ValueError):
-        return  # `check_authority_file` reports it
+        return  # `check_ca_certificate_file` reports it
     try:
         tcp_socket = socket.create_connection((host, port), TIMEOUT_SECONDS)
     except socket.gaierror as error:
         yield problem_finding(
-            part, f"the name {host} is not known here ({error.strerror}); mend the address, or this machine's DNS"
+            component, f"the name {host} is not known here ({error.strerror}); mend the address, or this machine's DNS"
         )
         return
     except TimeoutError:
         yield problem_finding(
-            part,
+            component,
             f"{host}:{port} does not answer within {TIMEOUT_SECONDS:g} s; a firewall may drop the connection, on the way "
             "or at the server",
         )
         return
     except OSError as error:
         yield problem_finding(
-            part,
+            component,
             f"{host}:{port} takes no connection ({error.strerror}); start the server, or mend address and firewall",
         )
         return
     with tcp_socket:
         try:
-            with context.wrap_socket(tcp_socket, server_hostname=name or host) as tls_socket:
+            with context.wrap_socket(tcp_socket, server_hostname=certificate_name or host) as tls_socket:
                 yield ok_finding(
-                    part, f"{host}:{port} answers with a certificate of {authority} ({tls_socket.version()})"
+                    component, f"{host}:{port} answers with a certificate of {authority_file} ({tls_socket.version()})"
                 )
                 yield from _check_clock(tls_socket, host)
         except ssl.SSLCertVerificationError as error:
             yield problem_finding(
-                part,
-                f"the certificate of {host}:{port} is refused: {openssl_error_text(error)}; give this machine the "
+                component,
+                f"the certificate of {host}:{port} is refused: {describe_openssl_error(error)}; give this machine the "
                 "certificate of the server's authority, set its clock, or mend the server's certificate",
             )
         except (ssl.SSLError, OSError, ValueError) as error:
             yield problem_finding(
-                part,
-                f"{host}:{port} speaks no TLS that could be understood ({openssl_error_text(error)}); it may be another "
+                component,
+                f"{host}:{port} speaks no TLS that could be understood ({describe_openssl_error(error)}); it may be another "
                 "program, or a proxy",
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 from polyfed.core.errors import did_you_mean
 from polyfed.core.io.atomic_files import read_file
 from polyfed.deploy.doctor import Findings, note_finding, ok_finding, problem_finding
-from polyfed.deploy.doctor.machine import find_read_obstacle
+from polyfed.deploy.doctor.machine import finding_if_unreadable
 from polyfed.deploy.trial.project import SITE_NAME_PATTERN
 
 NODE_CONFIG_TYPES: Mapping[str, type | tuple[type, ...]] = {
@@ -36,7 +36,7 @@ def parse_node_config(text: str) -> dict[str, Any]:
     return tomllib.loads("\n".join(f"{key} = {value}" for key, value in _PAIR.findall(text)))
 
 
-def check_node_config(part: str, node_config: Mapping[str, Any]) -> Findings:
+def check_node_config(component: str, node_config: Mapping[str, Any]) -> Findings:
     """Checks that the keys of a site's node configuration are known, that their values have the right types, and that
     they do not contradict each other.
     """
@@ -44,64 +44,66 @@ def check_node_config(part: str, node_config: Mapping[str, Any]) -> Findings:
     for word in (word for word in ("client-id", "site", "state-dir") if not node_config.get(word)):
         has_problem = True
         yield problem_finding(
-            part, f'node-config lacks {word}; \'client-id="north" site="/path/site.py" state-dir="/path/state"\''
+            component, f'node-config lacks {word}; \'client-id="north" site="/path/site.py" state-dir="/path/state"\''
         )
     for word, value in node_config.items():
         if word not in NODE_CONFIG_TYPES:
             has_problem = True
-            yield problem_finding(part, f"node-config has no {word!r}; {did_you_mean(word, NODE_CONFIG_TYPES)}")
+            yield problem_finding(component, f"node-config has no {word!r}; {did_you_mean(word, NODE_CONFIG_TYPES)}")
         elif not isinstance(value, NODE_CONFIG_TYPES[word]) or (
             isinstance(value, bool) and NODE_CONFIG_TYPES[word] is not bool
         ):
             has_problem = True
             yield problem_finding(
-                part,
+                component,
                 f"node-config: {word} = {value!r} is of another type; write true, false, a number, or text in quotes",
             )
     if (name := node_config.get("client-id")) and not SITE_NAME_PATTERN.fullmatch(str(name)):
         has_problem = True
-        yield problem_finding(part, f"node-config: client-id = {name!r} is no name; letters, digits, '-', '_' and '.'")
+        yield problem_finding(
+            component, f"node-config: client-id = {name!r} is no name; letters, digits, '-', '_' and '.'"
+        )
     if node_config.get("secure") and not (node_config.get("key") and node_config.get("peers")):
         has_problem = True
         yield problem_finding(
-            part,
+            component,
             'node-config: secure=true needs key="/path/site.key" and peers="/path/keys", a folder with NAME.pub of '
             "every site",
         )
     if node_config.get("noise-multiplier") and not node_config.get("clip-norm"):
         has_problem = True
         yield problem_finding(
-            part, "node-config: noise-multiplier needs clip-norm, the norm to which a change is limited"
+            component, "node-config: noise-multiplier needs clip-norm, the norm to which a change is limited"
         )
     if node_config.get("noise-multiplier") and node_config.get("disclose"):
         has_problem = True
         yield problem_finding(
-            part, "node-config: with noise-multiplier no numbers may leave the site; take disclose out"
+            component, "node-config: with noise-multiplier no numbers may leave the site; take disclose out"
         )
     if not has_problem:
-        yield ok_finding(part, f"node-config of {node_config['client-id']!r} can be read")
+        yield ok_finding(component, f"node-config of {node_config['client-id']!r} can be read")
 
 
-def check_site_file(part: str, file: Path) -> Findings:
+def check_site_file_defines_client(component: str, file: Path) -> Findings:
     """Checks that `site.py` has valid Python syntax and defines the function `client`, without executing it."""
-    yield from check_functions_defined(part, file, {"client": "a site's network and data"})
+    yield from check_file_defines_functions(component, file, {"client": "a site's network and data"})
 
 
-def check_functions_defined(part: str, file: Path, purpose_by_name: Mapping[str, str]) -> Findings:
+def check_file_defines_functions(component: str, file: Path, purpose_by_function: Mapping[str, str]) -> Findings:
     """Checks that a Python file has valid syntax and defines the required functions, without executing it.
 
     Args:
-        part: `Finding.part`.
+        component: `Finding.component`.
         file: the Python file.
-        purpose_by_name: the purpose of each required function, for the finding.
+        purpose_by_function: the purpose of each required function, for the finding.
     """
-    if unreadable := find_read_obstacle(part, file):
+    if unreadable := finding_if_unreadable(component, file):
         yield unreadable
         return
     try:
         body = ast.parse(read_file(file), str(file)).body
     except (SyntaxError, ValueError) as error:
-        yield problem_finding(part, f"{file} is no Python: {error}")
+        yield problem_finding(component, f"{file} is no Python: {error}")
         return
     names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names |= {t.id for node in body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
@@ -111,10 +113,12 @@ def check_functions_defined(part: str, file: Path, purpose_by_name: Mapping[str,
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    lacking = [name for name in purpose_by_name if name not in names]
+    lacking = [name for name in purpose_by_function if name not in names]
     for name in lacking:
-        yield problem_finding(part, f"{file} does not define {name}(), {purpose_by_name[name]}")
-    if purpose_by_name and not lacking:
-        yield ok_finding(part, f"{file} defines {', '.join(f'{name}()' for name in purpose_by_name)}")
+        yield problem_finding(component, f"{file} does not define {name}(), {purpose_by_function[name]}")
+    if purpose_by_function and not lacking:
+        yield ok_finding(component, f"{file} defines {', '.join(f'{name}()' for name in purpose_by_function)}")
     if any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in body):
-        yield note_finding(part, f"{file} calls functions when it is read, for each message again; keep that short")
+        yield note_finding(
+            component, f"{file} calls functions when it is read, for each message again; keep that short"
+        )

@@ -12,12 +12,12 @@ from flwr.serverapp import Grid, ServerApp
 
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.deploy.flower.engine import FlowerEngine, SiteRegistry, envelope_to_record, packed_envelope_from_record
-from polyfed.deploy.flower.private_api import shorten_reply_polling
+from polyfed.deploy.flower.private_api import try_to_shorten_reply_polling
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope
 from polyfed.deploy.server.preprocessing import agree_on_preprocessing
 from polyfed.deploy.server.server_config import configure_server
-from polyfed.deploy.site.node_config import answer_message, build_site
+from polyfed.deploy.site.node_config import answer_or_refuse_message, build_site
 from polyfed.simulation.monitoring.progress import LineProgress, Progress
 from polyfed.simulation.results.run import Run
 
@@ -37,16 +37,18 @@ def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | N
         ClientError, RoundError: as `federate`.
     """
     server = configure_server(config)
-    sites = SiteRegistry(grid, server.deployment.sites, server.introduction_head(), server.first_introductions)
-    introductions = sites.wait_for_all_sites(server.deployment.join_seconds)
+    sites = SiteRegistry(grid, server.deployment.sites, server.build_introduction_head(), server.first_introductions)
+    introductions = sites.wait_for_all_introductions(server.deployment.join_seconds)
     prepared_server = agree_on_preprocessing(server, introductions, partial(FlowerEngine, grid, sites))
     if prepared_server is not server:  # sites are introduced again, with the preprocessing
         server = prepared_server
-        sites = SiteRegistry(grid, server.deployment.sites, server.introduction_head(), server.first_introductions)
-        introductions = sites.wait_for_all_sites(server.deployment.join_seconds)
-    federation, engine = server.build_federation(introductions), FlowerEngine(grid, sites, server)
+        sites = SiteRegistry(
+            grid, server.deployment.sites, server.build_introduction_head(), server.first_introductions
+        )
+        introductions = sites.wait_for_all_introductions(server.deployment.join_seconds)
+    federation, engine = server.build_checked_federation(introductions), FlowerEngine(grid, sites, server)
     engine.bind_federation(federation)
-    return server.run_federation(federation, engine, progress or LineProgress(norms=True), introductions)
+    return server.run_or_resume_federation(federation, engine, progress or LineProgress(norms=True), introductions)
 
 
 def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: context.run_config) -> ServerApp:
@@ -56,7 +58,7 @@ def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         send_logs_to_stderr()
-        shorten_reply_polling()
+        try_to_shorten_reply_polling()
         try:
             run_deployment(grid, config(context))
         except (UserError, ClientError, RoundError) as error:
@@ -82,6 +84,6 @@ def client_app() -> ClientApp:
 
 def _answer_flower_message(message: FlowerMessage, config: Mapping[str, Any]) -> Envelope:
     send_logs_to_stderr()
-    return answer_message(
+    return answer_or_refuse_message(
         config, lambda: build_site(config), lambda: packed_envelope_from_record(message.content, SERVER_HEAD_BYTES)
     )

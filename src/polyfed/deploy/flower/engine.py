@@ -18,20 +18,21 @@ from flwr.serverapp import Grid
 
 from polyfed.core.errors import ClientError, UserError
 from polyfed.deploy.flower.polling import PollingSchedule
-from polyfed.deploy.flower.records import build_record, parse_record
+from polyfed.deploy.flower.records import build_flower_record, parse_flower_record
 from polyfed.deploy.protocol.handshake import describe_changed_introduction
-from polyfed.deploy.protocol.piggyback import build_envelopes
+from polyfed.deploy.protocol.piggyback import build_envelope_per_client
 from polyfed.deploy.protocol.table_summary import describe_table_difference
 from polyfed.deploy.protocol.wire import (
     SERVER_HEAD_BYTES,
     SITE_HEAD_BYTES,
     Envelope,
+    FailureReason,
     PackedEnvelope,
     count_record_bytes,
     pack_envelope,
     parse_head,
 )
-from polyfed.deploy.server.reply_validation import parse_evaluation_result, parse_task_result, sanitize_line
+from polyfed.deploy.server.reply_validation import parse_evaluation_result_or_failure, parse_task_result, sanitize_line
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server import DeploymentServer
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase, TaskResult
@@ -58,7 +59,7 @@ def envelope_to_record(envelope: Envelope) -> RecordDict:
     >>> back.head, dict(back.body.scalars), back.body.tensors["model"]["w"]
     ({'kind': 'task'}, {'lr': 0.1}, tensor([1., 1.]))
     """
-    return build_record(*pack_envelope(envelope))
+    return build_flower_record(*pack_envelope(envelope))
 
 
 def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_BYTES) -> Envelope:
@@ -86,7 +87,7 @@ def packed_envelope_from_record(record: RecordDict, max_head_length: int = SITE_
         UserError: the records hold no envelope, or exceed the limits.
     """
     try:
-        return PackedEnvelope(*parse_record(record), max_head_length)
+        return PackedEnvelope(*parse_flower_record(record), max_head_length)
     except Exception as error:  # on hostile bytes numpy and Flower may raise anything
         raise UserError(f"not a message of polyfed: {type(error).__name__}: {sanitize_line(error)}") from error
 
@@ -124,7 +125,7 @@ class SiteRegistry:
         self.refusals: dict[str, str] = {}
         self._refusal_heads: dict[str, Mapping[str, Any]] = {}  # headers of refusals, with summaries of tables
 
-    def query_new_nodes(self) -> None:
+    def query_new_nodes_and_register_answers(self) -> None:
         """Asks new Flower nodes which site they are, and updates the registry by the answers so far."""
         names = {node.node_id: node.name for node in self._grid.get_nodes()}
         for node in sorted(set(names) - self._queried_nodes):
@@ -133,7 +134,7 @@ class SiteRegistry:
             for message_id in self._grid.push_messages([message]):
                 self._queried_nodes.add(node)
                 self._pending_nodes[message_id] = node
-        for answer in pull_replies(self._grid, self._pending_nodes, self._unreadable):
+        for answer in pull_arrived_replies(self._grid, self._pending_nodes, self._unreadable):
             node = self._pending_nodes.pop(answer.metadata.reply_to_message_id, 0)
             if answer.has_error():
                 self._queried_nodes.discard(node)  # it may have been starting; it is asked again
@@ -175,23 +176,23 @@ class SiteRegistry:
             self.introductions.setdefault(client, head)
             self.refusals.pop(client, None)
 
-    def wait_for_all_sites(self, seconds: float) -> Mapping[str, Mapping[str, Any]]:
+    def wait_for_all_introductions(self, timeout_seconds: float) -> Mapping[str, Mapping[str, Any]]:
         """Waits until all sites are connected, and returns the header in which each describes itself.
 
         Raises:
             UserError: a site is missing after so many seconds, or refuses.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout_seconds
         while missing := sorted(self._site_names - set(self.nodes)):
             if time.monotonic() > deadline:
                 present = ", ".join(sorted(self.nodes)) or "none"
                 raise UserError(
-                    f"after {seconds:g} s these sites are missing: {', '.join(missing)} (there are: {present}); start their "
-                    "SuperNodes, or raise join-seconds"
+                    f"after {timeout_seconds:g} s these sites are missing: {', '.join(missing)} (there are: {present}); "
+                    "start their SuperNodes, or raise join-seconds"
                 )
-            self.query_new_nodes()
+            self.query_new_nodes_and_register_answers()
             if self.refusals and (
-                not self._others_may_explain(missing) or time.monotonic() > deadline - seconds + _REASON_SECONDS
+                not self._others_may_explain(missing) or time.monotonic() > deadline - timeout_seconds + _REASON_SECONDS
             ):
                 client, reason = next(iter(self.refusals.items()))
                 difference = describe_table_difference({**self.introductions, **self._refusal_heads})
@@ -207,15 +208,15 @@ class SiteRegistry:
         return tables and any(client not in self.refusals for client in missing)
 
 
-def pull_replies(grid: Grid, waiting: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
+def pull_arrived_replies(grid: Grid, awaited_ids: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
     """Fetches the replies that have arrived, one by one, so that an unreadable one does not affect the others.
 
     Args:
         grid: Flower's connection to the nodes.
-        waiting: ids of the messages whose replies are expected.
+        awaited_ids: ids of the messages whose replies are expected.
         unreadable: gets the ids of replies that cannot be read, which are not fetched again.
     """
-    for message_id in [message_id for message_id in waiting if message_id not in unreadable]:
+    for message_id in [message_id for message_id in awaited_ids if message_id not in unreadable]:
         try:
             yield from grid.pull_messages([message_id])
         except (
@@ -265,12 +266,12 @@ class FlowerEngine(Engine):
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """Sends tasks to sites and yields results as replies arrive; a missing, late or invalid reply is a failure."""
         if self._secure_rounds is not None and any(task.phase == "local" for task in tasks):
-            yield from self._secure_rounds.run_round_tasks(tasks, self._server_state)
+            yield from self._secure_rounds.run_secure_round(tasks, self._server_state)
             return
         tasks_by_client: dict[str, list[ClientTask]] = {}
         for task in tasks:
             tasks_by_client.setdefault(task.client, []).append(task)
-        envelopes = build_envelopes(tasks, self._server.task_head)
+        envelopes = build_envelope_per_client(tasks, self._server.build_task_head)
         for client, answer in self.exchange(envelopes, max((task.round for task in tasks), default=0)):
             for task in tasks_by_client[client]:
                 yield self._parse_answer(task, answer, with_evaluation=len(tasks_by_client[client]) > 1)
@@ -280,7 +281,7 @@ class FlowerEngine(Engine):
     ) -> TaskResult:
         """Returns a task's result from the site's answer; an invalid or missing answer is a failure."""
         if task.phase == "evaluate":
-            return parse_evaluation_result(task, answer, self._server, piggybacked=with_evaluation)
+            return parse_evaluation_result_or_failure(task, answer, self._server, piggybacked=with_evaluation)
         try:
             if isinstance(answer, str):
                 raise UserError(answer)
@@ -293,10 +294,10 @@ class FlowerEngine(Engine):
 
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
-    ) -> Iterator[tuple[str, PackedEnvelope | str]]:
+    ) -> Iterator[tuple[str, PackedEnvelope | FailureReason]]:
         """Sends one message to each site and yields (site, reply), or (site, reason) if there is no reply."""
         deployment = self._server.deployment
-        self._sites.query_new_nodes()
+        self._sites.query_new_nodes_and_register_answers()
         connected = self._activation_by_node()
         waiting: dict[str, str] = {}
         for client, envelope in envelopes.items():
@@ -332,7 +333,7 @@ class FlowerEngine(Engine):
                     self._messages_to_restarted_nodes(waiting, connected),
                     time.monotonic() + _NODE_CHECK_SECONDS,
                 )
-                for answer in pull_replies(self._grid, lost, unreadable):  # replies from before the restart
+                for answer in pull_arrived_replies(self._grid, lost, unreadable):  # replies from before the restart
                     lost.pop(answer.metadata.reply_to_message_id)
                     yield waiting.pop(answer.metadata.reply_to_message_id), self._unpack_answer(answer)
                 for message_id, client in lost.items():
@@ -343,12 +344,12 @@ class FlowerEngine(Engine):
                 for message_id, client in waiting.items()
                 if not schedules[client].seconds_until_poll()
             }
-            for answer in pull_replies(self._grid, due, unreadable):
+            for answer in pull_arrived_replies(self._grid, due, unreadable):
                 client = waiting.pop(answer.metadata.reply_to_message_id)
-                schedules[client].record_arrival()
+                schedules[client].record_arrival_time()
                 yield client, self._unpack_answer(answer)
             for client in set(due.values()) & set(waiting.values()):
-                schedules[client].record_miss()
+                schedules[client].record_empty_poll()
             for message_id in unreadable & set(waiting):
                 yield waiting.pop(message_id), "its reply cannot be read; the server's log says why"
             if waiting and time.monotonic() > deadline:

@@ -17,27 +17,32 @@ class PollingSchedule:
     poll finds the message, it may have arrived at any time before, so that half of the waiting time counts.
 
     Args:
-        shortest: the shortest wait between two polls, in seconds.
-        longest: the longest wait between two polls, in seconds.
-        share: the share of the time passed that a wait takes.
+        shortest_seconds: the shortest wait between two polls, in seconds.
+        longest_seconds: the longest wait between two polls, in seconds.
+        share_of_passed_time: the share of the time passed that a wait takes.
         clock: returns the time in seconds.
 
     >>> now = iter([0.0, 0.0, 0.0, 0.0, 10.0, 10.0, 10.0, 10.0]).__next__
     >>> pace = PollingSchedule(clock=now)
-    >>> pace.seconds_until_poll(), pace.record_miss(), pace.seconds_until_poll()
+    >>> pace.seconds_until_poll(), pace.record_empty_poll(), pace.seconds_until_poll()
     (0.0, None, 0.2)
-    >>> pace.record_miss(), pace.seconds_until_poll(), pace.record_arrival()
+    >>> pace.record_empty_poll(), pace.seconds_until_poll(), pace.record_arrival_time()
     (None, 0.5, None)
     """
 
     def __init__(
         self,
-        shortest: float = 0.2,
-        longest: float = 3.0,
-        share: float = 0.05,
+        shortest_seconds: float = 0.2,
+        longest_seconds: float = 3.0,
+        share_of_passed_time: float = 0.05,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shortest, self._longest, self._share, self._clock = shortest, longest, share, clock
+        self._shortest, self._longest, self._share, self._clock = (
+            shortest_seconds,
+            longest_seconds,
+            share_of_passed_time,
+            clock,
+        )
         self._durations: deque[float] = deque(maxlen=_HISTORY_LENGTH)
         self.start_new_wait()
 
@@ -47,7 +52,7 @@ class PollingSchedule:
         self._misses = 0
         self._next_poll = self._since + self._expected_idle_seconds(0.0)
 
-    def record_miss(self) -> None:
+    def record_empty_poll(self) -> None:
         """Records that a poll found no message."""
         now = self._clock()
         passed = now - self._since
@@ -56,7 +61,7 @@ class PollingSchedule:
             self._expected_idle_seconds(passed), min(self._longest, max(self._shortest, self._share * passed))
         )
 
-    def record_arrival(self) -> None:
+    def record_arrival_time(self) -> None:
         """Records that a poll found the awaited message, and stores how long it took to arrive."""
         self._durations.append((self._clock() - self._since) / (1 if self._misses else 2))
 

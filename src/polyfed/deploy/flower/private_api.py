@@ -40,7 +40,7 @@ class UnsupportedFlowerError(Exception):
     """Says that the private functions of the installed Flower are not those that this version of polyfed knows."""
 
 
-def load_flower_internals() -> Mapping[str, Any]:
+def import_private_flower_functions() -> Mapping[str, Any]:
     """Imports the private functions of Flower that polyfed uses, and returns them by polyfed's own short names.
 
     Raises:
@@ -64,7 +64,7 @@ def load_flower_internals() -> Mapping[str, Any]:
     return internals
 
 
-def shorten_reply_polling() -> bool:
+def try_to_shorten_reply_polling() -> bool:
     """Makes Flower, in this process, ask again after 0.05 s (instead of 1 s) for a reply of which a part is still
     missing.
 
@@ -84,7 +84,7 @@ def shorten_reply_polling() -> bool:
     return True
 
 
-def keep_messages_in_memory() -> bool:
+def try_to_keep_messages_in_memory() -> bool:
     """Makes the SuperLink of this process hold messages in memory instead of in its database, which saves disk writes.
 
     No message is of use after the SuperLink has ended, since its runs have failed then.

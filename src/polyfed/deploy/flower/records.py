@@ -14,29 +14,29 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from polyfed.deploy.protocol.framing import MAX_GROUPS, MAX_SCALARS
+from polyfed.deploy.protocol.framing import MAX_GROUPS, MAX_SCALARS, SerializedEnvelope
 
 MAX_INLINE_BYTES = 8 * 2**20
 _NUMBER, _GROUP = "#", "@"
 
 
-def build_record(head: str, scalars: Mapping[str, Any], groups: Mapping[str, bytes]) -> RecordDict:
+def build_flower_record(head_json: str, scalars: Mapping[str, Any], packed_groups: Mapping[str, bytes]) -> RecordDict:
     """Builds a Flower RecordDict from a message's header, its numbers and its packed groups of tensors.
 
-    >>> parse_record(build_record("{}", {"lr": 0.1}, {"model": b"bytes"}))
-    ('{}', {'lr': 0.1}, {'model': b'bytes'})
+    >>> parse_flower_record(build_flower_record("{}", {"lr": 0.1}, {"model": b"bytes"}))
+    SerializedEnvelope(head='{}', scalars={'lr': 0.1}, groups={'model': b'bytes'})
     """
     body: dict[str, Any] = {f"{_NUMBER}{name}": number for name, number in scalars.items()}
-    large = {name: data for name, data in groups.items() if len(data) > MAX_INLINE_BYTES}
-    body |= {f"{_GROUP}{name}": data for name, data in groups.items() if name not in large}
-    records: dict[str, Any] = {"head": ConfigRecord({"json": head}), "body": ConfigRecord(body)}
+    large = {name: data for name, data in packed_groups.items() if len(data) > MAX_INLINE_BYTES}
+    body |= {f"{_GROUP}{name}": data for name, data in packed_groups.items() if name not in large}
+    records: dict[str, Any] = {"head": ConfigRecord({"json": head_json}), "body": ConfigRecord(body)}
     if large:
         arrays = {name: Array(np.frombuffer(data, dtype=np.uint8)) for name, data in large.items()}
         records["arrays"] = ArrayRecord(arrays)
     return RecordDict(records)
 
 
-def parse_record(record: RecordDict) -> tuple[str, dict[str, Any], dict[str, bytes]]:
+def parse_flower_record(record: RecordDict) -> SerializedEnvelope:
     """Returns header, numbers and packed groups of tensors from a Flower RecordDict, without unpacking the header or
     the tensors.
 
@@ -60,7 +60,9 @@ def parse_record(record: RecordDict) -> tuple[str, dict[str, Any], dict[str, byt
     wrong_scalars = [name for name, value in scalars.items() if isinstance(value, bool | str | bytes)]
     if wrong_scalars or len(scalars) + len(groups) < len(body) or not isinstance(head, str) or set(groups) & set(large):
         raise ValueError("it holds what is neither a head nor a number nor a group of tensors")
-    return head, scalars, {**groups, **{name: _array_payload(array) for name, array in large.items()}}
+    return SerializedEnvelope(
+        head, scalars, {**groups, **{name: _array_payload(array) for name, array in large.items()}}
+    )
 
 
 def _array_payload(array: Array) -> bytes:

@@ -42,7 +42,7 @@ from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_text_file
-from polyfed.deploy.flower.private_api import keep_messages_in_memory
+from polyfed.deploy.flower.private_api import try_to_keep_messages_in_memory
 
 _LOG = logging.getLogger("polyfed.link")
 _MIN_TOKEN_LENGTH = 32
@@ -101,7 +101,7 @@ def read_control_token(file: Path) -> str:
     return token
 
 
-def explain_refused_request(signing_time: str, now: datetime.datetime) -> str:
+def explain_refused_supernode_request(signing_time: str, now: datetime.datetime) -> str:
     """Returns the probable reason why the SuperLink refused a SuperNode's signed request: the SuperNode's clock is
     wrong, or else its key.
 
@@ -110,9 +110,9 @@ def explain_refused_request(signing_time: str, now: datetime.datetime) -> str:
         now: time of this machine.
 
     >>> now = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
-    >>> explain_refused_request("2026-01-01T13:00:00+00:00", now)
+    >>> explain_refused_supernode_request("2026-01-01T13:00:00+00:00", now)
     'its clock is 3600 s ahead of this one (at most 5 s ahead and 305 s behind are accepted); set both right'
-    >>> explain_refused_request("2026-01-01T12:00:00+00:00", now)
+    >>> explain_refused_supernode_request("2026-01-01T12:00:00+00:00", now)
     'its key is not the registered one, or its request was changed'
     """
     try:
@@ -128,7 +128,7 @@ def explain_refused_request(signing_time: str, now: datetime.datetime) -> str:
     )
 
 
-def add_log_of_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
+def wrap_to_log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
     """Returns Flower's function that authenticates SuperNodes, extended to log the reason when it refuses a request.
 
     Flower answers 401 for every reason, and its SuperNode then ends without a message.
@@ -142,19 +142,21 @@ def add_log_of_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], 
                 stamp, now = request.headers.get(TIMESTAMP_HEADER, ""), datetime.datetime.now(datetime.UTC)
                 address = getattr(request.client, "host", "an unknown address")
                 _LOG.warning(
-                    "polyfed: the SuperNode at %s is refused: %s", address, explain_refused_request(stamp, now)
+                    "polyfed: the SuperNode at %s is refused: %s",
+                    address,
+                    explain_refused_supernode_request(stamp, now),
                 )
             raise
 
     return authenticate_and_log
 
 
-def store_control_token(address: str, token: str) -> None:
+def save_control_token_for_flwr(superlink_address: str, token: str) -> None:
     """Saves the token for a SuperLink where the command `flwr` looks for it, below the folder FLWR_HOME."""
     store = get_credential_store()
     pairs = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
     for key, value in pairs.items():
-        store.set(key % address, value.encode())
+        store.set(key % superlink_address, value.encode())
 
 
 def register_site_keys(key_file_by_site: Mapping[str, str], connection: str = "fed") -> None:
@@ -184,7 +186,7 @@ def register_site_keys(key_file_by_site: Mapping[str, str], connection: str = "f
                 ) from error
 
 
-def main(arguments: list[str]) -> None:
+def start_superlink_or_log_in(arguments: list[str]) -> None:
     """Starts the SuperLink with the given command-line arguments; with `--login`, instead saves the token for `flwr`
     and registers sites' keys.
 
@@ -202,12 +204,12 @@ def main(arguments: list[str]) -> None:
         raise UserError("--control-token-file is missing: a file of mode 600 with a token; openssl rand -hex 32 > FILE")
     token = read_control_token(Path(options["--control-token-file"]))
     if "--login" in options:
-        store_control_token(options["--login"], token)
+        save_control_token_for_flwr(options["--login"], token)
         register_site_keys(dict(word.split("=", 1) for word in arguments if word != "--register"))
         return
     if "--messages-on-disk" in arguments:
         arguments.remove("--messages-on-disk")
-    elif not keep_messages_in_memory():
+    elif not try_to_keep_messages_in_memory():
         print(
             "polyfed: warning: this version of Flower holds messages in its database, which costs seconds",
             file=sys.stderr,
@@ -216,14 +218,14 @@ def main(arguments: list[str]) -> None:
     superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     superlink.load_control_authn_plugin = lambda: TokenPlugin(token)
     node_auth: Any = importlib.import_module("flwr.superlink.routers.fleet.node_auth")
-    node_auth.authenticate_node = add_log_of_refusals(node_auth.authenticate_node)
+    node_auth.authenticate_node = wrap_to_log_refusals(node_auth.authenticate_node)
     sys.argv[1:] = arguments
     superlink.flower_superlink()
 
 
-def run_command() -> None:
+def run_from_command_line() -> None:
     """Calls `main` with the command line's arguments, and exits with an error message on a `UserError`."""
     try:
-        main(sys.argv[1:])
+        start_superlink_or_log_in(sys.argv[1:])
     except UserError as error:
         sys.exit(f"polyfed: {error}")

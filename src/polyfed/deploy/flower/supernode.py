@@ -7,9 +7,9 @@ and installs the app that the server sent. This one connects to the SuperLink wi
 and passes messages to the site's process (`polyfed.deploy.site.worker`) over a pair of sockets. It neither requests nor
 executes the app, and listens on no port. If the site's process dies, the server is notified at once, and another is started.
 
-This uses parts of Flower that are not public. They are checked at the start (`load_flower_internals`). If they differ, or on
-Windows, or with options that only Flower's SuperNode has, or with POLYFED_SITE_PROCESS=off in the environment, Flower's own
-SuperNode is started instead, with a warning; POLYFED_SITE_PROCESS=only forbids that.
+This uses parts of Flower that are not public. They are checked at the start (`import_private_flower_functions`). If they
+differ, or on Windows, or with options that only Flower's SuperNode has, or with POLYFED_SITE_PROCESS=off in the
+environment, Flower's own SuperNode is started instead, with a warning; POLYFED_SITE_PROCESS=only forbids that.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.flower.polling import PollingSchedule
-from polyfed.deploy.flower.private_api import CONNECTION_PARTS, UnsupportedFlowerError, load_flower_internals
+from polyfed.deploy.flower.private_api import CONNECTION_PARTS, UnsupportedFlowerError, import_private_flower_functions
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.framing import Frame, FrameError, receive_frame, send_frame
 
@@ -66,7 +66,7 @@ class SiteProcess:
         """Starts the site's process, unless it is already running; it imports torch at once."""
         if self.pid is not None:
             return
-        self.stop()
+        self.stop_and_get_exit_status()
         own_socket, child_socket = socket.socketpair()
         with child_socket:
             descriptor = child_socket.fileno()
@@ -78,9 +78,9 @@ class SiteProcess:
         if self._config:
             self._send_config()
 
-    def set_node_config(self, config: str) -> None:
+    def send_and_keep_node_config(self, config_json: str) -> None:
         """Sends the node configuration (JSON) to the site's process, and keeps it for later processes."""
-        self._config = config
+        self._config = config_json
         self._send_config()
 
     def _send_config(self) -> None:
@@ -104,15 +104,15 @@ class SiteProcess:
             except (EOFError, FrameError, OSError) as error:
                 if isinstance(error, FrameError) and type(error) is FrameError:
                     raise  # the frame was read to its end, so that the connection can still be used
-                status = self.stop()
+                status = self.stop_and_get_exit_status()
                 self.start_if_stopped()
                 raise SiteProcessDiedError(f"the site's process has ended ({_describe_exit(status)})") from error
             if answer.kind != "again":
                 return answer
-            self.stop()
+            self.stop_and_get_exit_status()
         raise SiteProcessDiedError("the site's process asks for a new process again and again")
 
-    def stop(self) -> int | None:
+    def stop_and_get_exit_status(self) -> int | None:
         """Stops the site's process and returns its exit status; None if no process was started."""
         connection, process, self._socket, self._process = self._socket, self._process, None, None
         if connection is not None:
@@ -146,15 +146,17 @@ class MessageLoop:
     """Receives the server's messages, lets the site's process answer them, and sends the replies back.
 
     Args:
-        flower: Flower's private parts (`load_flower_internals`).
+        private_flower_functions: Flower's private parts (`import_private_flower_functions`).
         connection: the parts of a connection to the SuperLink.
         site: the site's process.
     """
 
-    def __init__(self, flower: Mapping[str, Any], connection: Sequence[Any], site: SiteProcess) -> None:
+    def __init__(
+        self, private_flower_functions: Mapping[str, Any], connection: Sequence[Any], site: SiteProcess
+    ) -> None:
         if len(connection) != CONNECTION_PARTS:
             raise UnsupportedFlowerError(f"a connection of Flower has {len(connection)} parts")
-        self._flower, self._site = flower, site
+        self._flower, self._site = private_flower_functions, site
         _, self._receive, self._send, _, _, self._pull, self._push, self._confirm = connection
 
     def answer_messages_forever(self, schedule: PollingSchedule) -> NoReturn:
@@ -162,23 +164,23 @@ class MessageLoop:
         while True:
             time.sleep(schedule.seconds_until_poll())
             if (received := self._receive()) is None:
-                schedule.record_miss()
+                schedule.record_empty_poll()
             else:
-                schedule.record_arrival()
-                self.answer_message(*received)
+                schedule.record_arrival_time()
+                self.answer_message_or_log_error(*received)
                 schedule.start_new_wait()
 
-    def answer_message(self, message: Any, tree: Any) -> None:
+    def answer_message_or_log_error(self, message: Any, object_tree: Any) -> None:
         """Lets the site's process answer one message, and sends the reply; errors are only logged.
 
         Args:
             message: the message, without its content, which is still at the SuperLink.
-            tree: ids of the content's objects.
+            object_tree: ids of the content's objects.
         """
         start = time.monotonic()
         label = sanitise_for_terminal(f"{message.metadata.message_type} {message.metadata.group_id}").strip()
         try:
-            reply = self._build_reply(message, tree)
+            reply = self._build_reply(message, object_tree)
             self._send_reply(reply, time.monotonic() - start)
         except self._flower["ended"]:
             _LOG.warning("%s: not answered: the run has ended", label)
@@ -191,7 +193,7 @@ class MessageLoop:
         """Downloads a message's content, passes it to the site's process, and returns the reply."""
         from flwr.app import Error, Message
 
-        from polyfed.deploy.flower.records import build_record, parse_record
+        from polyfed.deploy.flower.records import build_flower_record, parse_flower_record
 
         run_id, message_id = message.metadata.run_id, tree.object_id
         object_ids = list(dict.fromkeys(node.object_id for node in self._flower["walk"](tree)))
@@ -203,7 +205,7 @@ class MessageLoop:
         full_message = self._flower["inflate"](message_id, contents)
         full_message.metadata.__dict__["_message_id"] = message_id
         try:
-            answer = self._site.request_answer(Frame("letter", *parse_record(full_message.content)))
+            answer = self._site.request_answer(Frame("letter", *parse_flower_record(full_message.content)))
         except SiteProcessDiedError as error:
             _LOG.error("%s", error)
             return Message(Error(_ERROR_CRASHED, str(error)), reply_to=full_message)
@@ -214,7 +216,7 @@ class MessageLoop:
             return Message(
                 Error(_ERROR_RAISED, f"it is no message of polyfed ({type(error).__name__})"), reply_to=full_message
             )
-        return Message(build_record(answer.head, answer.scalars, answer.groups), reply_to=full_message)
+        return Message(build_flower_record(answer.head, answer.scalars, answer.groups), reply_to=full_message)
 
     def _send_reply(self, reply: Any, seconds: float) -> None:
         """Sends a reply, and uploads those of its objects that the SuperLink does not have yet."""
@@ -338,7 +340,7 @@ def _exit_on_signal(number: int, _frame: object) -> NoReturn:
     raise SystemExit(0 if number == signal.SIGTERM else 130)
 
 
-def main(arguments: list[str]) -> None:
+def run_supernode(arguments: list[str]) -> None:
     """Starts the SuperNode with the given command-line arguments, and runs until it is ended.
 
     Raises:
@@ -357,12 +359,12 @@ def main(arguments: list[str]) -> None:
     try:
         site.start_if_stopped()  # it imports torch while this process imports Flower
         try:
-            flower = load_flower_internals()
+            flower = import_private_flower_functions()
         except UnsupportedFlowerError as error:
-            site.stop()
+            site.stop_and_get_exit_status()
             _exec_flower_supernode(arguments, str(error))
         send_logs_to_stderr()
-        site.set_node_config(_node_config_json(options.node_config, flower["words"]))
+        site.send_and_keep_node_config(_node_config_json(options.node_config, flower["words"]))
         authority, key = (
             _read_root_certificates(options.root_certificates, options.insecure),
             _read_key_pair(options.auth_supernode_private_key),
@@ -375,12 +377,12 @@ def main(arguments: list[str]) -> None:
             MessageLoop(flower, connection, site).answer_messages_forever(PollingSchedule())
         raise SystemExit(1)  # Flower's client has logged why it gave up
     finally:
-        site.stop()
+        site.stop_and_get_exit_status()
 
 
-def run_command() -> None:
+def run_from_command_line() -> None:
     """Calls `main` with the command line's arguments, and exits with an error message on a `UserError`."""
     try:
-        main(sys.argv[1:])
+        run_supernode(sys.argv[1:])
     except UserError as error:
         sys.exit(f"polyfed: {error}")

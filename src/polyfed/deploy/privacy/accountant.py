@@ -34,19 +34,19 @@ class _LedgerContent(TypedDict):
     data_sets: dict[str, dict[str, int]]
 
 
-def compute_epsilon(messages_by_multiplier: Mapping[float, int], delta: float) -> float:
+def compute_epsilon(message_count_by_noise_multiplier: Mapping[float, int], delta: float) -> float:
     """Returns the ε of the (ε, δ)-differential privacy that a site's messages together guarantee.
 
     Neighbouring data sets differ in the site's whole data set. ε is infinite as soon as one message had no noise.
 
     Args:
-        messages_by_multiplier: number of messages sent with each noise multiplier z (`ReplyProtection`).
+        message_count_by_noise_multiplier: number of messages sent with each noise multiplier z (`ReplyProtection`).
         delta: δ.
 
     >>> round(compute_epsilon({8.0: 100}, 1e-5), 2), compute_epsilon({8.0: 100, 0.0: 1}, 1e-5), compute_epsilon({}, 1e-5)
     (13.21, inf, 0.0)
     """
-    sent = {multiplier: number for multiplier, number in messages_by_multiplier.items() if number}
+    sent = {multiplier: number for multiplier, number in message_count_by_noise_multiplier.items() if number}
     if any(multiplier <= 0 for multiplier in sent):
         return math.inf
     mu = math.sqrt(sum(number * (2 / multiplier) * (2 / multiplier) for multiplier, number in sent.items()))
@@ -72,7 +72,7 @@ def _log_delta(epsilon: float, mu: float) -> float:
     return first + math.log(-math.expm1(second - first)) if second < first else -math.inf
 
 
-def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
+def record_message_and_get_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
     """Records in a site's ledger that one message is about to be sent, and returns the ε that all recorded messages
     have spent.
 
@@ -110,7 +110,7 @@ def spend_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> fl
     return total_epsilon
 
 
-def spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
+def read_spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
     """Returns the ε that all recorded messages about a data set have spent, at the δ given in `protection`.
 
     Raises:
@@ -119,11 +119,11 @@ def spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> f
     return compute_epsilon(_read_ledger(ledger).get(data_set, {}), protection.delta)
 
 
-def check_budget(ledger: Path, data_set: str, protection: ReplyProtection) -> None:
+def check_budget_for_next_message(ledger: Path, data_set: str, protection: ReplyProtection) -> None:
     """Raises an error if the privacy budget does not allow one more message; records nothing.
 
     Raises:
-        UserError: as `spend_budget`.
+        UserError: as `record_message_and_get_epsilon`.
     """
     _count_one_more_message(ledger, data_set, protection)
 
@@ -158,7 +158,7 @@ def _read_ledger(ledger: Path) -> dict[str, dict[float, int]]:
     """Reads the ledger: data set -> noise multiplier -> number of messages sent.
 
     Raises:
-        UserError: `spend_budget` did not write this ledger, or it is missing although messages were sent.
+        UserError: `record_message_and_get_epsilon` did not write this ledger, or it is missing although messages were sent.
     """
     advice = "put back a copy of it; without one, nobody knows what has been spent, and nothing is sent"
     if not ledger.exists():

@@ -87,18 +87,18 @@ class ReplyProtection:
             raise UserError(f"max-epsilon must be positive, and needs noise-multiplier, got {self.max_epsilon!r}")
 
 
-def noise_incompatibility(algorithm: Algorithm[Any, Any], secure: bool) -> str | None:
+def noise_incompatibility_error(algorithm: Algorithm[Any, Any], secure_sums: bool) -> str | None:
     """Returns why a site that adds noise cannot run a method, as the end of a sentence; None if it can.
 
     Noise changes only the values of floating-point tensors, so nothing else in a message may depend on the site's data.
 
     >>> from polyfed.algorithms import FedKD
-    >>> noise_incompatibility(FedKD(), secure=False).partition(";")[0]
+    >>> noise_incompatibility_error(FedKD(), secure_sums=False).partition(";")[0]
     'fedkd shows the shapes of what it sends, which depend on the data and which noise does not hide'
     """
-    name, reason = registry_name(algorithm), _uncovered_disclosure(algorithm, secure)
+    name, reason = registry_name(algorithm), _uncovered_disclosure(algorithm, secure_sums)
     if reason is not None:
-        return f"{name} {reason}; methods that can run with noise: {', '.join(_methods_compatible_with_noise(secure))}"
+        return f"{name} {reason}; methods that can run with noise: {', '.join(_methods_compatible_with_noise(secure_sums))}"
     if algorithm.scalars_needed:
         needed = ", ".join(sorted(algorithm.scalars_needed))
         return f"{name} needs {needed} without; for num_examples set algorithm.weighted = false"
@@ -135,14 +135,14 @@ def _methods_compatible_with_noise(secure: bool) -> list[str]:
 
 
 def clip_and_add_noise(
-    reply: Message, message: Message, protection: ReplyProtection, noise_sources: int = 1
+    reply: Message, received_message: Message, protection: ReplyProtection, noise_sources: int = 1
 ) -> Message:
     """Returns the site's reply with its update (the difference between the reply and the received message) clipped and
     Gaussian noise added.
 
     Args:
         reply: the site's reply.
-        message: the server's message that it answers.
+        received_message: the server's message that it answers.
         protection: the clipping norm and the noise multiplier.
         noise_sources: number of sites whose noise the server sees added up; each adds 1/noise_sources of the variance.
 
@@ -156,7 +156,7 @@ def clip_and_add_noise(
     """
     if protection.clip_norm is None:
         return reply
-    received = {(g, n): t for g, tree in message.tensors.items() for n, t in tree.items()}
+    received = {(g, n): t for g, tree in received_message.tensors.items() for n, t in tree.items()}
     changes: dict[tuple[str, str], Tensor] = {}
     for group, tree in reply.tensors.items():
         for name, tensor in tree.items():
@@ -242,7 +242,7 @@ class GaussianNoise:
         cipher = Cipher(algorithms.ChaCha20(secrets.token_bytes(32) if key is None else key, bytes(16)), mode=None)
         self._stream = cipher.encryptor()
 
-    def draw_random_words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    def draw_uniform_uint64(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """Returns the next `count` random 64-bit integers of the stream, uniformly distributed; shape (count,)."""
         return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
 
@@ -256,7 +256,7 @@ class GaussianNoise:
         draws = np.empty(2 * pairs)
         for start in range(0, pairs, _CHUNK):
             size = min(_CHUNK, pairs - start)
-            words = self.draw_random_words(2 * size)
+            words = self.draw_uniform_uint64(2 * size)
             uniform = (words[:size].astype(np.float64) + 0.5) * 2.0**-64
             radius = np.sqrt(np.maximum(-2 * np.log(uniform), 0.0))
             angle = (2 * math.pi * 2.0**-53) * (words[size:] >> np.uint64(11)).astype(np.float64)

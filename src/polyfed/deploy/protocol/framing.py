@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 MAX_SCALARS, MAX_GROUPS = 1000, 64  # in one message
 _MARK = b"pfed"
@@ -46,6 +46,15 @@ class Frame:
     head: str = ""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     groups: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@final
+class SerializedEnvelope(NamedTuple):
+    """Holds the serialised parts of an envelope: its header as JSON, its scalars, and the bytes of each group of tensors."""
+
+    head: str
+    scalars: Mapping[str, Any]
+    groups: Mapping[str, bytes]
 
 
 def send_frame(connection: socket.socket, frame: Frame) -> None:

@@ -29,7 +29,7 @@ HeadBuilder = Callable[[ClientTask], Mapping[str, Any]]
 """Builds the header of the envelope with a task."""
 
 
-def build_envelopes(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dict[str, Envelope]:
+def build_envelope_per_client(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dict[str, Envelope]:
     """Builds one message for each client from its tasks; a client that trains and evaluates gets one message for both.
 
     Args:
@@ -39,26 +39,28 @@ def build_envelopes(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dic
     training_envelopes = {
         task.client: Envelope(build_head(task), task.transmitted_message) for task in tasks if task.phase == "local"
     }
-    return attach_evaluations(training_envelopes, [task for task in tasks if task.phase != "local"], build_head)
+    return add_evaluations_to_envelopes(
+        training_envelopes, [task for task in tasks if task.phase != "local"], build_head
+    )
 
 
-def attach_evaluations(
-    training_envelopes: Mapping[str, Envelope], tasks: Sequence[ClientTask], build_head: HeadBuilder
+def add_evaluations_to_envelopes(
+    training_envelope_by_client: Mapping[str, Envelope], evaluation_tasks: Sequence[ClientTask], build_head: HeadBuilder
 ) -> dict[str, Envelope]:
     """Adds evaluation tasks to the messages that already carry training tasks; a client without training gets a
     separate message.
 
     Args:
-        training_envelopes: client -> envelope.
-        tasks: tasks other than training, at most one for each client.
+        training_envelope_by_client: client -> envelope.
+        evaluation_tasks: tasks other than training, at most one for each client.
         build_head: builds the header of a task.
     """
-    envelopes, are_equal = dict(training_envelopes), _TensorEquality()
-    for task in tasks:
+    envelopes, are_equal = dict(training_envelope_by_client), _TensorEquality()
+    for task in evaluation_tasks:
         evaluation_envelope = Envelope(build_head(task), task.transmitted_message)
         envelopes[task.client] = (
-            _attach_evaluation(training_envelopes[task.client], evaluation_envelope, are_equal)
-            if task.client in training_envelopes
+            _attach_evaluation(training_envelope_by_client[task.client], evaluation_envelope, are_equal)
+            if task.client in training_envelope_by_client
             else evaluation_envelope
         )
     return envelopes
@@ -79,7 +81,7 @@ class SplitEnvelope(NamedTuple):
     nbytes: int
 
 
-def split_evaluation(envelope: Envelope) -> SplitEnvelope | None:
+def split_training_and_evaluation(envelope: Envelope) -> SplitEnvelope | None:
     """Splits a message into its training task and its evaluation task; returns None if it carries no evaluation.
 
     Raises:

@@ -44,59 +44,59 @@ class SchemaSummary(TypedDict, total=False):
     schema: dict[str, Any]  # the schema, if its owner allows it
 
 
-def summarize_table(
+def build_table_head_field(
     client: Client,
-    needs: frozenset[str],
-    run: str,
+    method_requires: frozenset[str],
+    run_id: str,
     *,
     with_names: bool,
     adds_noise: bool = False,
-    discloses: frozenset[str] = frozenset(),
+    method_discloses: frozenset[str] = frozenset(),
 ) -> dict[str, TableSummary]:
     """Returns the header field `table` with a summary of a client's table. Returns no field if the client has no table,
     or if the method discloses nothing and does not need equal inputs.
 
     Args:
         client: the client, whose examples may come from a table.
-        needs: `Algorithm.requires` of the method.
-        run: identifier of the run, which enters the hashes, so that hashes of different runs cannot be compared.
+        method_requires: `Algorithm.requires` of the method.
+        run_id: identifier of the run, which enters the hashes, so that hashes of different runs cannot be compared.
         with_names: whether the columns' names are sent.
         adds_noise: whether the site adds noise, whose guarantee a hash that depends on rows would break: then the summary
             is empty.
-        discloses: `Algorithm.discloses` of the method.
+        method_discloses: `Algorithm.discloses` of the method.
     """
-    shared = needs_common_inputs(needs, discloses)
-    if not table_preprocessors_by_part(client.train) or not (shared or discloses):
+    shared = needs_common_inputs(method_requires, method_discloses)
+    if not table_preprocessors_by_part(client.train) or not (shared or method_discloses):
         return {}
     if adds_noise:
         return {"table": {}}
-    classes = short_hash(run, "", table_class_names(client.train))
+    classes = hash_json_values(run_id, "", table_class_names(client.train))
     if not shared:
         return {"table": {"classes": classes}}
     columns: dict[str, list[Any]] = {
-        name: [short_hash(run, name, categories), missing]
+        name: [hash_json_values(run_id, name, categories), missing]
         for name, (categories, missing) in column_definitions_by_name(client.train).items()
     }
-    summary: TableSummary = {"whole": short_hash(run, sorted(columns.items()), list(columns), classes)}
+    summary: TableSummary = {"whole": hash_json_values(run_id, sorted(columns.items()), list(columns), classes)}
     if with_names and len(columns) <= _MAX_COLUMNS:
         summary |= {"columns": columns, "classes": classes}
     return {"table": summary}
 
 
-def short_hash(*content: Any) -> str:
+def hash_json_values(*content: Any) -> str:
     """Returns a hash of JSON-compatible values, as 16 hexadecimal digits.
 
-    >>> len(short_hash("run", ["age"]))
+    >>> len(hash_json_values("run", ["age"]))
     16
     """
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def describe_table_difference(heads: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns a sentence about the first site whose table differs from another site's; "" if no difference is found.
+def describe_table_difference(head_by_site: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Returns a sentence about the first site whose table differs from another site's; None if no difference is found.
 
     Args:
-        heads: header of each site's introduction, also of sites that refuse.
+        head_by_site: header of each site's introduction, also of sites that refuse.
 
     >>> north = {"table": {"whole": "a", "classes": "c", "columns": {"age": ["1", False], "sex": ["2", False]}}}
     >>> south = {"table": {"whole": "b", "classes": "c", "columns": {"age": ["1", True], "lab": ["3", False]}}}
@@ -104,7 +104,7 @@ def describe_table_difference(heads: Mapping[str, Mapping[str, Any]]) -> str:
     "site 'south' has another table than 'north': it has no column 'sex', and 'lab' more; only one of the two has empty cells
     in 'age'"
     """
-    table_by_site = {i: head.get("table") for i, head in sorted(heads.items()) if head.get("table") != {}}
+    table_by_site = {i: head.get("table") for i, head in sorted(head_by_site.items()) if head.get("table") != {}}
     valid_summaries: dict[str, Any] = {
         i: summary
         for i, summary in table_by_site.items()
@@ -114,12 +114,12 @@ def describe_table_difference(heads: Mapping[str, Mapping[str, Any]]) -> str:
     if not full_summaries:
         classes = {i: summary["classes"] for i, summary in valid_summaries.items()}
         if not classes or (pair := find_deviating_pair(classes)) is None:
-            return ""
+            return None
         return f"site {pair[1]!r} has another table than {pair[0]!r}: its classes are others; {SCHEMA_ADVICE}"
     if without := [i for i in table_by_site if i not in full_summaries]:
         return f"site {without[0]!r} has no table, as {next(iter(full_summaries))!r} has; {SCHEMA_ADVICE}"
     if (pair := find_deviating_pair({i: summary["whole"] for i, summary in full_summaries.items()})) is None:
-        return ""
+        return None
     first_site, second_site = pair
     if any("columns" not in full_summaries[i] for i in pair):
         sentences = ["the columns are named if both sites allow it (allow-disclosure, or disclose=columns)"]

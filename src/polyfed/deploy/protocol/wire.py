@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import safetensors.torch
 import torch
@@ -16,7 +16,7 @@ from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError
 from polyfed.core.messages.compressors import NO_COMPRESSION, Compressor, parse_compressor
 from polyfed.core.state_dict import StateDict, name_of_first_nonfinite
-from polyfed.deploy.protocol.framing import MAX_GROUPS, MAX_SCALARS
+from polyfed.deploy.protocol.framing import MAX_GROUPS, MAX_SCALARS, SerializedEnvelope
 from polyfed.simulation.settings import Settings
 
 PROTOCOL = 6  # changes when a site and a server of different versions could misunderstand each other
@@ -70,6 +70,10 @@ class Envelope:
     body: Message = field(default_factory=Message)
 
 
+FailureReason = str
+"""A sentence that says why a site gave no reply."""
+
+
 def pack_tensors(tree: StateDict) -> bytes:
     """Serialises a group of named tensors in the safetensors format, and stores the order of their names with them.
 
@@ -84,32 +88,32 @@ def pack_tensors(tree: StateDict) -> bytes:
     return bytes(safetensors.torch.save(copies, metadata={"order": json.dumps(order, separators=(",", ":"))}))
 
 
-def pack_envelope(envelope: Envelope) -> tuple[str, Mapping[str, Any], dict[str, bytes]]:
+def pack_envelope(envelope: Envelope) -> SerializedEnvelope:
     """Serialises an envelope: returns its header as JSON, its scalars, and the bytes of each group of tensors."""
     groups = {group: pack_tensors(tree) for group, tree in envelope.body.tensors.items()}
-    return json.dumps(dict(envelope.head)), envelope.body.scalars, groups
+    return SerializedEnvelope(json.dumps(dict(envelope.head)), envelope.body.scalars, groups)
 
 
-def read_tensor_specs(data: bytes) -> dict[str, TensorSpec]:
+def read_tensor_specs(packed_group: bytes) -> dict[str, TensorSpec]:
     """Returns the shape and data type of each tensor in a serialised group, by name, without loading the tensors.
 
     Raises:
-        UserError: `data` is damaged, or is no such group, or exceeds the limits on number and length of names.
+        UserError: `packed_group` is damaged, or is no such group, or exceeds the limits on number and length of names.
 
     >>> read_tensor_specs(pack_tensors({"w": torch.ones(2, 3)}))
     {'w': ((2, 3), torch.float32)}
     """
-    length = int.from_bytes(data[:8], "little")
+    length = int.from_bytes(packed_group[:8], "little")
     if length > TENSOR_HEADER_BYTES:  # checked before parsing, since parsed JSON takes many times its size
         raise UserError(f"a group of tensors has a header of {length} bytes; at most {TENSOR_HEADER_BYTES} are read")
     try:
-        header = json.loads(data[8 : 8 + length])
+        header = json.loads(packed_group[8 : 8 + length])
         header.pop("__metadata__", None)
         if len(header) > MAX_TENSORS:
             raise ValueError(f"it has {len(header)} tensors; at most {MAX_TENSORS} are read")
-        return {name: _read_tensor_spec(entry, len(data) - 8 - length) for name, entry in header.items()}
+        return {name: _read_tensor_spec(entry, len(packed_group) - 8 - length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"a group of tensors of {len(data)} bytes cannot be read: {error}") from error
+        raise UserError(f"a group of tensors of {len(packed_group)} bytes cannot be read: {error}") from error
 
 
 def _read_tensor_spec(entry: Mapping[str, Any], data_length: int) -> TensorSpec:
@@ -122,8 +126,8 @@ def _read_tensor_spec(entry: Mapping[str, Any], data_length: int) -> TensorSpec:
     return shape, dtype
 
 
-def unpack_small_tensors(data: bytes, max_bytes: int) -> dict[str, torch.Tensor]:
-    """Loads from a serialised group only the tensors of at most `max_bytes` bytes.
+def unpack_small_tensors(packed_group: bytes, max_bytes_per_tensor: int) -> dict[str, torch.Tensor]:
+    """Loads from a serialised group only the tensors of at most `max_bytes_per_tensor` bytes.
 
     Raises:
         UserError: as `read_tensor_specs`.
@@ -131,55 +135,66 @@ def unpack_small_tensors(data: bytes, max_bytes: int) -> dict[str, torch.Tensor]
     >>> unpack_small_tensors(pack_tensors({"large": torch.zeros(9), "small": torch.arange(2)}), 16)
     {'small': tensor([0, 1])}
     """
-    specs, start, small = read_tensor_specs(data), 8 + int.from_bytes(data[:8], "little"), {}
-    header = json.loads(data[8:start])
+    specs, start, small = read_tensor_specs(packed_group), 8 + int.from_bytes(packed_group[:8], "little"), {}
+    header = json.loads(packed_group[8:start])
     for name, (shape, dtype) in specs.items():
         begin, end = header[name]["data_offsets"]
-        if end - begin <= max_bytes:
-            flat = torch.frombuffer(bytearray(data[start + begin : start + end]), dtype=dtype) if end > begin else ()
+        if end - begin <= max_bytes_per_tensor:
+            flat = (
+                torch.frombuffer(bytearray(packed_group[start + begin : start + end]), dtype=dtype)
+                if end > begin
+                else ()
+            )
             small[name] = torch.as_tensor(flat, dtype=dtype).reshape(shape)
     return small
 
 
-def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
+def unpack_tensors(packed_group: bytes) -> dict[str, torch.Tensor]:
     """Loads all tensors of a group that `pack_tensors` serialised, in their original order.
 
     Raises:
         UserError: as `read_tensor_specs`.
     """
-    read_tensor_specs(data)
+    read_tensor_specs(packed_group)
     try:
-        tensors = safetensors.torch.load(data)
-        length = int.from_bytes(data[:8], "little")
-        order = json.loads(json.loads(data[8 : 8 + length]).get("__metadata__", {}).get("order", "null"))
+        tensors = safetensors.torch.load(packed_group)
+        length = int.from_bytes(packed_group[:8], "little")
+        order = json.loads(json.loads(packed_group[8 : 8 + length]).get("__metadata__", {}).get("order", "null"))
         names = sorted(tensors)
         if sorted(order) != list(range(len(names))):
             raise ValueError("the order of its tensors does not fit")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
-        raise UserError(f"a group of tensors of {len(data)} bytes cannot be read: {error}") from error
+        raise UserError(f"a group of tensors of {len(packed_group)} bytes cannot be read: {error}") from error
     return {names[position]: tensors[names[position]] for position in order}
 
 
-def compression_fields(settings: Settings) -> dict[str, str]:
+def compression_head_fields(settings: Settings) -> dict[str, str]:
     """Returns the header fields with the names of a run's compressors; empty if the run compresses nothing."""
     fields = {"compress": settings.compress, "compress_down": settings.compress_down}
     return {} if set(fields.values()) == {NO_COMPRESSION} else fields
 
 
-def parse_compression(head: Mapping[str, Any]) -> tuple[Compressor | None, Compressor | None]:
+@final
+class TaskCompressors(NamedTuple):
+    """Holds the compressors of a task: of the site's reply, and of the message that the site receives."""
+
+    reply: Compressor | None
+    received_message: Compressor | None
+
+
+def parse_compressors(head: Mapping[str, Any]) -> TaskCompressors:
     """Returns the two compressors that a task's header names: for the site's reply and for the received payload; each
     is None if that part is not compressed.
 
     Raises:
         UserError: the header names an unknown compressor.
 
-    >>> parse_compression({"compress": "int8"}), parse_compression({})
-    ((Int8(), None), (None, None))
+    >>> parse_compressors({"compress": "int8"}), parse_compressors({})
+    (TaskCompressors(reply=Int8(), received_message=None), TaskCompressors(reply=None, received_message=None))
     """
-    reply_compression, message_compression = (
-        parse_compressor(str(head.get(key, NO_COMPRESSION))) for key in ("compress", "compress_down")
+    return TaskCompressors(
+        *(parse_compressor(str(head.get(key, NO_COMPRESSION))) for key in ("compress", "compress_down"))
     )
-    return reply_compression, message_compression
 
 
 @final
@@ -269,14 +284,14 @@ def find_code_reference(value: Any) -> str | None:
     return value if isinstance(value, str) and _FACTORY_PATTERN.fullmatch(value) else None
 
 
-def count_record_bytes(record: Any) -> int:
+def count_record_bytes(flower_record: Any) -> int:
     """Returns the size in bytes of a Flower RecordDict, names included, without unpacking it."""
     total = 0
-    for records in record.array_records.values():
+    for records in flower_record.array_records.values():
         total += sum(len(name) + len(array.data) + len(array.dtype) + 8 for name, array in records.items())
-    for numbers in record.metric_records.values():
+    for numbers in flower_record.metric_records.values():
         total += sum(len(n) + 8 * (len(v) if isinstance(v, list) else 1) for n, v in numbers.items())
-    for texts in record.config_records.values():
+    for texts in flower_record.config_records.values():
         total += sum(len(n) + _count_value_bytes(v) for n, v in texts.items())
     return total
 

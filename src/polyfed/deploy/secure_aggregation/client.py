@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -21,18 +21,22 @@ from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
 from polyfed.core.messages.fixed_point import build_sum_message, parse_sum_message
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.deploy.secure_aggregation.crypto import read_peer_keys, read_registered_key, signing_function
+from polyfed.deploy.secure_aggregation.crypto import (
+    make_signing_function,
+    read_public_keys_of_all_sites,
+    read_registered_private_key,
+)
 from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,
     KeysAdvertisedState,
     MaskingState,
     SecretsSharedState,
     SumId,
-    advertise_keys,
+    check_and_share_secrets,
+    create_signed_keys,
     decrypt_received_shares,
     mask_words,
     release_unmasking_shares,
-    share_secrets,
 )
 
 BOXES_GROUP = "boxes of the secure sum"
@@ -52,18 +56,19 @@ class SecureSumClient:
     Args:
         name: the site's name.
         folder: the run's folder at the site.
-        key: file of the site's registered private key.
-        peers: folder of the registered public keys of all sites.
-        threshold: the smallest threshold that the owner accepts; None requires more than two thirds of a round's sites.
+        private_key_file: file of the site's registered private key.
+        public_keys_folder: folder of the registered public keys of all sites.
+        owner_threshold: the smallest threshold that the owner accepts; None requires more than two thirds of a
+            round's sites.
     """
 
     name: str
     folder: Path
-    key: Path | None
-    peers: Path | None
-    threshold: int | None = None
+    private_key_file: Path | None
+    public_keys_folder: Path | None
+    owner_threshold: int | None = None
 
-    def answer_sum_steps(self, run: str, head: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
+    def answer_sum_steps(self, run: str, head: Mapping[str, Any]) -> "SumStepsAnswer":
         """Executes the steps of secure aggregation that the server requests in a header: "hand_out" (release unmasking
         shares), "share" (share secrets) and "advertise" (create and send keys).
 
@@ -90,23 +95,27 @@ class SecureSumClient:
                 if isinstance(error, UserError):
                     raise
                 head_fields["refusals"][part] = "this part of the message is damaged"
-        return head_fields, Message(body)
+        return SumStepsAnswer(head_fields, Message(body))
 
     def _advertise(
         self, run: str, round_number: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]
     ) -> None:
-        head_fields["advert"] = self.renew_keys_and_advertise(SumId(run, round_number))
+        head_fields["advert"] = self.replace_keys_and_build_advertisement(SumId(run, round_number))
 
     def _share(self, run: str, request: Any, head_fields: dict[str, Any], body: dict[str, dict[str, Tensor]]) -> None:
-        if self.peers is None:
+        if self.public_keys_folder is None:
             raise RefusalError(_NO_KEYS)
         sum_id = SumId(run, request["round"])
         state = self._read_state(sum_id)
         if not isinstance(state, KeysAdvertisedState):
             raise RefusalError("this site has dealt its shares for this sum already")
         adverts = [parse_key_advertisement(advert) for advert in request["adverts"]]
-        shared_state, boxes = share_secrets(
-            state, adverts, int(request["threshold"]), read_peer_keys(self.peers), self.threshold
+        shared_state, boxes = check_and_share_secrets(
+            state,
+            adverts,
+            int(request["threshold"]),
+            read_public_keys_of_all_sites(self.public_keys_folder),
+            self.owner_threshold,
         )
         self._write_state(sum_id, shared_state)
         body[BOXES_GROUP] = {receiver: bytes_to_tensor(box) for receiver, box in boxes.items()}
@@ -128,38 +137,43 @@ class SecureSumClient:
         head_fields["tokens"] = {v: format(token, "x") for v, token in shares.tokens.items()}
         body[BUNDLE_GROUP] = {"bundle": bytes_to_tensor(shares.bundle)}
 
-    def renew_keys_and_advertise(self, sum_id: SumId) -> dict[str, str]:
+    def replace_keys_and_build_advertisement(self, sum_id: SumId) -> dict[str, str]:
         """Creates new keys for a secure sum, which replace earlier ones, and returns the signed public keys as header
         fields.
         """
-        if self.key is None:
+        if self.private_key_file is None:
             raise RefusalError(_NO_KEYS)
-        state, advert = advertise_keys(sum_id, self.name, signing_function(read_registered_key(self.key)))
+        state, advert = create_signed_keys(
+            sum_id, self.name, make_signing_function(read_registered_private_key(self.private_key_file))
+        )
         create_private_folder_if_missing(self._folder, parents=True)
         for file in self._folder.glob("round-*.json"):
             if int(file.stem.removeprefix("round-")) not in (sum_id.round - 1, sum_id.round):
                 file.unlink()
         self._write_state(sum_id, state)
-        return {"name": advert.name, **{n: getattr(advert, n).hex() for n in ("cipher", "mask", "signature")}}
+        return _advertisement_to_json(advert)
 
-    def join_sum(self, sum_id: SumId, boxes: Mapping[str, Tensor]) -> "SumParticipation":
+    def join_sum(self, sum_id: SumId, encrypted_shares: Mapping[str, Tensor]) -> "SumParticipation":
         """Decrypts the secret shares from the other sites, and returns an object that can mask this site's reply for
         the secure sum, once.
 
         Args:
             sum_id: the sum.
-            boxes: encrypted shares from the other sites.
+            encrypted_shares: encrypted shares from the other sites.
 
         Raises:
             RefusalError: the site has used its place before, or does not accept these shares.
         """
-        if self.peers is None:
+        if self.public_keys_folder is None:
             raise RefusalError(_NO_KEYS)
         masking_state = decrypt_received_shares(
-            self._read_shared_state(sum_id), {sender: box.numpy().tobytes() for sender, box in boxes.items()}
+            self._read_shared_state(sum_id),
+            {sender: box.numpy().tobytes() for sender, box in encrypted_shares.items()},
         )
         return SumParticipation(
-            masking_state, len(read_peer_keys(self.peers)), lambda: self._write_state(sum_id, masking_state)
+            masking_state,
+            len(read_public_keys_of_all_sites(self.public_keys_folder)),
+            lambda: self._write_state(sum_id, masking_state),
         )
 
     def _read_shared_state(self, sum_id: SumId) -> SecretsSharedState:
@@ -190,6 +204,14 @@ class SecureSumClient:
 
 
 @final
+class SumStepsAnswer(NamedTuple):
+    """Holds a site's answer to the steps of secure aggregation that the server requested."""
+
+    head_fields: dict[str, Any]
+    body: Message
+
+
+@final
 @dataclass(frozen=True)
 class SumParticipation:
     """Masks a site's reply for one secure sum.
@@ -213,12 +235,12 @@ class SumParticipation:
         """Returns the smallest number of sites over which this site allows the sum to be unmasked."""
         return self.state.shared.threshold
 
-    def mask_reply_words(self, part: Message) -> Message:
+    def mask_encoded_reply(self, encoded_reply: Message) -> Message:
         """Returns a site's encoded reply with masks added, so that the server can read only the sum over all sites.
 
         The reply is encoded by `polyfed.simulation.rounds.secure_aggregation.encode_sum_part`.
         """
-        words, layout = parse_sum_message(part)
+        words, layout = parse_sum_message(encoded_reply)
         return build_sum_message(mask_words(self.state, words), layout)
 
 
@@ -239,14 +261,16 @@ def parse_key_advertisement(fields: Mapping[str, Any]) -> KeyAdvertisement:
     return KeyAdvertisement(fields["name"], cipher, mask_key, signature)
 
 
+def _advertisement_to_json(advert: KeyAdvertisement) -> dict[str, str]:
+    keys = {"cipher": advert.cipher_public.hex(), "mask": advert.mask_public.hex()}
+    return {"name": advert.name, **keys, "signature": advert.signature.hex()}
+
+
 def _state_to_json(state: KeysAdvertisedState | SecretsSharedState | MaskingState) -> dict[str, Any]:
     if isinstance(state, KeysAdvertisedState):
-        return {"cipher": state.cipher.hex(), "mask": state.mask.hex()}
+        return {"cipher": state.cipher_private.hex(), "mask": state.mask_private.hex()}
     if isinstance(state, SecretsSharedState):
-        adverts = [
-            {"name": a.name, "cipher": a.cipher.hex(), "mask": a.mask.hex(), "signature": a.signature.hex()}
-            for a in state.adverts
-        ]
+        adverts = [_advertisement_to_json(advert) for advert in state.adverts]
         numbers = {
             "agreement": _numbers_to_hex(state.agreement),
             "own": _numbers_to_hex(state.own_shares),

@@ -53,12 +53,12 @@ def generate_private_key() -> bytes:
     return X25519PrivateKey.generate().private_bytes_raw()
 
 
-def public_key_of(private: bytes) -> bytes:
+def public_key_of(private_key: bytes) -> bytes:
     """Returns the public key that belongs to an X25519 private key, 32 bytes."""
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    return X25519PrivateKey.from_private_bytes(private_key).public_key().public_bytes_raw()
 
 
-def compute_shared_secret(private: bytes, public: bytes) -> bytes:
+def compute_shared_secret(own_private_key: bytes, peer_public_key: bytes) -> bytes:
     """Returns the secret that two sites share, computed from one's private and the other's public key (X25519 key
     agreement).
 
@@ -66,7 +66,9 @@ def compute_shared_secret(private: bytes, public: bytes) -> bytes:
         RefusalError: the public key is invalid: it would give the same secret with every private key.
     """
     try:
-        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+        return X25519PrivateKey.from_private_bytes(own_private_key).exchange(
+            X25519PublicKey.from_public_bytes(peer_public_key)
+        )
     except ValueError as error:
         raise RefusalError("a public key of this sum is not valid") from error
 
@@ -84,38 +86,38 @@ def encrypt(key: bytes, content: bytes, context: bytes) -> bytes:
     return ChaCha20Poly1305(key).encrypt(_NONCE, content, context)
 
 
-def decrypt(key: bytes, sealed: bytes, context: bytes) -> bytes:
+def decrypt(key: bytes, encrypted: bytes, context: bytes) -> bytes:
     """Returns the bytes that `encrypt` encrypted with the same key and context.
 
     Raises:
         ValueError: it was not encrypted with this key and context.
     """
     try:
-        return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, context)
+        return ChaCha20Poly1305(key).decrypt(_NONCE, encrypted, context)
     except InvalidTag as error:
         raise ValueError("it was changed, or is not meant for this") from error
 
 
-def signing_function(private: PrivateKey) -> SignFunction:
+def make_signing_function(private_key: PrivateKey) -> SignFunction:
     """Returns a function that signs bytes with a site's registered private key."""
-    if isinstance(private, ed25519.Ed25519PrivateKey):
-        return private.sign
-    return lambda content: private.sign(content, ec.ECDSA(hashes.SHA384()))
+    if isinstance(private_key, ed25519.Ed25519PrivateKey):
+        return private_key.sign
+    return lambda content: private_key.sign(content, ec.ECDSA(hashes.SHA384()))
 
 
-def is_signature_valid(public: PublicKey, signature: bytes, content: bytes) -> bool:
+def is_signature_valid(public_key: PublicKey, signature: bytes, content: bytes) -> bool:
     """Returns whether a signature of `content` was made with the private key that belongs to the given public key."""
     try:
-        if isinstance(public, ed25519.Ed25519PublicKey):
-            public.verify(signature, content)
+        if isinstance(public_key, ed25519.Ed25519PublicKey):
+            public_key.verify(signature, content)
         else:
-            public.verify(signature, content, ec.ECDSA(hashes.SHA384()))
+            public_key.verify(signature, content, ec.ECDSA(hashes.SHA384()))
     except InvalidSignature:
         return False
     return True
 
 
-def read_registered_key(file: Path) -> PrivateKey:
+def read_registered_private_key(file: Path) -> PrivateKey:
     """Reads a site's registered private key from a file in OpenSSH's format.
 
     Raises:
@@ -130,7 +132,7 @@ def read_registered_key(file: Path) -> PrivateKey:
     return key
 
 
-def read_peer_keys(folder: Path) -> dict[str, PublicKey]:
+def read_public_keys_of_all_sites(folder: Path) -> dict[str, PublicKey]:
     """Reads the public keys of all sites, including this one, from the files `NAME.pub` or `NAME.key.pub` in a folder;
     returns them by the sites' names.
 

@@ -17,9 +17,9 @@ from polyfed.deploy.secure_aggregation.crypto import PublicKey, SignFunction, Wo
 from polyfed.deploy.secure_aggregation.shamir import (
     ELEMENT_BYTES,
     PRIME,
-    element_to_bytes,
-    elements_from_bytes,
-    split_secrets,
+    field_element_to_bytes,
+    field_elements_from_bytes,
+    split_secrets_by_holder,
 )
 
 # Positions among the shares that a site deals: s, b, a, and then d_v in the order of sites.
@@ -56,19 +56,19 @@ class KeyAdvertisement:
 
     Args:
         name: the site's name.
-        cipher: public key c, with which shares are encrypted; 32 bytes.
-        mask: public key s, from which pairwise masks are derived; 32 bytes.
+        cipher_public: public key c, with which shares are encrypted; 32 bytes.
+        mask_public: public key s, from which pairwise masks are derived; 32 bytes.
         signature: signature of `signed_content`.
     """
 
     name: str
-    cipher: bytes
-    mask: bytes
+    cipher_public: bytes
+    mask_public: bytes
     signature: bytes
 
     def signed_content(self, sum_id: SumId) -> bytes:
         """Returns the bytes over which the signature is computed: the sum, the site's name and its public keys."""
-        return crypto.encode_length_prefixed(sum_id.id_bytes, "keys", self.name, self.cipher, self.mask)
+        return crypto.encode_length_prefixed(sum_id.id_bytes, "keys", self.name, self.cipher_public, self.mask_public)
 
 
 @final
@@ -78,8 +78,8 @@ class KeysAdvertisedState:
 
     sum_id: SumId
     name: str
-    cipher: bytes
-    mask: bytes
+    cipher_private: bytes
+    mask_private: bytes
 
 
 @final
@@ -143,11 +143,11 @@ class UnmaskingShares:
 
 def compute_participants_digest(sum_id: SumId, adverts: Collection[KeyAdvertisement], threshold: int) -> bytes:
     """Returns a hash of a secure sum, the names and public keys of its sites, and the threshold."""
-    parts = [part for advert in adverts for part in (advert.name, advert.cipher, advert.mask)]
+    parts = [part for advert in adverts for part in (advert.name, advert.cipher_public, advert.mask_public)]
     return hashlib.sha256(crypto.encode_length_prefixed(sum_id.id_bytes, str(threshold), *parts)).digest()
 
 
-def minimum_threshold(sites: int, owner_threshold: int | None = None) -> int:
+def minimum_accepted_threshold(num_sites: int, owner_threshold: int | None = None) -> int:
     """Returns the smallest threshold that a site accepts in a secure sum; the threshold is the number of sites needed
     to unmask the sum.
 
@@ -155,38 +155,41 @@ def minimum_threshold(sites: int, owner_threshold: int | None = None) -> int:
     it is above two thirds, which is secure while fewer than a third of the sites collude with the server.
 
     Args:
-        sites: number of sites in the sum.
+        num_sites: number of sites in the sum.
         owner_threshold: the owner's own minimum, in place of the default.
 
-    >>> [minimum_threshold(n) for n in (2, 3, 4, 10)], minimum_threshold(3, owner_threshold=1)
+    >>> [minimum_accepted_threshold(n) for n in (2, 3, 4, 10)], minimum_accepted_threshold(3, owner_threshold=1)
     ([2, 3, 3, 7], 2)
     """
-    return max(2, sites // 2 + 1, 2 * sites // 3 + 1 if owner_threshold is None else owner_threshold)
+    return max(2, num_sites // 2 + 1, 2 * num_sites // 3 + 1 if owner_threshold is None else owner_threshold)
 
 
-def encrypted_shares_bytes(num_sites: int) -> int:
+def count_encrypted_share_bytes(num_sites: int) -> int:
     """Returns the number of bytes of the encrypted secret shares that one site sends to another, in a sum of
     `num_sites` sites.
     """
     return ELEMENT_BYTES * (_FIRST_LIST_NUMBER + num_sites) + crypto.TAG_BYTES
 
 
-def advertise_keys(
+def create_signed_keys(
     sum_id: SumId, name: str, sign_function: SignFunction
 ) -> tuple[KeysAdvertisedState, KeyAdvertisement]:
     """Creates a site's two key pairs for a secure sum and signs the public keys (step 1: AdvertiseKeys, round 0 of the
     paper).
     """
     state = KeysAdvertisedState(sum_id, name, crypto.generate_private_key(), crypto.generate_private_key())
-    unsigned = KeyAdvertisement(name, crypto.public_key_of(state.cipher), crypto.public_key_of(state.mask), b"")
-    return state, KeyAdvertisement(name, unsigned.cipher, unsigned.mask, sign_function(unsigned.signed_content(sum_id)))
+    unsigned = KeyAdvertisement(
+        name, crypto.public_key_of(state.cipher_private), crypto.public_key_of(state.mask_private), b""
+    )
+    signature = sign_function(unsigned.signed_content(sum_id))
+    return state, KeyAdvertisement(name, unsigned.cipher_public, unsigned.mask_public, signature)
 
 
-def share_secrets(
+def check_and_share_secrets(
     state: KeysAdvertisedState,
     adverts: Sequence[KeyAdvertisement],
     threshold: int,
-    peers: Mapping[str, PublicKey],
+    registered_keys: Mapping[str, PublicKey],
     owner_threshold: int | None = None,
 ) -> tuple[SecretsSharedState, dict[str, bytes]]:
     """Checks the other sites' keys, and splits this site's secrets into encrypted shares, one set for each other site
@@ -199,8 +202,8 @@ def share_secrets(
         state: state after step 1.
         adverts: key advertisements of all sites in the sum, U1, as the server sends them.
         threshold: t.
-        peers: the sites' registered public keys, as this site's owner has them.
-        owner_threshold: the smallest threshold that the owner accepts; see `minimum_threshold`.
+        registered_keys: the sites' registered public keys, as this site's owner has them.
+        owner_threshold: the smallest threshold that the owner accepts; see `minimum_accepted_threshold`.
 
     Returns:
         The next state, and encrypted shares for each other site.
@@ -212,29 +215,33 @@ def share_secrets(
     names = [advert.name for advert in adverts]
     if len(set(names)) < len(names):
         raise RefusalError("a site is listed twice in this sum")
-    minimum = minimum_threshold(len(names), owner_threshold)
+    minimum = minimum_accepted_threshold(len(names), owner_threshold)
     if not minimum <= threshold <= len(names):
         raise RefusalError(
             f"the threshold of this sum is {threshold} of {len(names)} sites; this site takes part from {minimum} "
             "(secure-threshold)"
         )
     for advert in adverts:
-        if advert.name not in peers:
+        if advert.name not in registered_keys:
             raise RefusalError(f"the key of {advert.name!r} is not known here (peers)")
-        if not crypto.is_signature_valid(peers[advert.name], advert.signature, advert.signed_content(state.sum_id)):
+        if not crypto.is_signature_valid(
+            registered_keys[advert.name], advert.signature, advert.signed_content(state.sum_id)
+        ):
             raise RefusalError(f"the keys of {advert.name!r} for this sum are not signed by it")
-    public_keys = [key for advert in adverts for key in (advert.cipher, advert.mask)]
+    public_keys = [key for advert in adverts for key in (advert.cipher_public, advert.mask_public)]
     if len(set(public_keys)) < len(public_keys) or any(len(key) != 32 for key in public_keys):
         raise RefusalError("the keys of this sum are not all different")
     own_advert = next((advert for advert in adverts if advert.name == state.name), None)
-    if own_advert is None or (own_advert.cipher, own_advert.mask) != (
-        crypto.public_key_of(state.cipher),
-        crypto.public_key_of(state.mask),
+    if own_advert is None or (own_advert.cipher_public, own_advert.mask_public) != (
+        crypto.public_key_of(state.cipher_private),
+        crypto.public_key_of(state.mask_private),
     ):
         raise RefusalError("the keys of this sum are not those that this site has advertised last")
     seed = secrets.token_bytes(32)
     agreement = tuple(secrets.randbelow(PRIME) for _ in range(1 + len(names)))
-    shares_by_site = split_secrets([*map(_number_from_bytes, (state.mask, seed)), *agreement], len(names), threshold)
+    shares_by_site = split_secrets_by_holder(
+        [*map(_number_from_bytes, (state.mask_private, seed)), *agreement], len(names), threshold
+    )
     shared_state = SecretsSharedState(
         state, adverts, threshold, seed, agreement, tuple(shares_by_site[names.index(state.name)])
     )
@@ -243,12 +250,12 @@ def share_secrets(
         if advert.name != state.name:
             key = _derive_box_key(shared_state, advert, state.name, advert.name)
             boxes[advert.name] = crypto.encrypt(
-                key, b"".join(map(element_to_bytes, shares)), shared_state.participants_digest
+                key, b"".join(map(field_element_to_bytes, shares)), shared_state.participants_digest
             )
     return shared_state, boxes
 
 
-def decrypt_received_shares(state: SecretsSharedState, boxes: Mapping[str, bytes]) -> MaskingState:
+def decrypt_received_shares(state: SecretsSharedState, encrypted_shares: Mapping[str, bytes]) -> MaskingState:
     """Decrypts the secret shares that the other sites have sent to this site (first half of step 3:
     MaskedInputCollection, round 2 of the paper).
 
@@ -257,20 +264,20 @@ def decrypt_received_shares(state: SecretsSharedState, boxes: Mapping[str, bytes
 
     Args:
         state: state after step 2.
-        boxes: encrypted shares from each other site that has sent some; with this site they are U2.
+        encrypted_shares: encrypted shares from each other site that has sent some; with this site they are U2.
 
     Raises:
         RefusalError: there are fewer than t sites, or shares were not encrypted for this site in this sum.
     """
     name, advert_by_site = state.advertised.name, {advert.name: advert for advert in state.adverts}
-    if unlisted := sorted(set(boxes) - set(advert_by_site) | (set(boxes) & {name})):
+    if unlisted := sorted(set(encrypted_shares) - set(advert_by_site) | (set(encrypted_shares) & {name})):
         raise RefusalError(f"{unlisted[0]!r} has no part in this sum")
-    if len(boxes) + 1 < state.threshold:
-        raise RefusalError(f"{len(boxes) + 1} sites have shared their secrets, fewer than {state.threshold}")
+    if len(encrypted_shares) + 1 < state.threshold:
+        raise RefusalError(f"{len(encrypted_shares) + 1} sites have shared their secrets, fewer than {state.threshold}")
     held_shares = {name: state.own_shares}
-    for sender, box in sorted(boxes.items()):
+    for sender, box in sorted(encrypted_shares.items()):
         try:
-            shares = elements_from_bytes(
+            shares = field_elements_from_bytes(
                 crypto.decrypt(
                     _derive_box_key(state, advert_by_site[sender], sender, name), box, state.participants_digest
                 )
@@ -301,7 +308,7 @@ def mask_words(state: MaskingState, words: Words) -> Words:
         derive_self_mask_key(shared.seed, shared.participants_digest, name), len(words)
     )
     for peer in sorted(state.held_shares.keys() - {name}):
-        pair_secret = crypto.compute_shared_secret(shared.advertised.mask, advert_by_site[peer].mask)
+        pair_secret = crypto.compute_shared_secret(shared.advertised.mask_private, advert_by_site[peer].mask_public)
         pad = crypto.generate_key_stream(
             derive_pairwise_mask_key(pair_secret, shared.participants_digest, name, peer), len(words)
         )
@@ -352,7 +359,7 @@ def release_unmasking_shares(
     shares = [state.held_shares[v][_SELF_MASK if v in survivor_names else _MASK] for v in sorted(state.held_shares)]
     key = derive_released_shares_key(agreement, shared.participants_digest, name, survivor_names)
     return UnmaskingShares(
-        tokens, crypto.encrypt(key, b"".join(map(element_to_bytes, shares)), shared.participants_digest)
+        tokens, crypto.encrypt(key, b"".join(map(field_element_to_bytes, shares)), shared.participants_digest)
     )
 
 
@@ -366,18 +373,18 @@ def derive_self_mask_key(seed: bytes, digest: bytes, name: str) -> bytes:
     return crypto.derive_key(seed, digest, "self", name)
 
 
-def derive_released_shares_key(agreement: int, digest: bytes, name: str, survivors: Sequence[str]) -> bytes:
+def derive_released_shares_key(agreement_secret: int, digest: bytes, name: str, survivors: Sequence[str]) -> bytes:
     """Derives the key that encrypts the unmasking shares of one site. Only the server can compute it, and only after
     enough sites have confirmed the same list of survivors.
 
     It is derived from F(L) (see `polyfed.deploy.secure_aggregation`).
     """
-    return crypto.derive_key(element_to_bytes(agreement), digest, "bundle", name, *survivors)
+    return crypto.derive_key(field_element_to_bytes(agreement_secret), digest, "bundle", name, *survivors)
 
 
 def _derive_box_key(state: SecretsSharedState, advert: KeyAdvertisement, source: str, target: str) -> bytes:
     return crypto.derive_key(
-        crypto.compute_shared_secret(state.advertised.cipher, advert.cipher),
+        crypto.compute_shared_secret(state.advertised.cipher_private, advert.cipher_public),
         state.participants_digest,
         "box",
         source,

@@ -12,26 +12,26 @@ PRIME = 2**257 - 93  # the largest prime below 2^257, since secrets are 32 bytes
 ELEMENT_BYTES = 33
 
 
-def split_secrets(values: Sequence[int], holders: int, threshold: int) -> list[list[int]]:
-    """Splits each secret number into `holders` shares, so that any `threshold` of its shares recover it and fewer
+def split_secrets_by_holder(values: Sequence[int], num_holders: int, threshold: int) -> list[list[int]]:
+    """Splits each secret number into `num_holders` shares, so that any `threshold` of its shares recover it and fewer
     reveal nothing.
 
     Returns:
         For each holder its shares, one per value; holder k has the point k + 1.
 
     Raises:
-        ValueError: the threshold is not from 1 to `holders`, or a value is outside the field.
+        ValueError: the threshold is not from 1 to `num_holders`, or a value is outside the field.
 
-    >>> shares = split_secrets([7, 8], holders=3, threshold=2)
+    >>> shares = split_secrets_by_holder([7, 8], num_holders=3, threshold=2)
     >>> [recover_secret({1: shares[0][k], 3: shares[2][k]}) for k in (0, 1)]
     [7, 8]
     """
-    if not 1 <= threshold <= holders:
-        raise ValueError(f"the threshold must be from 1 to {holders}, got {threshold}")
+    if not 1 <= threshold <= num_holders:
+        raise ValueError(f"the threshold must be from 1 to {num_holders}, got {threshold}")
     if not all(0 <= value < PRIME for value in values):
         raise ValueError("a value is not an element of the field")
     polynomials = [[value, *(secrets.randbelow(PRIME) for _ in range(threshold - 1))] for value in values]
-    return [[_evaluate(polynomial, x) for polynomial in polynomials] for x in range(1, holders + 1)]
+    return [[_evaluate(polynomial, x) for polynomial in polynomials] for x in range(1, num_holders + 1)]
 
 
 def _evaluate(polynomial: Sequence[int], x: int) -> int:
@@ -47,17 +47,17 @@ def recover_secret(shares: Mapping[int, int]) -> int:
     Args:
         shares: point (from 1) -> share.
     """
-    return sum(weight * shares[x] for x, weight in lagrange_weights(tuple(shares)).items()) % PRIME
+    return sum(weight * shares[x] for x, weight in lagrange_weights_at_zero(tuple(shares)).items()) % PRIME
 
 
-def lagrange_weights(points: Sequence[int]) -> dict[int, int]:
+def lagrange_weights_at_zero(points: Sequence[int]) -> dict[int, int]:
     """Returns the weights by which shares at the given points are multiplied and summed to get the polynomial's value
     at 0 (Lagrange interpolation).
 
     Raises:
         ValueError: points are not positive, or one occurs twice.
 
-    >>> lagrange_weights((1, 2)) == {1: 2, 2: PRIME - 1}
+    >>> lagrange_weights_at_zero((1, 2)) == {1: 2, 2: PRIME - 1}
     True
     """
     if len(set(points)) < len(points) or not all(0 < x < PRIME for x in points):
@@ -72,18 +72,18 @@ def lagrange_weights(points: Sequence[int]) -> dict[int, int]:
     return weights
 
 
-def element_to_bytes(number: int) -> bytes:
+def field_element_to_bytes(number: int) -> bytes:
     """Encodes an element of the prime field as 33 bytes."""
     return number.to_bytes(ELEMENT_BYTES, "big")
 
 
-def elements_from_bytes(data: bytes) -> list[int]:
+def field_elements_from_bytes(data: bytes) -> list[int]:
     """Decodes a sequence of prime field elements from bytes, 33 bytes for each.
 
     Raises:
         ValueError: the bytes are no elements of the field.
 
-    >>> elements_from_bytes(element_to_bytes(3) + element_to_bytes(4))
+    >>> field_elements_from_bytes(field_element_to_bytes(3) + field_element_to_bytes(4))
     [3, 4]
     """
     numbers = [int.from_bytes(data[at : at + ELEMENT_BYTES], "big") for at in range(0, len(data), ELEMENT_BYTES)]

@@ -18,7 +18,7 @@ from polyfed.deploy.secure_aggregation.protocol import (
     derive_released_shares_key,
     derive_self_mask_key,
 )
-from polyfed.deploy.secure_aggregation.shamir import ELEMENT_BYTES, PRIME, elements_from_bytes, recover_secret
+from polyfed.deploy.secure_aggregation.shamir import ELEMENT_BYTES, PRIME, field_elements_from_bytes, recover_secret
 
 
 def unmask_sum(
@@ -27,7 +27,7 @@ def unmask_sum(
     threshold: int,
     sharing_sites: Collection[str],
     survivors: Collection[str],
-    total: Words,
+    masked_total: Words,
     unmasking_shares: Mapping[str, UnmaskingShares],
 ) -> Words:
     """Returns the sum of the surviving sites' numbers after removing the masks.
@@ -37,8 +37,8 @@ def unmask_sum(
         adverts: the key advertisements of all sites in the sum, U1.
         threshold: t.
         sharing_sites: U2, the sites whose encrypted shares were passed on.
-        survivors: L, the sites whose masked numbers are in `total`.
-        total: sum of the masked numbers mod 2^64, shape (numbers,).
+        survivors: L, the sites whose masked numbers are in `masked_total`.
+        masked_total: sum of the masked numbers mod 2^64, shape (numbers,).
         unmasking_shares: shares that sites have released for L.
 
     Raises:
@@ -66,7 +66,7 @@ def unmask_sum(
         if len(unmasking_shares[w].bundle) != ELEMENT_BYTES * len(sharing_names) + crypto.TAG_BYTES:
             continue
         try:
-            bundle = elements_from_bytes(crypto.decrypt(key, unmasking_shares[w].bundle, digest))
+            bundle = field_elements_from_bytes(crypto.decrypt(key, unmasking_shares[w].bundle, digest))
         except ValueError:
             continue  # from a site that lies, or that got another list
         for v, value in zip(sharing_names, bundle, strict=True):
@@ -79,12 +79,14 @@ def unmask_sum(
     if any(secret >= 2**256 for secret in secrets.values()):
         raise RoundError("the masks cannot be removed from the secure sum: a site has released wrong shares")
     by_name = {advert.name: advert for advert in adverts}
-    total = total.copy()
+    masked_total = masked_total.copy()
     for v in survivor_names:
-        total -= crypto.generate_key_stream(derive_self_mask_key(secrets[v].to_bytes(32, "big"), digest, v), len(total))
+        masked_total -= crypto.generate_key_stream(
+            derive_self_mask_key(secrets[v].to_bytes(32, "big"), digest, v), len(masked_total)
+        )
     for dropout in sorted(set(sharing_names) - set(survivor_names)):
         private = secrets[dropout].to_bytes(32, "big")
-        if crypto.public_key_of(private) != by_name[dropout].mask:
+        if crypto.public_key_of(private) != by_name[dropout].mask_public:
             raise RoundError(
                 f"the key of {dropout!r} that the sites' shares give is not the one that it has advertised"
             )
@@ -92,11 +94,11 @@ def unmask_sum(
             try:
                 pad = crypto.generate_key_stream(
                     derive_pairwise_mask_key(
-                        crypto.compute_shared_secret(private, by_name[v].mask), digest, dropout, v
+                        crypto.compute_shared_secret(private, by_name[v].mask_public), digest, dropout, v
                     ),
-                    len(total),
+                    len(masked_total),
                 )
             except RefusalError as error:
                 raise RoundError(str(error)) from error
-            total = total - pad if v < dropout else total + pad
-    return total
+            masked_total = masked_total - pad if v < dropout else masked_total + pad
+    return masked_total

@@ -73,7 +73,7 @@ def parse_task_result(
     return TaskResult(task, reply, state_stub, seconds=float(seconds) if _is_finite_number(seconds) else 0.0)
 
 
-def parse_evaluation_result(
+def parse_evaluation_result_or_failure(
     task: ClientTask, answer: PackedEnvelope | str, server: DeploymentServer, *, piggybacked: bool
 ) -> TaskResult:
     """Reads the result of an evaluation from a site's reply. An invalid result counts as a failed evaluation, but the

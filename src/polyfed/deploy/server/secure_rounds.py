@@ -22,13 +22,22 @@ from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.messages.fixed_point import FixedPointWords, SumLayout, build_sum_message, parse_sum_message
-from polyfed.deploy.protocol.piggyback import attach_evaluations
+from polyfed.deploy.protocol.piggyback import add_evaluations_to_envelopes
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, parse_head
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
-from polyfed.deploy.secure_aggregation.protocol import KeyAdvertisement, SumId, UnmaskingShares, encrypted_shares_bytes
+from polyfed.deploy.secure_aggregation.protocol import (
+    KeyAdvertisement,
+    SumId,
+    UnmaskingShares,
+    count_encrypted_share_bytes,
+)
 from polyfed.deploy.secure_aggregation.shamir import PRIME
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
-from polyfed.deploy.server.reply_validation import parse_evaluation_result, sanitize_line, validate_answer_head
+from polyfed.deploy.server.reply_validation import (
+    parse_evaluation_result_or_failure,
+    sanitize_line,
+    validate_answer_head,
+)
 from polyfed.deploy.server.server import MAX_EXAMPLES, DeploymentServer
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 from polyfed.simulation.rounds.federation import Federation
@@ -55,7 +64,7 @@ class SecureRoundServer:
         self._adverts: dict[int, dict[str, KeyAdvertisement]] = {}  # round -> site -> its keys
         self._boxes: dict[int, dict[str, dict[str, Tensor]]] = {}  # round -> site -> other site -> encrypted shares
 
-    def run_round_tasks(self, tasks: Sequence[ClientTask], server_state: Any) -> Iterator[TaskResult]:
+    def run_secure_round(self, tasks: Sequence[ClientTask], server_state: Any) -> Iterator[TaskResult]:
         """Executes the training tasks of one round with secure aggregation, and yields a result for each task.
 
         The replies of the sites in the sum add up to it; a single one has no meaning.
@@ -77,7 +86,7 @@ class SecureRoundServer:
             sent_head, task = envelopes[client].head, by_client.get(client)
             trains = sent_head.get("phase") == "local"
             if client in evaluations:
-                yield parse_evaluation_result(evaluations[client], answer, self._server, piggybacked=trains)
+                yield parse_evaluation_result_or_failure(evaluations[client], answer, self._server, piggybacked=trains)
             if task is None or not trains:
                 if "advertise" in sent_head:
                     self._store_advert(client, _head_or_empty(answer), round_number + 1)
@@ -129,14 +138,19 @@ class SecureRoundServer:
         if len(adverts) < threshold:
             return {}
         advert_fields = [
-            {"name": a.name, "cipher": a.cipher.hex(), "mask": a.mask.hex(), "signature": a.signature.hex()}
+            {
+                "name": a.name,
+                "cipher": a.cipher_public.hex(),
+                "mask": a.mask_public.hex(),
+                "signature": a.signature.hex(),
+            }
             for _, a in sorted(adverts.items())
         ]
         request = {"round": round_number, "threshold": threshold, "adverts": advert_fields}
         return {client: self._sum_envelope(client, share=request) for client in adverts}
 
     def _sum_envelope(self, client: str, **parts: Any) -> Envelope:
-        return Envelope({**self._server.secure_sum_head(), "client": client, **parts})
+        return Envelope({**self._server.build_secure_sum_head(), "client": client, **parts})
 
     def _store_advert(self, client: str, head: Mapping[str, Any], round_number: int) -> None:
         """Stores the public keys in a site's reply; their signature is checked by the other sites, not by the server."""
@@ -156,7 +170,7 @@ class SecureRoundServer:
         self._log_refusals(client, head)
         if client not in adverts:
             return
-        receivers, size = set(adverts) - {client}, encrypted_shares_bytes(len(adverts))
+        receivers, size = set(adverts) - {client}, count_encrypted_share_bytes(len(adverts))
         try:
             boxes = answer.unpack_body().tensors.get(BOXES_GROUP, {}) if isinstance(answer, PackedEnvelope) else {}
         except UserError:
@@ -192,7 +206,7 @@ class SecureRoundServer:
             return {"advertise": round_number + 1} if client in next_cohort else {}
 
         def build_head(task: ClientTask) -> dict[str, Any]:
-            return {**self._server.task_head(task), **advertise_field(task.client)}
+            return {**self._server.build_task_head(task), **advertise_field(task.client)}
 
         envelopes = {}
         for client, task in tasks.items():
@@ -205,7 +219,7 @@ class SecureRoundServer:
                     sender: boxes[client] for sender, boxes in sorted(boxes_by_sender.items()) if sender != client
                 }
             envelopes[client] = Envelope(head, Message(tensors, task.transmitted_message.scalars))
-        envelopes = attach_evaluations(envelopes, list(evaluations.values()), build_head)
+        envelopes = add_evaluations_to_envelopes(envelopes, list(evaluations.values()), build_head)
         return envelopes | {
             client: self._sum_envelope(client, **advertise_field(client)) for client in next_cohort - envelopes.keys()
         }

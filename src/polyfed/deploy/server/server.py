@@ -28,7 +28,7 @@ from polyfed.deploy.protocol.handshake import (
     merge_data_specs,
 )
 from polyfed.deploy.protocol.table_summary import describe_table_difference
-from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, compression_fields
+from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, PROTOCOL, compression_head_fields
 from polyfed.simulation.engines.base import ClientTask, Engine
 from polyfed.simulation.federate import run_rounds
 from polyfed.simulation.monitoring.progress import Progress
@@ -117,7 +117,7 @@ class DeploymentServer:
     preprocessing: Mapping[str, Any] | None = None
     preprocessing_facts: Mapping[str, int] = field(default_factory=dict)
 
-    def introduction_head(self) -> dict[str, Any]:
+    def build_introduction_head(self) -> dict[str, Any]:
         """Returns the header of the first message to a site, which announces the run and asks the site to describe
         itself.
         """
@@ -131,7 +131,7 @@ class DeploymentServer:
             **public,
         }  # fmt: skip
 
-    def task_head(self, task: ClientTask) -> dict[str, Any]:
+    def build_task_head(self, task: ClientTask) -> dict[str, Any]:
         """Returns the header of the message that sends a task to a site."""
         span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may have none
         return {
@@ -139,7 +139,7 @@ class DeploymentServer:
             "seed": task.seed, "run_seed": task.run_seed,
             "state": None if task.client_state is None else task.client_state["round"],
             "keep": max(0, task.round - span), "metrics": list(self.settings.metrics),
-            **compression_fields(self.settings),
+            **compression_head_fields(self.settings),
         }  # fmt: skip
 
     def _common_head(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class DeploymentServer:
         secure = {"secure": True} if self.settings.secure else {}
         return {"protocol": PROTOCOL, "run": self.run, "algorithm": algorithm, **secure}
 
-    def secure_sum_head(self) -> dict[str, Any]:
+    def build_secure_sum_head(self) -> dict[str, Any]:
         """Returns the header of a message that carries only steps of secure aggregation, and no task."""
         return {"kind": "sum", **self._common_head()}
 
@@ -163,7 +163,7 @@ class DeploymentServer:
         """
         return self.deployment.secure_threshold or 2 * self.sites_per_round // 3 + 1
 
-    def build_federation(self, introductions: Mapping[str, Mapping[str, Any]]) -> Federation:
+    def build_checked_federation(self, introductions: Mapping[str, Mapping[str, Any]]) -> Federation:
         """Builds the federation from what the sites report about themselves, and checks that they suit the method and
         each other.
 
@@ -217,13 +217,13 @@ class DeploymentServer:
         return Federation({}, self.algorithm, self.settings, self.public, roster)
 
     @exclusive_single_torch_thread_with_grad()
-    def run_federation(
+    def run_or_resume_federation(
         self, federation: Federation, engine: Engine, progress: Progress, introductions: Mapping[str, Mapping[str, Any]]
     ) -> Run:
         """Runs all rounds; a resumed run continues after its newest checkpoint.
 
         Args:
-            federation: the federation, from `build_federation`.
+            federation: the federation, from `build_checked_federation`.
             engine: sends the tasks.
             progress: displays the rounds.
             introductions: headers of the sites' introductions, which a new run's manifest keeps.

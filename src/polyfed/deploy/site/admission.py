@@ -10,7 +10,7 @@ from polyfed.core.declared_words import CONSENT
 from polyfed.core.errors import UserError
 from polyfed.core.messages.lora import adapter_averaging_mode, architecture_key_ignoring_averaged_ranks
 from polyfed.core.nn.module_cache import architectures_differ_only_in_frozen_values, cached_module
-from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility
+from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_incompatibility_error
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.handshake import check_public_inputs, input_spec_by_part
 from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, find_code_reference
@@ -56,7 +56,7 @@ def build_allowed_algorithm(
             f"{name} discloses {' and '.join(disclosures)} to the server, which this site does not allow "
             "(allow-disclosure)"
         )
-    if protection.noise_multiplier and (incompatibility := noise_incompatibility(algorithm, secure)):
+    if protection.noise_multiplier and (incompatibility := noise_incompatibility_error(algorithm, secure)):
         raise RefusalError(f"this site adds noise, and {incompatibility}")
     return algorithm
 
@@ -125,8 +125,8 @@ def check_client_and_get_architecture(
     return architecture
 
 
-def describe_client(
-    client: Client, algorithm: Algorithm[Any, Any], architecture: str | None, *, reveals_count: bool
+def build_introduction_fields(
+    client: Client, algorithm: Algorithm[Any, Any], architecture: str | None, *, reveals_example_count: bool
 ) -> dict[str, Any]:
     """Returns the header fields that report to the server those facts about a client that the method needs.
 
@@ -134,11 +134,11 @@ def describe_client(
         client: the site's client.
         algorithm: the method.
         architecture: of the client's network.
-        reveals_count: whether the server learns the number of training examples.
+        reveals_example_count: whether the server learns the number of training examples.
     """
     needs = algorithm.requires
     fields: dict[str, Any] = {"client": client.id, "task": client.task}
-    if reveals_count:
+    if reveals_example_count:
         fields["num_examples"] = len(client.train)
     if "architectures" in needs:
         fields["architecture"] = architecture

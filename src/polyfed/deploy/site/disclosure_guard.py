@@ -16,7 +16,11 @@ from polyfed.core.algorithm import Algorithm, Message
 from polyfed.core.errors import UserError
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.message_compression import compress_message
-from polyfed.deploy.privacy.accountant import check_budget, spend_budget, spent_epsilon
+from polyfed.deploy.privacy.accountant import (
+    check_budget_for_next_message,
+    read_spent_epsilon,
+    record_message_and_get_epsilon,
+)
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol.wire import first_non_finite_tensor
 from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, encode_sum_part
@@ -46,10 +50,10 @@ class DisclosureGuard:
     protection: ReplyProtection
     disclose: frozenset[str]
 
-    def check_budget(self) -> None:
+    def check_budget_for_next_message(self) -> None:
         """Raises a `UserError` if the owner's privacy budget does not allow one more message; records nothing."""
         if self.protection.max_epsilon is not None:
-            check_budget(self.ledger, self.data_set, self.protection)
+            check_budget_for_next_message(self.ledger, self.data_set, self.protection)
 
     def record_and_get_cost(self, *, already_recorded: bool = False) -> dict[str, float | None]:
         """Records a message in the privacy ledger, and returns the ε and δ that all messages so far have spent, for the
@@ -64,13 +68,16 @@ class DisclosureGuard:
         Raises:
             UserError: the budget does not allow the message, so that nothing may be sent.
         """
-        get_epsilon, delta = spent_epsilon if already_recorded else spend_budget, self.protection.delta
+        get_epsilon, delta = (
+            read_spent_epsilon if already_recorded else record_message_and_get_epsilon,
+            self.protection.delta,
+        )
         epsilon = get_epsilon(self.ledger, self.data_set, self.protection)
         if not self.protection.noise_multiplier:
             return {}
         _LOG.info("(epsilon, delta) spent on the data set %r: (%.3g, %g)", self.data_set, epsilon, delta)
         try:
-            self.check_budget()
+            self.check_budget_for_next_message()
         except UserError:
             _LOG.warning(
                 "the budget of the data set %r is spent with this message: this site neither trains nor is evaluated any "
@@ -79,7 +86,7 @@ class DisclosureGuard:
             )
         return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta}
 
-    def discloses_data(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
+    def reply_depends_on_data(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
         """Returns whether the answer to a task may contain anything that depends on the site's data.
 
         Args:
@@ -95,7 +102,7 @@ class DisclosureGuard:
             )
         return head["phase"] == "evaluate" and bool(self.disclose - _NON_METRICS)
 
-    def protect_reply(
+    def clip_noise_and_compress_reply(
         self,
         reply: Message,
         message: Message,
@@ -121,7 +128,7 @@ class DisclosureGuard:
         body = clip_and_add_noise(Message(reply.tensors, scalars), message, self.protection)
         return body if compression is None else compress_message(body, message, compression, seed)
 
-    def mask_reply(
+    def clip_noise_and_mask_reply(
         self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], participation: "SumParticipation"
     ) -> Message:
         """Returns a reply as it may enter a secure sum: clipped, with noise, and masked.
@@ -138,4 +145,4 @@ class DisclosureGuard:
         body = clip_and_add_noise(reply, message, self.protection, noise_sources=participation.threshold - 1)
         if wrong := first_non_finite_tensor(body):
             raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
-        return participation.mask_reply_words(encode_sum_part(body, algorithm, participation.max_sites))
+        return participation.mask_encoded_reply(encode_sum_part(body, algorithm, participation.max_sites))

@@ -81,7 +81,7 @@ def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
     return lambda: replace(client_factory(), loss=loss)
 
 
-def answer_message(
+def answer_or_refuse_message(
     config: Mapping[str, Any], load_site: Callable[[], Site], unpack: Callable[[], PackedEnvelope]
 ) -> Envelope:
     """Loads the site, lets it answer a message and returns its reply; the reply is a refusal if the site cannot be

@@ -29,7 +29,7 @@ from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_f
 from polyfed.data.tabular.schema import table_schema
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.deploy.protocol.table_summary import SchemaSummary, short_hash
+from polyfed.deploy.protocol.table_summary import SchemaSummary, hash_json_values
 from polyfed.deploy.protocol.wire import SITE_HEAD_BYTES
 from polyfed.deploy.site.private_state import InvalidSiteStateError
 from polyfed.simulation.rounds.federated_preprocessing import (
@@ -89,7 +89,7 @@ def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSum
     """
     preprocessor = preprocessor_of(client.train)
     summary: SchemaSummary = {
-        "whole": short_hash(run, table_schema(preprocessor)), "numbers": len(preprocessor.mean),
+        "whole": hash_json_values(run, table_schema(preprocessor)), "numbers": len(preprocessor.mean),
         "targets": build_moments_method(preprocessor).size - len(preprocessor.mean),
     }  # fmt: skip
     if with_names and len(json.dumps(table_schema(preprocessor))) < SITE_HEAD_BYTES - _HEAD_RESERVE:
@@ -97,7 +97,7 @@ def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSum
     return summary
 
 
-def save_common_preprocessing(folder: Path, description: Any, client: Client) -> None:
+def check_and_save_common_preprocessing(folder: Path, description: Any, client: Client) -> None:
     """Checks the preprocessing that the server has computed for all sites, and saves it in the run's folder.
 
     Raises:

@@ -109,7 +109,7 @@ def read_private_state(folder: Path, site: str, round_number: int | None, method
         raise InvalidSiteStateError(f"{description} is damaged: {shown_path} holds no state; {_ADVICE}") from error
 
 
-def write_private_state(
+def write_private_state_and_delete_older(
     folder: Path, site: str, round_number: int, method: Mapping[str, Any], private_state: PyTree, rollback_round: int
 ) -> None:
     """Stores the client's private state after a round, and deletes stored states so old that the server can no longer

@@ -18,20 +18,20 @@ from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, split_evaluation
-from polyfed.deploy.protocol.table_summary import COLUMNS, summarize_table
+from polyfed.deploy.protocol.piggyback import EVALUATION_KEY, split_training_and_evaluation
+from polyfed.deploy.protocol.table_summary import COLUMNS, build_table_head_field
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
 from polyfed.deploy.site.admission import (
     build_allowed_algorithm,
+    build_introduction_fields,
     call_client_factory,
     check_client_and_get_architecture,
-    describe_client,
 )
 from polyfed.deploy.site.disclosure_guard import DisclosureGuard
 from polyfed.deploy.site.preprocessing import (
     apply_common_preprocessing,
+    check_and_save_common_preprocessing,
     check_table_sums_allowed,
-    save_common_preprocessing,
     summarize_schema,
     uses_federated_preprocessing,
 )
@@ -39,7 +39,7 @@ from polyfed.deploy.site.private_state import (
     InvalidSiteStateError,
     check_or_record_client_identity,
     lock_folder,
-    write_private_state,
+    write_private_state_and_delete_older,
     write_task_results,
 )
 from polyfed.deploy.site.request_log import FAILURE_TEXT, MAX_REFUSALS, RequestLog, TaskRequest, hash_task_inputs
@@ -126,7 +126,7 @@ class Site:
                     envelope.head["run"], envelope.head
                 )
                 return Envelope({"client": self.name, "run": envelope.head["run"], **head_fields}, body)
-            self._disclosure_guard.check_budget()  # before anything reads the data
+            self._disclosure_guard.check_budget_for_next_message()  # before anything reads the data
             if envelope.head["kind"] == "introduce":
                 return self._answer_introduction(envelope.head, algorithm)
             if envelope.head["kind"] == "prepare":
@@ -226,17 +226,17 @@ class Site:
             check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
             if "prepared" not in head:
                 return Envelope({"client": client.id, "task": client.task, "prepares": True})
-            save_common_preprocessing(folder, head["prepared"], client)
+            check_and_save_common_preprocessing(folder, head["prepared"], client)
             client = apply_common_preprocessing(client, folder)
-        table |= summarize_table(
+        table |= build_table_head_field(
             client, algorithm.requires, head["run"], with_names=self._sends_column_names,
-            adds_noise=bool(self.protection.noise_multiplier), discloses=algorithm.discloses,
+            adds_noise=bool(self.protection.noise_multiplier), method_discloses=algorithm.discloses,
         )  # fmt: skip
         architecture = check_client_and_get_architecture(
             client, algorithm, head, clips_updates=self.protection.clip_norm is not None
         )
         check_or_record_client_identity(folder, client.id, data_fingerprint([client]))
-        return Envelope(describe_client(client, algorithm, architecture, reveals_count=reveals_count))
+        return Envelope(build_introduction_fields(client, algorithm, architecture, reveals_example_count=reveals_count))
 
     def _answer_task(self, envelope: Envelope, algorithm: Algorithm[Any, Any]) -> Envelope:
         """Executes the evaluation of the previous round, if there is one, and the training; returns the reply.
@@ -247,7 +247,7 @@ class Site:
         if head["client"] != self.name:
             raise RefusalError(f"this site is {self.name!r}, and was asked for {head['client']!r}")
         check_phase(head)
-        split = split_evaluation(envelope) if head["phase"] == "local" else None
+        split = split_training_and_evaluation(envelope) if head["phase"] == "local" else None
         training_envelope, evaluation = envelope if split is None else split.training, None
         training = self._refuse_on_error(lambda: self._start_task(training_envelope, algorithm))
         if split is not None:
@@ -296,7 +296,7 @@ class Site:
         request = TaskRequest(f"{site_task.task.phase} {site_task.task.round}", inputs_hash, max_refusals)
         requests = RequestLog(folder)
         already_recorded = requests.check_allowed_and_find_in_ledger(request, same_inputs_only=secure)
-        discloses = self._disclosure_guard.discloses_data(head, algorithm)
+        discloses = self._disclosure_guard.reply_depends_on_data(head, algorithm)
         cost_so_far = self._disclosure_guard.record_and_get_cost(already_recorded=already_recorded) if discloses else {}
         if hides_reply:
             requests.record_start(request, in_ledger=discloses and site_task.task.phase == "local")
@@ -342,7 +342,7 @@ class Site:
         body = Message()
         if task.phase == "local":
             assert result.reply is not None
-            write_private_state(
+            write_private_state_and_delete_older(
                 folder, self.name, task.round, head["algorithm"], result.client_state,
                 rollback_round=site_task.rollback_round,
             )  # fmt: skip
@@ -360,10 +360,10 @@ class Site:
         """Returns a reply as it may leave: masked for the secure sum, empty if the site is not in it, else noisy."""
         site_task, message = started.site_task, started.site_task.task.message
         if started.participation is not None:
-            return self._disclosure_guard.mask_reply(reply, message, algorithm, started.participation)
+            return self._disclosure_guard.clip_noise_and_mask_reply(reply, message, algorithm, started.participation)
         if site_task.head.get("secure"):
             return Message()
-        return self._disclosure_guard.protect_reply(
+        return self._disclosure_guard.clip_noise_and_compress_reply(
             reply, message, algorithm, site_task.compression, site_task.task.reply_seed
         )
 
@@ -394,6 +394,6 @@ class Site:
             return {}
         sum_id = self._sum_id(site_task.head, site_task.next_sum_round)
         try:
-            return {"advert": self._secure_sum_client(site_task.head).renew_keys_and_advertise(sum_id)}
+            return {"advert": self._secure_sum_client(site_task.head).replace_keys_and_build_advertisement(sum_id)}
         except RefusalError as refusal:
             return {"refusals": {"advertise": str(refusal)}}

@@ -12,7 +12,7 @@ from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.message_compression import decompress_message
 from polyfed.core.state_dict import StateDict
 from polyfed.deploy.protocol.errors import RefusalError
-from polyfed.deploy.protocol.wire import Envelope, first_non_finite_tensor, parse_compression
+from polyfed.deploy.protocol.wire import Envelope, first_non_finite_tensor, parse_compressors
 from polyfed.deploy.site.private_state import read_private_state
 from polyfed.deploy.site.request_log import TaskRequest
 from polyfed.simulation.engines.base import ClientTask, Phase
@@ -106,7 +106,7 @@ def parse_site_task(
         raise RefusalError("the header names no private state")
     if head.get("secure") and head.get("advertise") is not None:
         _read_whole_number(head, "advertise")
-    reply_compression, message_compression = parse_compression(head)
+    reply_compression, message_compression = parse_compressors(head)
     compressed, boxes = _split_off_boxes(envelope.body) if head.get("secure") else (envelope.body, {})
     message = (
         compressed if message_compression is None else decompress_message(compressed, Message(), message_compression)

@@ -29,7 +29,7 @@ from polyfed.core.algorithm import Client
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.framing import BrokenStreamError, Frame, FrameError, receive_frame, send_frame
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope, PackedEnvelope, pack_envelope, parse_head
-from polyfed.deploy.site.node_config import answer_message, build_site
+from polyfed.deploy.site.node_config import answer_or_refuse_message, build_site
 from polyfed.deploy.site.site import Site
 
 _FRESH_SECONDS = 300.0  # the largest age of a run's data when the run begins
@@ -52,7 +52,7 @@ class SiteRunner:
         self._has_answered = False
         self._loaded_at, self._stamps = 0.0, _file_stamps(config)
 
-    def load_site(self) -> None:
+    def try_to_load_site(self) -> None:
         """Loads `site.py` and builds its client; an error is only logged, and the next message tries again."""
         start = self._clock()
         try:
@@ -64,7 +64,7 @@ class SiteRunner:
             _LOG.info("site.py is loaded (%.1f s)", self._clock() - start)
         self._loaded_at = self._clock()
 
-    def answer_frame(self, frame: Frame) -> Frame:
+    def answer_frame_or_request_restart(self, frame: Frame) -> Frame:
         """Answers a message from the SuperNode; if the loaded site is outdated, instead returns a request to start a
         new process.
         """
@@ -72,7 +72,7 @@ class SiteRunner:
             return Frame("again")
         self._has_answered = True
         unpack = lambda: PackedEnvelope(frame.head, frame.scalars, frame.groups, SERVER_HEAD_BYTES)  # noqa: E731
-        return _to_frame(answer_message(self._config, self._get_site, unpack))
+        return _to_frame(answer_or_refuse_message(self._config, self._get_site, unpack))
 
     def _is_stale(self, frame: Frame) -> bool:
         """Returns whether a message begins a new run, but this process has loaded the site's data too long ago or from
@@ -115,7 +115,7 @@ def _file_stamps(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return stamps
 
 
-def serve_connection(connection: socket.socket) -> None:
+def answer_frames_until_closed(connection: socket.socket) -> None:
     """Answers the messages that arrive on a socket until the SuperNode closes it."""
     frames: queue.SimpleQueue[Frame | FrameError] = queue.SimpleQueue()
     threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
@@ -123,14 +123,14 @@ def serve_connection(connection: socket.socket) -> None:
     if not isinstance(first, Frame) or first.kind != "start":
         raise BrokenStreamError("the first frame is not a node configuration")
     runner = SiteRunner(parse_head(first.head))
-    runner.load_site()
+    runner.try_to_load_site()
     while True:
         frame = frames.get()
         if isinstance(frame, FrameError):
             _LOG.error("%s", frame)
             answer = _to_frame(Envelope({"refused": "a message was damaged on its way to the site's process"}))
         else:
-            answer = runner.answer_frame(frame)
+            answer = runner.answer_frame_or_request_restart(frame)
         send_frame(connection, answer)
 
 
@@ -150,11 +150,11 @@ def _read_frames(connection: socket.socket, frames: "queue.SimpleQueue[Frame | F
             frames.put(error)
 
 
-def run_command() -> None:
+def run_site_process_on_inherited_socket() -> None:
     """Runs the site's process on the socket whose file number is the first command-line argument."""
     os.umask(0o077)
     os.dup2(2, 1)  # prints of site.py go to the site's log
     send_logs_to_stderr()
     # The suppressed errors say that the SuperNode has ended.
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
-        serve_connection(connection)
+        answer_frames_until_closed(connection)

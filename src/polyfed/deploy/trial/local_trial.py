@@ -16,12 +16,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, TypedDict, final
+from typing import IO, Any, TypedDict, cast, final
 
 from polyfed.core.errors import RoundError, UserError
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.deploy.trial.project import Project, make_private_folder, write_key_pair
+from polyfed.deploy.trial.project import Project, make_private_folder, write_site_key_pair
 from polyfed.simulation.storage.directory import write_file_atomically
 
 _SUPERLINK_MODULE, _SUPERNODE_MODULE = "polyfed.deploy.link", "polyfed.deploy.supernode"
@@ -97,7 +97,7 @@ class LocalTrial:
         content = {"port": self.port, "sites": list(self.sites), "processes": process_ids}
         write_file_atomically(self.folder / "trial.json", json.dumps(content, indent=1).encode())
 
-    def stop(self) -> None:
+    def stop_all_processes(self) -> None:
         """Stops all processes of the trial, first the SuperNodes, then the SuperLink; kills those that do not end in
         time.
 
@@ -128,7 +128,7 @@ def trial_folder_of(project: Project) -> Path:
     return project.path / "trial"
 
 
-class _TrialFile(TypedDict):
+class RunningTrial(TypedDict):
     """Describes the content of `trial.json`: the port, the sites and the process ids of a running trial."""
 
     port: int
@@ -136,7 +136,7 @@ class _TrialFile(TypedDict):
     processes: dict[str, int]
 
 
-def read_trial_file(project: Project) -> dict[str, Any] | None:
+def read_running_trial(project: Project) -> RunningTrial | None:
     """Returns port, sites and process ids of a project's running trial, from `trial.json`; None if no trial runs or the
     file is damaged.
     """
@@ -144,7 +144,7 @@ def read_trial_file(project: Project) -> dict[str, Any] | None:
         content = parse_json(read_file(trial_folder_of(project) / "trial.json"))
     except (OSError, ValueError):
         return None
-    return None if validation_error(content, _TrialFile) else dict(content)
+    return None if validation_error(content, RunningTrial) else cast(RunningTrial, content)
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def start_trial(
         UserError: the port is taken, a trial is running already, or files are missing.
         RoundError: a process does not start; the message names its log.
     """
-    if read_trial_file(project) is not None:
+    if read_running_trial(project) is not None:
         raise UserError(
             f"a trial of {project.path} is running, or was killed; end it, or delete {trial_folder_of(project)}/trial.json"
         )
@@ -177,7 +177,7 @@ def start_trial(
         make_private_folder(private_folder)
     local_trial = LocalTrial(project, port, tuple(sites))
     with ExitStack() as stack:
-        stack.callback(local_trial.stop)
+        stack.callback(local_trial.stop_all_processes)
         authority = str(certificates / "ca.crt")
         token = _control_token_file(folder)
         files = ["--ssl-certfile", str(certificates / "server.pem"), "--ssl-keyfile", str(certificates / "server.key")]
@@ -205,7 +205,7 @@ def start_trial(
         ready_file.unlink(missing_ok=True)
         for site, key in keys.items():
             if not key.exists():
-                write_key_pair(key)
+                write_site_key_pair(key)
             free_port = next(number for number in range(free_port + 1, 65536) if not _is_port_open(number))
             state_folder = folder / "sites" / site
             make_private_folder(state_folder)
@@ -222,7 +222,7 @@ def start_trial(
             site_variables = {"POLYFED_SITE": site, "POLYFED_SITES": ",".join(sites), "POLYFED_AFTER": str(ready_file)}
             local_trial.processes.append(_start_process(site, supernode_command, folder, site_variables))
         _wait_until(lambda: _is_port_open(port), local_trial.processes[0])
-        write_flower_config(folder / "home", f"127.0.0.1:{port}", authority)
+        write_flwr_config(folder / "home", f"127.0.0.1:{port}", authority)
         _log_in(folder / "home", f"127.0.0.1:{port}", token, keys)
         ready_file.touch(mode=0o600)
         local_trial.write_trial_file()
@@ -261,32 +261,34 @@ def find_flower_program(name: str) -> str:
     return str(path)
 
 
-def write_flower_config(home: Path, address: str, authority: str | None) -> None:
+def write_flwr_config(flower_home: Path, superlink_address: str, authority_file: str | None) -> None:
     """Writes a configuration for Flower's command `flwr` into a folder, with a connection to a SuperLink named "fed"."""
-    make_private_folder(home)
-    lines = ["[superlink]", 'default = "fed"', "[superlink.fed]", f"address = {json.dumps(address)}"]
-    lines += [f"root-certificates = {json.dumps(authority)}"] if authority else []
-    (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    make_private_folder(flower_home)
+    lines = ["[superlink]", 'default = "fed"', "[superlink.fed]", f"address = {json.dumps(superlink_address)}"]
+    lines += [f"root-certificates = {json.dumps(authority_file)}"] if authority_file else []
+    (flower_home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run_flwr(home: Path | None, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+def run_flwr(flower_home: Path | None, arguments: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs Flower's command `flwr` with the given arguments, and returns the finished process with its output."""
-    command = [find_flower_program("flwr"), *words]
-    return subprocess.run(command, env=flower_environment(home), capture_output=True, text=True, check=False, **options)
+    command = [find_flower_program("flwr"), *arguments]
+    return subprocess.run(
+        command, env=flower_environment(flower_home), capture_output=True, text=True, check=False, **options
+    )
 
 
-def flower_environment(home: Path | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
+def flower_environment(flower_home: Path | None, extra_variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the environment variables for a process of Flower: this process's, without telemetry, and with Flower's
     programs on PATH.
 
     Args:
-        home: FLWR_HOME; None uses the user's own configuration of Flower.
-        more: further variables.
+        flower_home: FLWR_HOME; None uses the user's own configuration of Flower.
+        extra_variables: further variables.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
-    home_variable = {} if home is None else {"FLWR_HOME": str(home)}
-    return {**os.environ, **quiet, **home_variable, "PATH": path, **(more or {})}
+    home_variable = {} if flower_home is None else {"FLWR_HOME": str(flower_home)}
+    return {**os.environ, **quiet, **home_variable, "PATH": path, **(extra_variables or {})}
 
 
 def _start_process(name: str, command: Sequence[str], folder: Path, more: Mapping[str, str]) -> TrialProcess:
@@ -325,7 +327,7 @@ def _wait_until(is_ready: Any, process: TrialProcess) -> None:
         time.sleep(0.2)
 
 
-def interrupt_on_signals() -> None:
+def raise_keyboard_interrupt_on_signals() -> None:
     """Makes SIGTERM and Ctrl-C end the trial in order; Ctrl-C then also works for a trial that a shell started in the
     background.
     """

@@ -54,7 +54,7 @@ class Project:
         """Returns the folder with the certificates and keys of a trial."""
         return self.path / "certificates"
 
-    def read_configuration(self) -> Mapping[str, Any]:
+    def read_server_configuration(self) -> Mapping[str, Any]:
         """Returns the server's configuration, the table `[tool.flwr.app.config]` of `app/pyproject.toml`.
 
         Raises:
@@ -75,16 +75,16 @@ class Project:
 
     def read_site_names(self) -> list[str]:
         """Returns the names of the sites that the configuration lists."""
-        return parse_site_names(str(self.read_configuration().get("sites", "")))
+        return parse_site_names_or_count(str(self.read_server_configuration().get("sites", "")))
 
 
-def parse_site_names(text: str) -> list[str]:
+def parse_site_names_or_count(text: str) -> list[str]:
     """Parses a list of site names: either names separated by commas, or a number N, which gives "site-1" to "site-N".
 
     Raises:
         UserError: there is no name, one occurs twice, or one is not valid.
 
-    >>> parse_site_names("2"), parse_site_names("north, south")
+    >>> parse_site_names_or_count("2"), parse_site_names_or_count("north, south")
     (['site-1', 'site-2'], ['north', 'south'])
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -134,7 +134,7 @@ def create_project(path: str | Path, sites: Sequence[str]) -> Project:
     certificates = folder / "certificates"
     write_trial_certificates(certificates)
     for site in sites:
-        write_key_pair(certificates / f"{site}.key")
+        write_site_key_pair(certificates / f"{site}.key")
     return Project(folder)
 
 
@@ -203,7 +203,7 @@ def write_trial_certificates(folder: Path) -> None:
     _write_secret(folder / "server.key", server.private_bytes(pem, private, serialization.NoEncryption()))
 
 
-def write_key_pair(path: Path) -> None:
+def write_site_key_pair(private_key_file: Path) -> None:
     """Creates a site's key pair in OpenSSH's format: the private key at the given path, and the public key at that path
     with the suffix `.pub`.
     """
@@ -212,9 +212,9 @@ def write_key_pair(path: Path) -> None:
 
     key = ec.generate_private_key(ec.SECP384R1())
     encoding = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-    _write_secret(path, key.private_bytes(*encoding))
+    _write_secret(private_key_file, key.private_bytes(*encoding))
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    path.with_name(f"{path.name}.pub").write_bytes(public + b"\n")
+    private_key_file.with_name(f"{private_key_file.name}.pub").write_bytes(public + b"\n")
 
 
 def make_private_folder(folder: Path) -> None:

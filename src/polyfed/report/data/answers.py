@@ -30,7 +30,7 @@ class SiteAnswer:
     Raises:
         UserError: `kind` is none of the three.
 
-    >>> SiteAnswer("north", "join", sentence="north: join with fedavg: 4.1 to 6.0 points better").explanation()
+    >>> SiteAnswer("north", "join", sentence="north: join with fedavg: 4.1 to 6.0 points better").sentence_without_answer()
     'with fedavg: 4.1 to 6.0 points better.'
     """
 
@@ -50,7 +50,7 @@ class SiteAnswer:
                 f"an answer is one of {', '.join(ANSWER_LABELS)}, got {self.kind!r}; make it again: polyfed compare DIR"
             )
 
-    def explanation(self) -> str:
+    def sentence_without_answer(self) -> str:
         """Returns the advice's sentence without the site's name and the answer, which the page shows before the
         sentence.
         """
@@ -62,24 +62,24 @@ class SiteAnswer:
         return f"{text.rstrip('.') or 'there is no interval'}."
 
 
-def parse_site_answers(results: Mapping[str, Any]) -> list[SiteAnswer]:
+def parse_site_answers(comparison_results: Mapping[str, Any]) -> list[SiteAnswer]:
     """Reads the answer to each site from the content of `comparison.json`, in its order; the list is empty if the
     comparison has no answers.
 
     Raises:
         UserError: one of them is damaged.
     """
-    return [_parse_answer(entry) for entry in results.get("answers") or ()]
+    return [_parse_answer(entry) for entry in comparison_results.get("answers") or ()]
 
 
-def parse_mean_answer(results: Mapping[str, Any]) -> SiteAnswer | None:
+def parse_answer_for_mean(comparison_results: Mapping[str, Any]) -> SiteAnswer | None:
     """Reads the answer for the mean over all sites from the content of `comparison.json`; None if there is no such
     answer.
 
     Raises:
         UserError: it is damaged.
     """
-    entry = results.get("mean_answer")
+    entry = comparison_results.get("mean_answer")
     return None if entry is None else _parse_answer(entry)
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,23 @@ class CalibrationPoint:
     examples: float
 
 
-def roc_curve_and_area(predictions: BinaryPredictions) -> tuple[Floats, float] | None:
+@final
+class RocCurve(NamedTuple):
+    """Holds a ROC curve, as the sensitivity at each false positive rate of `FALSE_ALARM_GRID`, and the area under it."""
+
+    sensitivity: Floats
+    area: float
+
+
+@final
+class PositiveCounts(NamedTuple):
+    """Holds the numbers of true and of false positives at each of `THRESHOLDS`."""
+
+    true_positives: NDArray[np.int64]
+    false_positives: NDArray[np.int64]
+
+
+def roc_curve_and_area(predictions: BinaryPredictions) -> RocCurve | None:
     """Computes the ROC curve of binary predictions and the area under it; None if all examples are of one class.
 
     The curve has shape (61,): the sensitivity at each false positive rate of `FALSE_ALARM_GRID`.
@@ -64,21 +80,21 @@ def roc_curve_and_area(predictions: BinaryPredictions) -> tuple[Floats, float] |
     curve = np.where(
         FALSE_ALARM_GRID >= 1, 1.0, sensitivity[at] + np.clip(share, 0, 1) * (sensitivity[at + 1] - sensitivity[at])
     )
-    return curve, float(np.sum(np.diff(false_alarms) * (sensitivity[1:] + sensitivity[:-1]) / 2))
+    return RocCurve(curve, float(np.sum(np.diff(false_alarms) * (sensitivity[1:] + sensitivity[:-1]) / 2)))
 
 
-def count_hits_and_false_alarms(predictions: BinaryPredictions) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def count_true_and_false_positives(predictions: BinaryPredictions) -> PositiveCounts:
     """Counts the true positives and the false positives at each of `THRESHOLDS`.
 
     An example counts as positive if its probability is at least the threshold.
 
-    >>> hits, alarms = count_hits_and_false_alarms((np.array([0.9, 0.2]), np.array([True, False])))
+    >>> hits, alarms = count_true_and_false_positives((np.array([0.9, 0.2]), np.array([True, False])))
     >>> hits[[9, 89, 90]].tolist(), alarms[[9, 89]].tolist()
     ([1, 1, 0], [1, 0])
     """
     score, positive = predictions
     reached = score[:, None] >= THRESHOLDS[None] - 1e-12
-    return reached[positive].sum(axis=0), reached[~positive].sum(axis=0)
+    return PositiveCounts(reached[positive].sum(axis=0), reached[~positive].sum(axis=0))
 
 
 def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: float) -> list[CalibrationPoint]:
@@ -121,7 +137,7 @@ def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, 
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def auc_interval(area: float, yes: float, no: float, level: float) -> tuple[float, float]:
+def auc_interval(area: float, positives: float, negatives: float, level: float) -> tuple[float, float]:
     """Computes the confidence interval of an AUC from the numbers of positive and negative examples, within 0 and 1.
 
     Source: Hanley and McNeil 1982.
@@ -130,8 +146,8 @@ def auc_interval(area: float, yes: float, no: float, level: float) -> tuple[floa
     [0.837, 0.963]
     """
     first, second = area / (2 - area), 2 * area**2 / (1 + area)
-    variance = area * (1 - area) + (yes - 1) * (first - area**2) + (no - 1) * (second - area**2)
-    half = z_of_confidence_level(level) * math.sqrt(max(variance, 0.0) / (yes * no))
+    variance = area * (1 - area) + (positives - 1) * (first - area**2) + (negatives - 1) * (second - area**2)
+    half = z_of_confidence_level(level) * math.sqrt(max(variance, 0.0) / (positives * negatives))
     return max(0.0, area - half), min(1.0, area + half)
 
 

@@ -8,18 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from polyfed.comparison.storage import comparison_directory as comparison
 from polyfed.core.errors import UserError
-from polyfed.report.data.answers import parse_mean_answer, parse_site_answers
+from polyfed.report.data.answers import parse_answer_for_mean, parse_site_answers
 from polyfed.report.data.run_records import (
     DIGITS,
+    ClientGain,
+    LearningCurvePoint,
     RunRecord,
     mean_of_defined,
-    read_round_records,
+    read_checked_round_records,
     read_run_record,
     update_norms_and_warnings,
 )
@@ -55,7 +57,7 @@ class MethodRuns:
         return tuple(mean_of_defined(list(run.score_by_client.values())) for run in self.runs)
 
     @cached_property
-    def mean_learning_curve(self) -> Mapping[str, tuple[float, ...]]:
+    def learning_curve_columns(self) -> Mapping[str, tuple[float, ...]]:
         """Computes the learning curve of the method over the rounds that all of its runs have evaluated.
 
         Columns: `rounds`; `megabytes` and `seconds` (means over runs); `mean`, `low` and `high` of the mean score.
@@ -75,17 +77,6 @@ class MethodRuns:
             columns["low"].append(min(scores, default=math.nan))
             columns["high"].append(max(scores, default=math.nan))
         return {name: tuple(values) for name, values in columns.items()}
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class ClientGain:
-    """Holds how much better a client scores than with training alone: mean over seeds, lowest and highest seed."""
-
-    client: str
-    mean: float
-    low: float
-    high: float
 
 
 @final
@@ -140,7 +131,7 @@ class RunGroup:
         ]
         return tuple(sorted(set.intersection(*filter(None, scored_seeds)) if any(scored_seeds) else ()))
 
-    def runs_of_common_seeds(self, method: MethodRuns) -> list[RunRecord]:
+    def runs_of_common_seeds_or_all(self, method: MethodRuns) -> list[RunRecord]:
         """Returns the method's runs with the common seeds, or all of its runs if there is none."""
         return [run for run in method.runs if run.seed in self.common_seeds or not self.common_seeds]
 
@@ -153,7 +144,7 @@ class RunGroup:
             [
                 value
                 for run, value in zip(method.runs, method.mean_score_by_run, strict=True)
-                if run in self.runs_of_common_seeds(method)
+                if run in self.runs_of_common_seeds_or_all(method)
             ]
         )
 
@@ -170,10 +161,10 @@ class RunGroup:
         stated = [method for method in others if method.label == stated_label]
         return max(stated or others, key=self.ranking_key, default=None)
 
-    def score_by_participant(self, method: MethodRuns) -> dict[str, float]:
+    def mean_score_by_participant(self, method: MethodRuns) -> dict[str, float]:
         """Returns the method's score by client's name on the page, a mean over common seeds; NaN if undefined."""
         values_by_name: dict[str, list[float | None]] = {}
-        for run in self.runs_of_common_seeds(method) if self.same_clients else method.runs:
+        for run in self.runs_of_common_seeds_or_all(method) if self.same_clients else method.runs:
             for client, value in run.score_by_client.items():
                 values_by_name.setdefault(self.participant_name(client, run.seed), []).append(value)
         return {name: mean_of_defined(values) for name, values in sorted(values_by_name.items())}
@@ -201,7 +192,15 @@ class RunGroup:
         return sorted(gains, key=lambda gain: (-gain.mean, gain.client))
 
 
-def read_run_groups(folders: Sequence[Path]) -> tuple[list[RunGroup], list[str]]:
+@final
+class RunGroups(NamedTuple):
+    """Holds groups of comparable runs, and a sentence on each run that was left out or is not finished."""
+
+    groups: list[RunGroup]
+    notes: list[str]
+
+
+def read_run_groups(folders: Sequence[Path]) -> RunGroups:
     """Reads the runs in the given run directories and comparisons, and groups those whose scores can be compared.
 
     Baselines in a run directory are read too. Returns the groups, and a sentence on each run that was left out.
@@ -236,7 +235,7 @@ def read_run_groups(folders: Sequence[Path]) -> tuple[list[RunGroup], list[str]]
     runs_by_question: dict[str, list[RunRecord]] = {}
     for run in run_by_folder.values():
         runs_by_question.setdefault(_comparability_key(run), []).append(run)
-    return [*groups, *(_group_runs(runs) for runs in runs_by_question.values())], notes
+    return RunGroups([*groups, *(_group_runs(runs) for runs in runs_by_question.values())], notes)
 
 
 def _run_directories(folder: Path) -> Iterator[Path]:
@@ -351,7 +350,7 @@ def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:
         ]
         _ = [results[name] for name in ("notes", "verdicts", "skipped", "best", "best_by", "tuning")]
         _ = [results[name]["sentence"] for name in ("budget", "target")]
-        _ = [parse_site_answers(results), parse_mean_answer(results)]
+        _ = [parse_site_answers(results), parse_answer_for_mean(results)]
         methods.sort(key=lambda line: line.label == results["reference"])
         same_clients = bool(results["same_clients"])
         group = RunGroup(results["title"], score_format, same_clients, tuple(methods), results, results["reference"])
@@ -383,12 +382,12 @@ def _runs_of_comparison(
                 notes.append(f"{error}. Only its scores are shown.")
                 has_directory = False
         curve = tuple(
-            (int(number), math.nan if score is None else float(score), bytes_moved / 2**20, float(seconds))
-            for number, score, bytes_moved, seconds in run["curve"]
+            LearningCurvePoint(int(number), math.nan if score is None else float(score), moved / 2**20, float(seconds))
+            for number, score, moved, seconds in run["curve"]
         )
         try:
             norms, warnings = update_norms_and_warnings(
-                read_round_records(path / "metrics.jsonl") if path is not None and has_directory else ()
+                read_checked_round_records(path / "metrics.jsonl") if path is not None and has_directory else ()
             )
         except UserError:  # `changes` tells of it
             norms, warnings = {}, ()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from polyfed.comparison.statistics.learning_curve import iterate_records_with_costs_so_far
 from polyfed.core.errors import UserError
@@ -23,6 +23,35 @@ DIGITS = 12  # after the point, of means and differences of scores; what is beyo
 
 _TOTALS = ("bytes_down_total", "bytes_up_total")
 _SECONDS = ("seconds_clients", "seconds_server")  # runs of early versions have none
+
+
+@final
+class LearningCurvePoint(NamedTuple):
+    """Holds one point of a run's learning curve: an evaluated round, its mean score, and the costs so far.
+
+    Megabytes are up and down, of 2^20 bytes; a value that is not defined is NaN.
+    """
+
+    round_number: int
+    mean_score: float
+    megabytes: float
+    seconds: float
+
+
+@final
+class RunCost(NamedTuple):
+    """Holds the megabytes that a run has sent, and the seconds that it has spent."""
+
+    megabytes: float
+    seconds: float
+
+
+@final
+class NormsAndWarnings(NamedTuple):
+    """Holds the norm of each client's update, by round and client, and the warnings of all rounds."""
+
+    norms_by_round: dict[int, dict[str, float]]
+    warnings: tuple[str, ...]
 
 
 @final
@@ -40,8 +69,7 @@ class RunRecord:
         rounds_done: number of rounds that are done.
         scored_round: the round whose scores count: the last evaluated one, or the last within a comparison's budget.
         score_by_client: each client's score after `scored_round`; None where it is not defined.
-        learning_curve: (round, mean score, megabytes up and down of 2^20 bytes, seconds) of each evaluated round, NaN
-            where not defined.
+        learning_curve: a point for each evaluated round.
         failure_count: number of replies that were lost.
         update_norms: by round and client, the norm of the update; runs of early versions have none.
         warnings: sentences about the rounds.
@@ -57,7 +85,7 @@ class RunRecord:
     rounds_done: int
     scored_round: int
     score_by_client: Mapping[str, float | None]
-    learning_curve: tuple[tuple[int, float, float, float], ...]
+    learning_curve: tuple[LearningCurvePoint, ...]
     failure_count: int = 0
     update_norms: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -69,10 +97,21 @@ class RunRecord:
         return self.score_format.name
 
     @property
-    def megabytes_and_seconds(self) -> tuple[float, float]:
+    def cost_until_scored_round(self) -> RunCost:
         """Returns the megabytes sent and the seconds spent up to `scored_round`."""
         last_point = next(point for point in reversed(self.learning_curve) if point[0] == self.scored_round)
-        return last_point[2], last_point[3]
+        return RunCost(last_point[2], last_point[3])
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ClientGain:
+    """Holds how much better a client scores than with training alone: mean over seeds, lowest and highest seed."""
+
+    client: str
+    mean: float
+    low: float
+    high: float
 
 
 def mean_of_defined(values: Sequence[float | None]) -> float:
@@ -103,7 +142,7 @@ def read_run_record(folder: Path) -> RunRecord | None:
     score_names = [
         name for name in (score_fields.get("name"), deciding_metric, *DEFAULT_METRIC.values()) if isinstance(name, str)
     ]
-    records = read_round_records(folder / "metrics.jsonl", score_names)
+    records = read_checked_round_records(folder / "metrics.jsonl", score_names)
     names = {name for record in records for row in record["clients"].values() for name in row}
     score = next((name for name in score_names if name in names), None)
     if score is None:
@@ -113,7 +152,8 @@ def read_run_record(folder: Path) -> RunRecord | None:
     for record, moved, seconds in iterate_records_with_costs_so_far(records):
         if scores := {client: row[score] for client, row in record["clients"].items() if score in row}:
             final = scores
-            curve.append((record["round"], mean_of_defined(list(scores.values())), moved / 2**20, seconds))
+            mean_score = mean_of_defined(list(scores.values()))
+            curve.append(LearningCurvePoint(record["round"], mean_score, moved / 2**20, seconds))
     last_round = records[-1]["round"]
     try:
         seed, rounds = int(config.get("seed", 0)), int(config.get("rounds", last_round))
@@ -139,16 +179,15 @@ def read_run_record(folder: Path) -> RunRecord | None:
     )
 
 
-def update_norms_and_warnings(
-    records: Sequence[Mapping[str, Any]],
-) -> tuple[dict[int, dict[str, float]], tuple[str, ...]]:
+def update_norms_and_warnings(records: Sequence[Mapping[str, Any]]) -> NormsAndWarnings:
     """Returns the norm of each client's update by round, and the warnings of the rounds, from the records of
     `metrics.jsonl`.
 
     Both are empty for runs of early versions.
     """
     norms = {record["round"]: round_norms for record in records if (round_norms := norms_by_client(record))}
-    return norms, tuple(sentence for record in records for sentence in record.get("warnings", ()))
+    warnings = tuple(sentence for record in records for sentence in record.get("warnings", ()))
+    return NormsAndWarnings(norms, warnings)
 
 
 def _deciding_metric(config: Mapping[str, Any]) -> str | None:
@@ -162,7 +201,7 @@ def _deciding_metric(config: Mapping[str, Any]) -> str | None:
     return first if isinstance(first, str) else None
 
 
-def read_round_records(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
+def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Reads and checks the records of the rounds in a `metrics.jsonl` file; a last line that was only partly written is
     left out.
 

@@ -29,7 +29,7 @@ from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_netwo
 from polyfed.report.export.model_card import build_model_card
 from polyfed.report.export.trained_model import (
     TrainedModel,
-    build_network,
+    build_trained_network,
     read_architecture_description,
     read_preprocessor,
     read_trained_model,
@@ -240,7 +240,7 @@ class ExportedModel:
             raise UserError(f"{folder / WEIGHTS} cannot be read ({error}); export again") from error
         method = None if content["algorithm"] is None else build_method(content["algorithm"])
         description = None if method is None else read_architecture_description(folder / DESCRIPTION)
-        self._network = build_network(network_spec, weights, folder, None, method, description)
+        self._network = build_trained_network(network_spec, weights, folder, None, method, description)
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
         """Predicts every row of a table; arguments and results are those of

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.report.export.standalone_module import (
     CHECKED_BATCH_SIZES,
     StandaloneModule,
+    draw_random_inputs,
     onnx_input_names,
-    random_inputs,
 )
 from polyfed.report.export.trained_model import TrainedModel
 
@@ -47,17 +47,28 @@ class _OutputsDifferError(Exception):
     """Reports that an exported file gives other outputs than the network."""
 
 
+@final
+class SerializedNetwork(NamedTuple):
+    """Holds an exported network.
+
+    Attributes:
+        content: the bytes of the file; None for the format "weights".
+        output_shape: shape of the outputs, without the batch.
+        was_compared: whether the file was read back and its outputs compared with the network's.
+    """
+
+    content: bytes | None
+    output_shape: tuple[int, ...]
+    was_compared: bool
+
+
 @exclusive_single_torch_thread_with_grad()
-def serialize_network(trained: TrainedModel, name: str) -> tuple[bytes | None, tuple[int, ...], bool]:
+def serialize_network(trained: TrainedModel, name: str) -> SerializedNetwork:
     """Exports a network as the bytes of a file in the given format, and compares the file's outputs with the network's.
 
     Args:
         trained: with its network.
         name: "torchscript", "onnx" or "weights".
-
-    Returns:
-        The bytes of the file (None for "weights"), the shape of its outputs without the batch, and whether the file was
-        read back and compared with the network.
 
     Raises:
         UserError: the network cannot be written in this format.
@@ -65,14 +76,14 @@ def serialize_network(trained: TrainedModel, name: str) -> tuple[bytes | None, t
     module = StandaloneModule(trained).eval()
     with torch.no_grad():
         try:
-            shape = tuple(module(*random_inputs(trained, 2, 0)).shape[1:])
+            shape = tuple(module(*draw_random_inputs(trained, 2, 0)).shape[1:])
         except Exception as error:  # of the user's own network
             raise UserError(
                 f"the network of {trained.signature['client']!r} fails on inputs of its signature "
                 f"({type(error).__name__}: {error}); export it with polyfed.export_model(run, ...) in Python"
             ) from error
         if name == "weights":
-            return None, shape, False
+            return SerializedNetwork(None, shape, False)
         serializer = _to_torchscript if name == "torchscript" else _to_onnx
         try:
             content, run_exported = serializer(module, trained)
@@ -85,7 +96,7 @@ def serialize_network(trained: TrainedModel, name: str) -> tuple[bytes | None, t
                 f"the network of {trained.signature['client']!r} cannot be written as {name} ({reason}); give --format "
                 "weights, which writes everything but that"
             ) from error
-    return content, shape, run_exported is not None
+    return SerializedNetwork(content, shape, run_exported is not None)
 
 
 NetworkFunction = Callable[..., Tensor]
@@ -96,7 +107,7 @@ def _check_same_outputs(module: StandaloneModule, run_exported: NetworkFunction,
     in the export.
     """
     for number in CHECKED_BATCH_SIZES:
-        inputs = random_inputs(trained, number, seed=number)
+        inputs = draw_random_inputs(trained, number, seed=number)
         expected, actual = module(*inputs), run_exported(*inputs)
         if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True):
             raise _OutputsDifferError(
@@ -109,7 +120,7 @@ def _to_torchscript(module: StandaloneModule, trained: TrainedModel) -> tuple[by
     with warnings.catch_warnings():
         # Of tracing, whose result is compared; and of torch, which calls all of TorchScript deprecated.
         warnings.simplefilter("ignore")
-        traced = torch.jit.trace(module, random_inputs(trained, 2, 0), check_trace=False)  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(module, draw_random_inputs(trained, 2, 0), check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, buffer)
         run_exported: NetworkFunction = torch.jit.load(io.BytesIO(buffer.getvalue()))  # type: ignore[no-untyped-call]
     return buffer.getvalue(), run_exported
@@ -132,7 +143,7 @@ def _to_onnx(module: StandaloneModule, trained: TrainedModel) -> tuple[bytes, Ne
     with warnings.catch_warnings(), _without_fused_attention():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            module, random_inputs(trained, 2, 0), buffer,  # type: ignore[arg-type]  # it takes a stream
+            module, draw_random_inputs(trained, 2, 0), buffer,  # type: ignore[arg-type]  # it takes a stream
             input_names=names, output_names=[_OUTPUT], dynamic_axes=axes, dynamo=False,
         )  # fmt: skip
     importlib.import_module("onnx").checker.check_model(buffer.getvalue())

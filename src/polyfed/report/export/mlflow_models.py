@@ -36,7 +36,7 @@ MODELS_TAG = "polyfed.models"  # tag of MLflow's run: how many networks it has
 _PARENT = "mlflow.parentRunId"
 
 
-def log_models_to_mlflow(folder: Path) -> int:
+def log_models_once_to_mlflow(folder: Path) -> int:
     """Logs the clients' networks of a finished run to the MLflow run that tracks it, unless they are logged already.
 
     Returns the number of logged networks; one that cannot be exported is left out, with a warning.
@@ -80,12 +80,12 @@ def _log_exported_model(exported: Path, code: Path, name: str) -> None:
         **{"name" if new else "artifact_path": name},
         python_model=str(code),
         artifacts={"network": str(exported)},
-        signature=mlflow_signature(exported),
+        signature=mlflow_signature_of_folder(exported),
         pip_requirements=requirements,
     )
 
 
-def mlflow_signature(exported: Path) -> Any:
+def mlflow_signature_of_folder(exported_folder: Path) -> Any:
     """Converts the signature of an exported folder to an MLflow signature.
 
     A table has one column each, numbers as double and categories as string; other inputs are one tensor each, with the
@@ -93,8 +93,8 @@ def mlflow_signature(exported: Path) -> Any:
     """
     models: Any = importlib.import_module("mlflow.models")
     schemas: Any = importlib.import_module("mlflow.types.schema")
-    signature = parse_json(read_file(exported / SIGNATURE))
-    table = exported / PREPROCESSING
+    signature = parse_json(read_file(exported_folder / SIGNATURE))
+    table = exported_folder / PREPROCESSING
     if table.is_file():
         columns = parse_json(read_file(table))["columns"]
         kinds = schemas.DataType
@@ -113,7 +113,7 @@ def mlflow_signature(exported: Path) -> Any:
     return models.ModelSignature(inputs=schemas.Schema(inputs), outputs=schemas.Schema(outputs))
 
 
-def log_comparison_to_trackers(results: Mapping[str, Any], folder: Path, names: Sequence[str]) -> None:
+def log_comparison_to_trackers(results: Mapping[str, Any], folder: Path, tracker_names: Sequence[str]) -> None:
     """Logs a finished comparison to TensorBoard or MLflow: the rounds of each run, and for MLflow also a run for the
     whole comparison.
 
@@ -123,23 +123,23 @@ def log_comparison_to_trackers(results: Mapping[str, Any], folder: Path, names: 
     Args:
         results: its results.
         folder: its directory.
-        names: "tensorboard", "mlflow".
+        tracker_names: "tensorboard", "mlflow".
     """
     first = str(results["seeds"][0])
-    parent = _parent_run_id(results, folder) if "mlflow" in names else None
+    parent = _parent_run_id(results, folder) if "mlflow" in tracker_names else None
     for label, method in results["methods"].items():
         for seed, run in method["runs"].items():
             path = None if run["path"] is None else folder / run["path"]
             if path is None or not (path / "metrics.jsonl").is_file():
                 continue
             round_count = len(read_metrics(path / "metrics.jsonl"))
-            progress = build_tracker(list(names), path, SilentProgress())
+            progress = build_tracker(list(tracker_names), path, SilentProgress())
             progress.start(label, round_count, round_count)
             progress.stop()
             if parent is not None and (run_id := read_mlflow_run_id(path)) is not None:
                 importlib.import_module("mlflow").MlflowClient().set_tag(run_id, _PARENT, parent)
                 if seed == first:
-                    log_models_to_mlflow(path)
+                    log_models_once_to_mlflow(path)
 
 
 def _parent_run_id(results: Mapping[str, Any], folder: Path) -> str:

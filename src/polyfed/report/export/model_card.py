@@ -14,14 +14,19 @@ _SPLITS = {"train": "training", "val": "validation", "test": "test", "global_tes
 
 
 def build_model_card(
-    trained: TrainedModel, file: str | None, outputs: Mapping[str, Any], *, checked: bool, versions: Mapping[str, str]
+    trained: TrainedModel,
+    network_file: str | None,
+    output_signature: Mapping[str, Any],
+    *,
+    checked: bool,
+    versions: Mapping[str, str],
 ) -> str:
     """Returns the text of the model card of an exported network, as Markdown.
 
     Args:
         trained: what is exported.
-        file: the network's file, "network.ts" or "network.onnx"; None where the weights are alone.
-        outputs: what the signature says of the outputs.
+        network_file: the network's file, "network.ts" or "network.onnx"; None where the weights are alone.
+        output_signature: what the signature says of the outputs.
         checked: whether the file was read back and compared with the network.
         versions: of the packages that decide results.
     """
@@ -44,9 +49,9 @@ def build_model_card(
         "## Scores",
         _scores_section(trained.scores, client),
         "## Inputs and outputs",
-        _signature_section(trained, outputs),
+        _signature_section(trained, output_signature),
         "## Use without polyfed",
-        _usage_section(trained, file, checked),
+        _usage_section(trained, network_file, checked),
         "## Use with polyfed",
         "`polyfed predict THIS-FOLDER FILE.csv` applies the preprocessing and names the classes."
         if trained.preprocessor is not None

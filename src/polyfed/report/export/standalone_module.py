@@ -130,7 +130,7 @@ class _Unit(nn.Module):
         return scaled
 
 
-def random_inputs(trained: TrainedModel, number: int, seed: int) -> tuple[Tensor, ...]:
+def draw_random_inputs(trained: TrainedModel, num_examples: int, seed: int) -> tuple[Tensor, ...]:
     """Draws random inputs for the network, of the signature's shapes and types, without any client's data.
 
     Floating-point numbers are normal; whole numbers are 0 or 1, which every vocabulary has; rows of a table also have
@@ -138,8 +138,8 @@ def random_inputs(trained: TrainedModel, number: int, seed: int) -> tuple[Tensor
     """
     generator = torch.Generator().manual_seed(seed)
     if trained.preprocessor is not None:
-        return (_random_rows(trained.preprocessor, number, generator),)
-    return tuple(_random_tensor(input_spec, number, generator) for input_spec in trained.signature["inputs"])
+        return (_random_rows(trained.preprocessor, num_examples, generator),)
+    return tuple(_random_tensor(input_spec, num_examples, generator) for input_spec in trained.signature["inputs"])
 
 
 def _random_tensor(input_spec: ModelInput, number: int, generator: torch.Generator) -> Tensor:

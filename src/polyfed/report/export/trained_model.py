@@ -174,7 +174,7 @@ def read_trained_model(folder: Path, client: str | None, network: Architecture |
     description = None
     if isinstance(algorithm, BringsNetwork) and not algorithm.requires & MODEL_REQUIREMENTS:  # type: ignore[attr-defined]
         description = read_architecture_description(path.with_suffix(".json"))
-    module = build_network(signature["network"], weights, folder, network, algorithm, description)
+    module = build_trained_network(signature["network"], weights, folder, network, algorithm, description)
     metrics, settings = resolve_metrics(None, signature["task"]), build_settings(config) if config else None
     if settings is not None:
         try:
@@ -265,7 +265,7 @@ def read_architecture_description(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def build_network(
+def build_trained_network(
     spec: BuiltInNetwork | None,
     weights: StateDict,
     folder: Path,

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.report.page.elements import html_columns, html_figure, html_paragraph, html_table
+from polyfed.report.page.elements import html_figure, html_paragraph, html_side_by_side, html_table
 from polyfed.report.page.svg_charts import ChartBar, svg_bar_chart
 from polyfed.simulation import federate
 from polyfed.simulation.monitoring.progress import SilentProgress
@@ -69,4 +69,4 @@ def html_gradient_agreement(folder: Path, clients: Sequence[Client], public: Any
         "protect them: Proposition 1 expects both values to be close. The mean gap is "
         f"{float(step_weights.cosine_gap.mean()):.2f}. Up to {_ROWS} training images of each client."
     )
-    return html_paragraph(summary) + html_columns(parts) + numbers_html
+    return html_paragraph(summary) + html_side_by_side(parts) + numbers_html

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, final
 
 from markupsafe import Markup
 
@@ -13,7 +13,15 @@ from polyfed.report.page.elements import render_template
 HALF_INDEX = 49  # the position of 50 % among the thresholds
 
 
-def html_threshold_tables(
+@final
+class ShareOfExamples(NamedTuple):
+    """Holds a number of examples, and the number of which it is a share."""
+
+    examples: float
+    total: float
+
+
+def html_confusion_tables_at_threshold(
     performances: Sequence[tuple[Mapping[str, Any], str]],
     positive_name: str,
     negative_name: str,
@@ -50,7 +58,9 @@ def html_threshold_tables(
             ],
         ]
         counts.append((name, rows))
-    rates_by_method = [rates_at_threshold(performance, threshold_index) for performance, _ in performances]
+    rates_by_method = [
+        sensitivity_specificity_and_predictive_values(performance, threshold_index) for performance, _ in performances
+    ]
     texts = (
         f"sensitivity: of those that are {positive_name}, called so",
         f"specificity: of those that are {negative_label}, called so",
@@ -69,9 +79,11 @@ def html_threshold_tables(
     )
 
 
-def rates_at_threshold(performance: Mapping[str, Any], threshold_index: int) -> list[tuple[float, float]]:
-    """Returns sensitivity, specificity, and positive and negative predictive value at a threshold, each as a pair
-    (count, total).
+def sensitivity_specificity_and_predictive_values(
+    performance: Mapping[str, Any], threshold_index: int
+) -> list[ShareOfExamples]:
+    """Returns sensitivity, specificity, and positive and negative predictive value at a threshold, each as a count of
+    examples and the total of which it is a share.
     """
     hits, false_alarms, positives = (
         performance["hits"][threshold_index],
@@ -81,10 +93,10 @@ def rates_at_threshold(performance: Mapping[str, Any], threshold_index: int) -> 
     negatives = performance["n"] - positives
     true_negatives = negatives - false_alarms
     return [
-        (hits, positives),
-        (true_negatives, negatives),
-        (hits, hits + false_alarms),
-        (true_negatives, true_negatives + positives - hits),
+        ShareOfExamples(hits, positives),
+        ShareOfExamples(true_negatives, negatives),
+        ShareOfExamples(hits, hits + false_alarms),
+        ShareOfExamples(true_negatives, true_negatives + positives - hits),
     ]
 
 
@@ -100,7 +112,7 @@ def format_share_with_interval(hits: float, examples: float, level: float) -> st
     return f"{100 * hits / examples:.1f} % ({100 * low:.1f} to {100 * high:.1f} %)"
 
 
-def html_confusion_matrix(matrix: Sequence[Sequence[float]], method: str, names: Sequence[str]) -> Markup:
+def html_confusion_matrix(matrix: Sequence[Sequence[float]], method: str, class_names: Sequence[str]) -> Markup:
     """Renders a confusion matrix as a table: true classes as rows, predicted classes as columns; a cell is the darker,
     the larger its share of the row.
     """
@@ -113,4 +125,4 @@ def html_confusion_matrix(matrix: Sequence[Sequence[float]], method: str, names:
     description = (
         f"{method}: {format_count(correct)} of {format_count(examples)} test examples are called what they are"
     )
-    return render_template("confusion_matrix", description=description, names=names, rows=rows)
+    return render_template("confusion_matrix", description=description, names=class_names, rows=rows)

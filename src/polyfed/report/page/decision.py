@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.core.io.number_format import NumberUnit, count_with_noun, format_number, format_number_without_percent_sign
-from polyfed.report.data.answers import ANSWER_LABELS, AnswerKind, SiteAnswer, parse_mean_answer, parse_site_answers
+from polyfed.report.data.answers import ANSWER_LABELS, AnswerKind, SiteAnswer, parse_answer_for_mean, parse_site_answers
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
@@ -34,7 +34,7 @@ def confidence_level_of(run_group: RunGroup) -> float:
     return float(run_group.comparison_results.get("level", 0.95))
 
 
-def has_answers(run_group: RunGroup) -> bool:
+def is_comparison_with_answers(run_group: RunGroup) -> bool:
     """Returns whether the group is a comparison with answers for its sites or their mean; False for comparisons of
     earlier versions.
     """
@@ -43,17 +43,17 @@ def has_answers(run_group: RunGroup) -> bool:
     )
 
 
-def html_decision(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> Markup:
+def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> Markup:
     """Renders the top section of a comparison's page: warnings, answers, the mean, omissions, limits, methods and two
     figures.
     """
     results, level = run_group.comparison_results, confidence_level_of(run_group)
-    answers, mean_answer = parse_site_answers(results), parse_mean_answer(results)
+    answers, mean_answer = parse_site_answers(results), parse_answer_for_mean(results)
     failures = [f"{label} failed and is not compared: {why}" for label, why in (results.get("failed") or {}).items()]
     mean_text = ""
     if mean_answer is not None:
         separator = " " if mean_answer.kind == "join" else ": "
-        mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{mean_answer.explanation()}"
+        mean_text = f"{ANSWER_LABELS[mean_answer.kind]}{separator}{mean_answer.sentence_without_answer()}"
     counted = Counter(answer.kind for answer in answers)
     counts = "; ".join(f"{counted[kind]} {kind_text}" for kind, kind_text in _COUNTED.items() if counted[kind])
     figures = [_html_gains_figure(answers, run_group, level, f"{key}-forest")] if answers else []
@@ -102,7 +102,7 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
         gain = statistics.get("gain")
         if gain is None and (gains := [gain_over_local.mean for gain_over_local in run_group.gains_over_local(method)]):
             gain = mean_of_defined(gains)
-        scores = [value for value in run_group.score_by_participant(method).values() if not math.isnan(value)]
+        scores = [value for value in run_group.mean_score_by_participant(method).values() if not math.isnan(value)]
         entry = {"mean": run_group.mean_score(method), "interval": statistics.get("interval")}
         if not is_local:
             entry |= {"gain": gain, "gain_interval": statistics.get("gain_interval")}
@@ -237,10 +237,10 @@ def _html_roc_or_learning_curves(
     drawn_lines = [
         ChartLine(
             x.label,
-            x.mean_learning_curve["rounds"],
-            x.mean_learning_curve["mean"],
-            x.mean_learning_curve["low"],
-            x.mean_learning_curve["high"],
+            x.learning_curve_columns["rounds"],
+            x.learning_curve_columns["mean"],
+            x.learning_curve_columns["low"],
+            x.learning_curve_columns["high"],
             2 * COLOUR_COUNT - 1 if x is run_group.local_method else 0,
         )
         for x in methods

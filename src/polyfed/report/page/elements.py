@@ -84,7 +84,7 @@ def html_legend(labels: Sequence[str], styles: Sequence[int] | None = None) -> M
     return _render_macro("legend", labels, range(len(labels)) if styles is None else styles)
 
 
-def html_list(sentences: Sequence[str]) -> Markup:
+def html_bullet_list(sentences: Sequence[str]) -> Markup:
     """Renders sentences as a bullet list; empty for no sentences."""
     return _render_macro("sentence_list", sentences)
 
@@ -98,7 +98,7 @@ def html_paragraph(text: str) -> Markup:
     return _render_macro("paragraph", text)
 
 
-def html_columns(parts: Sequence[Markup]) -> Markup:
+def html_side_by_side(parts: Sequence[Markup]) -> Markup:
     """Renders several parts side by side where the screen is wide enough, otherwise one below the other."""
     return _render_macro("columns", parts)
 

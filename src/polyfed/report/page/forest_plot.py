@@ -12,12 +12,12 @@ from polyfed.core.io.number_format import NumberUnit, format_number, format_numb
 from polyfed.report.page.svg_charts import (
     CHART_WIDTH,
     COLOUR_COUNT,
-    axis_ticks,
+    choose_axis_ticks,
+    estimate_text_width,
     format_tick,
     svg_empty_chart,
     svg_image,
     svg_text,
-    text_width,
 )
 
 MAX_ROWS = 30  # rows that are drawn
@@ -79,7 +79,7 @@ def svg_forest_plot(
     margin = (high - low) * 0.04 or (0.01 if unit == "%" else 0.05)
     low, high = low - margin, high + margin
     labels = [shorten_name(row.label, 20) for row in shown]
-    left = round(max(map(text_width, labels))) + 12
+    left = round(max(map(estimate_text_width, labels))) + 12
     single = max(len(row.marks) for row in shown) == 1
     right = 52 if single else 10  # the numbers
     step, top, bottom = 22 if single else 26, 6, 44
@@ -89,7 +89,7 @@ def svg_forest_plot(
         return left + (x - low) / (high - low) * (CHART_WIDTH - left - right)
 
     parts = []
-    for tick in axis_ticks(low, high, max_ticks=4):
+    for tick in choose_axis_ticks(low, high, max_ticks=4):
         if low <= tick <= high:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
             parts.append(svg_text(px(tick), height - bottom + 15, format_tick(tick, unit, signed), "middle"))

@@ -29,11 +29,11 @@ from polyfed.report.figures.architectures import ArchitectureSearchResult, draw_
 from polyfed.report.page import sentences
 from polyfed.report.page.elements import (
     html_block,
-    html_columns,
     html_dropdown_panels,
     html_figure,
     html_legend,
     html_paragraph,
+    html_side_by_side,
     html_table,
     render_template,
 )
@@ -95,7 +95,7 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
     layers_html = html_dropdown_panels(f"{key}-layer", "Layer", panels)
     if len(aggregation_weights.layers) > max_layers:
         layers_html += html_paragraph(f"The first {max_layers} of {len(aggregation_weights.layers)} layers.")
-    return html_columns([html_block(layers_html), html_block(own_figure)])
+    return html_side_by_side([html_block(layers_html), html_block(own_figure)])
 
 
 def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
@@ -111,10 +111,10 @@ def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
         chart = svg_heat_map(values, alignment.clients, alignment.clients, key=f"{key}-{when}", title=title, high=1.0,
                          x_label="client", y_label="client")  # fmt: skip
         parts.append(html_figure(chart, f"{title}; mean over pairs {mean:.2f} (1: alike up to rotation and scale)."))
-    return html_columns(parts)
+    return html_side_by_side(parts)
 
 
-def html_architectures(search_result: ArchitectureSearchResult, key: str, max_clients: int = MAX_PANELS) -> Markup:
+def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_clients: int = MAX_PANELS) -> Markup:
     """Renders the cells that the architecture search found for the first `max_clients` clients, as drawings and as heat
     maps of each operation's probability at each edge.
     """
@@ -157,7 +157,7 @@ def html_architectures(search_result: ArchitectureSearchResult, key: str, max_cl
         )
         image = render_template("client_picture", alt=alt, address=f"data:image/svg+xml;base64,{svg_base64}")
         picture = html_figure(image, f"{client}: its cells.", numbers_html)
-        panels[client] = html_columns([html_block(picture), html_block(Markup().join(maps))])
+        panels[client] = html_side_by_side([html_block(picture), html_block(Markup().join(maps))])
     more = (
         html_paragraph(f"The first {max_clients} of {len(search_result.clients)} clients.")
         if len(search_result.clients) > max_clients
@@ -166,7 +166,7 @@ def html_architectures(search_result: ArchitectureSearchResult, key: str, max_cl
     return html_dropdown_panels(f"{key}-cells", "Client", panels) + more
 
 
-def html_coverage(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
+def html_generatable_share(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
     """Renders which share of each client's parameters a graph hypernetwork can generate, and why the rest stays with
     the client.
 

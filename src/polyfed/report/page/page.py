@@ -9,14 +9,14 @@ from markupsafe import Markup
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, join_with_and
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.page import sentences, subgroups
-from polyfed.report.page.decision import confidence_level_of, has_answers, html_decision
-from polyfed.report.page.elements import html_dropdown_panels, html_list, html_paragraph, render_template
+from polyfed.report.page.decision import confidence_level_of, html_advice_section, is_comparison_with_answers
+from polyfed.report.page.elements import html_bullet_list, html_dropdown_panels, html_paragraph, render_template
 from polyfed.report.page.performance import html_performance_section
 from polyfed.report.page.sections import (
     PageExtras,
     html_class_counts,
     html_client_scores,
-    html_gains,
+    html_gains_over_local,
     html_learning_curves,
     html_methods_table,
 )
@@ -49,7 +49,7 @@ def render_page(groups: Sequence[RunGroup], extras: Sequence[PageExtras], notes:
     return render_template(
         "page",
         title=title,
-        heading=_page_heading(groups[0]) if is_single_group and has_answers(groups[0]) else title,
+        heading=_page_heading(groups[0]) if is_single_group and is_comparison_with_answers(groups[0]) else title,
         style=style,
         notes=notes,
         groups=rendered_groups,
@@ -73,12 +73,12 @@ def _html_group(
     run_group: RunGroup, extras: PageExtras, key: str, curves: dict[str, Any], *, is_single_group: bool
 ) -> Markup:
     """Renders the section of one group of runs; stores its learning curves in `curves`, from which the script draws."""
-    is_decided = has_answers(run_group)
+    is_decided = is_comparison_with_answers(run_group)
     prediction_panels, view_panels = _prediction_panels(run_group, extras, key), _method_view_panels(extras, key)
-    results, notes = sentences.result_sentences(run_group), sentences.comparison_notes(run_group)
+    results, notes = sentences.result_summary_sentences(run_group), sentences.omission_and_tuning_notes(run_group)
     quarters = {
         "Learning curves": html_learning_curves(run_group, key, curves),
-        "Gain of each client over training alone": html_gains(run_group, key),
+        "Gain of each client over training alone": html_gains_over_local(run_group, key),
         "Scores of each client": html_client_scores(run_group),
         "Training examples of each class": html_class_counts(extras, key),
     }
@@ -103,13 +103,13 @@ def _html_group(
     (curves_heading, curves_figure), *other_quarters = quarters.items()
     details = [
         *prediction_panels,
-        (curves_heading, html_list(judgements) + curves_figure),
+        (curves_heading, html_bullet_list(judgements) + curves_figure),
         ("All methods: percentiles, tests, costs", html_methods_table(run_group)),
-        ("In sentences, and how to read them", html_list(results) + html_list(notes)),
+        ("In sentences, and how to read them", html_bullet_list(results) + html_bullet_list(notes)),
         *other_quarters,
         *view_panels,
     ]
-    decision = html_decision(run_group, extras.predictions, key)
+    decision = html_advice_section(run_group, extras.predictions, key)
     return render_template("decided_group", **context, decision=decision, details=details)
 
 
@@ -124,7 +124,7 @@ def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> lis
     if predictions.binary_questions:
         panels.append((_PREDICTIONS_HEADING, html_performance_section(predictions, level, key)))
     for k, column in enumerate(extras.subgroup_columns):
-        panel = subgroups.html_subgroups(predictions, column, run_group.score_format, level, f"{key}-g{k}")
+        panel = subgroups.html_subgroup_scores(predictions, column, run_group.score_format, level, f"{key}-g{k}")
         panels.append((f"Subgroups by {column}", panel))
     if not extras.subgroup_columns and (columns := predictions.column_names()):
         hint = (

@@ -16,12 +16,12 @@ from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     auc_interval,
     calibration_points,
-    count_hits_and_false_alarms,
+    count_true_and_false_positives,
     roc_curve_and_area,
     z_of_confidence_level,
 )
 from polyfed.report.data.predictions import BinaryQuestion, GroupPredictions
-from polyfed.report.page.confusion import html_confusion_matrix, html_threshold_tables
+from polyfed.report.page.confusion import html_confusion_matrix, html_confusion_tables_at_threshold
 from polyfed.report.page.elements import html_paragraph, render_template
 from polyfed.report.page.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_image, svg_text
 
@@ -107,7 +107,7 @@ def binary_performance(
         for g in calibration_points(parts, level)
     ]
     if predictions.is_binary or predictions.task == "multilabel":
-        positives_by_part = [count_hits_and_false_alarms(part) for part in parts]
+        positives_by_part = [count_true_and_false_positives(part) for part in parts]
         performance |= {name: [_round_number(v) for v in np.mean([pair[k] for pair in positives_by_part], axis=0)]
                   for k, name in enumerate(("hits", "alarms"))}  # fmt: skip
     return performance
@@ -160,7 +160,7 @@ def html_performance_section(predictions: GroupPredictions, level: float, key: s
         roc=_roc_figure(slots, key, page_data, predictions),
         calibration=_calibration_figure(slots, key, page_data),
         threshold_tables=has_threshold
-        and html_threshold_tables(
+        and html_confusion_tables_at_threshold(
             [(performance, name) for performance, name, _ in slots],
             page_data["classes"][0],
             page_data["others"],

@@ -93,8 +93,8 @@ def html_methods_table(run_group: RunGroup) -> Markup:
         )
     rows, worst = [], 0 if run_group.score_format.higher_is_better else 100
     for method in sorted(run_group.methods, key=run_group.ranking_key, reverse=True):
-        scores = [value for value in run_group.score_by_participant(method).values() if not math.isnan(value)]
-        counted_runs = run_group.runs_of_common_seeds(method)
+        scores = [value for value in run_group.mean_score_by_participant(method).values() if not math.isnan(value)]
+        counted_runs = run_group.runs_of_common_seeds_or_all(method)
         finals = [defined_scores for run in counted_runs if (defined_scores := _defined_scores(run.score_by_client))]
         row = [method.label, format_number(run_group.mean_score(method), unit)]
         if several_seeds or compared_ends:
@@ -121,7 +121,7 @@ def html_methods_table(run_group: RunGroup) -> Markup:
             if is_comparison:
                 p_values = [method.statistics.get(name) for name in ("p_reference", "p_best")]
                 row += ["–" if p_value is None else f"{float(p_value):.2g}" for p_value in p_values]
-        costs = [run.megabytes_and_seconds for run in method.runs]
+        costs = [run.cost_until_scored_round for run in method.runs]
         rounds = sorted({run.scored_round for run in method.runs})
         row += [
             format_three_significant_digits(mean_of_defined([moved for moved, _ in costs])),
@@ -160,13 +160,13 @@ def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
     return f"{format_number(target['score'], run_group.score_format.unit)} ({target['sentence']})", rows
 
 
-def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) -> Markup:
+def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: dict[str, Any]) -> Markup:
     """Renders the mean score of each method against rounds, megabytes and seconds, as three charts with one legend.
 
     Args:
         run_group: the group.
         key: prefix of ids on the page.
-        curves: gets the curves as numbers for the script, under `key`.
+        script_curves_by_key: gets the curves as numbers for the script, under `key`.
     """
     unit, name = run_group.score_format.unit, run_group.score_format.label
     methods = run_group.methods
@@ -174,7 +174,7 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
     for axis, (short, label) in _AXES.items():
         chart_lines = []
         for k, method in enumerate(methods):
-            curve = method.mean_learning_curve
+            curve = method.learning_curve_columns
             x, mean, low, high = (curve[column] for column in (axis, "mean", "low", "high"))
             chart_lines.append(ChartLine(method.label, x, mean, low, high, _line_style(run_group, k)))
         title = f"Mean {name} over clients against {short}"
@@ -188,14 +188,14 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
             integer_x=axis == "rounds",
         )
         panels[short] = render_template("line_panel", key=key, axis=axis, title=title, chart=chart)
-    curves[key] = {
+    script_curves_by_key[key] = {
         "unit": unit,
         "up": run_group.score_format.higher_is_better,
         "lines": [_curve_for_script(method) for method in methods],
     }
     rows = []
     for method in methods:
-        c = method.mean_learning_curve
+        c = method.learning_curve_columns
         for k in _evenly_spaced(len(c["rounds"])):
             row = [
                 method.label,
@@ -222,7 +222,7 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
         seed_counts = {len(method.runs) for method in methods}
         seeds = f"{max(seed_counts)} seeds" if len(seed_counts) == 1 else "the seeds that a method has"
         caption += f" Lines: means of {seeds}; bands: from the lowest to the highest of them."
-    if any(not any(method.mean_learning_curve["megabytes"]) for method in methods) and len(methods) > 1:
+    if any(not any(method.learning_curve_columns["megabytes"]) for method in methods) and len(methods) > 1:
         caption += " Against MB, a method that sends nothing is a dotted line at its last value."
     lines = [(method.label, _line_style(run_group, k)) for k, method in enumerate(methods)]
     return render_template(
@@ -230,7 +230,7 @@ def html_learning_curves(run_group: RunGroup, key: str, curves: dict[str, Any]) 
     )
 
 
-def html_gains(run_group: RunGroup, key: str) -> Markup:
+def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
     """Renders how much better each client scores than with training alone, one chart per method."""
     unit, local_method = run_group.score_format.unit, run_group.local_method
     if local_method is None:
@@ -282,7 +282,7 @@ def html_client_scores(run_group: RunGroup) -> Markup:
     order = sorted(
         run_group.methods, key=lambda method: (method is not run_group.local_method, -run_group.ranking_key(method))
     )
-    scores = [run_group.score_by_participant(method) for method in order]
+    scores = [run_group.mean_score_by_participant(method) for method in order]
     names = sorted({name for participant_scores in scores for name in participant_scores})
     references = run_group.comparison_results.get("references") or {}
     rows, bold = [], []
@@ -365,9 +365,9 @@ def _curve_for_script(method: MethodRuns) -> dict[str, Any]:
     """
     table = {
         name: [None if math.isnan(v) else float(f"{v:.5g}") for v in values]
-        for name, values in method.mean_learning_curve.items()
+        for name, values in method.learning_curve_columns.items()
     }
-    return {"label": method.label, **table, "rounds": [int(v) for v in method.mean_learning_curve["rounds"]]}
+    return {"label": method.label, **table, "rounds": [int(v) for v in method.learning_curve_columns["rounds"]]}
 
 
 def _evenly_spaced(size: int, max_count: int = 30) -> list[int]:

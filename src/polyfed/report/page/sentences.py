@@ -41,7 +41,7 @@ def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
     )
 
 
-def result_sentences(run_group: RunGroup) -> list[str]:
+def result_summary_sentences(run_group: RunGroup) -> list[str]:
     """Returns the sentences that sum up the results of a group, the most important first."""
     local_method = run_group.local_method
     scored_methods = [method for method in run_group.methods if not math.isnan(run_group.mean_score(method))]
@@ -101,7 +101,7 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
     return f"The {run_group.score_format.highest_or_lowest} mean{seeds} has {best.label}, {best_mean}{local_text}."
 
 
-def comparison_notes(run_group: RunGroup) -> list[str]:
+def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
     """Returns sentences on what a comparison left out and why, and on how it chose hyper-parameters and rounds."""
     results = run_group.comparison_results
     if not results:

@@ -50,19 +50,19 @@ class Subgroup:
     gains: dict[str, ScoreInterval]
 
 
-def rows_by_group(values: Sequence[Any]) -> dict[str, list[int]]:
+def example_positions_by_group(column_values: Sequence[Any]) -> dict[str, list[int]]:
     """Groups the positions of examples by their values in a column, and returns the positions by the group's name.
 
     A column with many different numbers is divided into quarters; rare values of a long list form one group.
 
     Missing values are the last group.
 
-    >>> rows_by_group(["f", "m", None, "f"])
+    >>> example_positions_by_group(["f", "m", None, "f"])
     {'f': [0, 3], 'm': [1], 'not known': [2]}
-    >>> list(rows_by_group([30, 40, 50, 60, 70, 80, 90, 100, 110]))
+    >>> list(example_positions_by_group([30, 40, 50, 60, 70, 80, 90, 100, 110]))
     ['30 to 50', '51 to 70', '71 to 90', '91 to 110']
     """
-    value_by_row = {k: v for k, v in enumerate(values) if v is not None and v == v and v != ""}
+    value_by_row = {k: v for k, v in enumerate(column_values) if v is not None and v == v and v != ""}
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in value_by_row.values())
     groups: dict[str, list[int]] = {}
     if numbers and len(set(value_by_row.values())) > _NUMBERS:
@@ -73,7 +73,7 @@ def rows_by_group(values: Sequence[Any]) -> dict[str, list[int]]:
         groups = {str(v): [k for k, value in value_by_row.items() if value == v] for v in order}
         if rare_rows := [k for k, v in value_by_row.items() if v not in frequent]:
             groups["all other values"] = rare_rows
-    if missing := [k for k in range(len(values)) if k not in value_by_row]:
+    if missing := [k for k in range(len(column_values)) if k not in value_by_row]:
         groups[_UNKNOWN] = missing
     return groups
 
@@ -121,7 +121,10 @@ def score_subgroups(
         m: [torch.cat([tables[m, seed, c].outputs for c in clients]) for seed in seeds]
         for m in leader_and_local_labels(predictions)
     }
-    groups = {"all": list(range(len(targets))), **rows_by_group(predictions.column_values(column, clients, seeds[0]))}
+    groups = {
+        "all": list(range(len(targets))),
+        **example_positions_by_group(predictions.column_values(column, clients, seeds[0])),
+    }
     return [
         _score_subgroup(name, rows, outputs, targets, predictions.local_label, metric, level)
         for name, rows in groups.items()
@@ -171,7 +174,7 @@ def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> Sc
     return value, max(low, lowest), min(high, 1.0)
 
 
-def html_subgroups(
+def html_subgroup_scores(
     predictions: GroupPredictions, column: str, score_format: ScoreFormat, level: float, key: str
 ) -> Markup:
     """Renders the scores of the subgroups that a column forms, as a chart and a table, for all sites together and,

@@ -78,8 +78,8 @@ def svg_line_chart(
     if not ys:
         return svg_empty_chart(key, title, "no score is defined: these trainings diverged")
     x0, x1 = (0.0, max(xs, default=1.0) or 1.0)
-    ticks_y = axis_ticks(min(ys), max(ys))
-    left = round(max(text_width(format_tick(tick, unit)) for tick in ticks_y)) + 26
+    ticks_y = choose_axis_ticks(min(ys), max(ys))
+    left = round(max(estimate_text_width(format_tick(tick, unit)) for tick in ticks_y)) + 26
     y0, y1 = min(ticks_y[0], min(ys)), max(ticks_y[-1], max(ys))
 
     def px(x: float) -> float:
@@ -92,7 +92,7 @@ def svg_line_chart(
     for tick in ticks_y:
         parts.append(f'<path class="grid" d="M{left} {py(tick):.1f}H{CHART_WIDTH - right}"/>')
         parts.append(svg_text(left - 6, py(tick) + 4, format_tick(tick, unit), "end"))
-    for tick in axis_ticks(x0, x1, integer=integer_x):
+    for tick in choose_axis_ticks(x0, x1, integer=integer_x):
         if x0 <= tick <= x1:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
             parts.append(svg_text(px(tick), height - bottom + 16, format_tick(tick, ""), "middle"))
@@ -135,7 +135,7 @@ def svg_bar_chart(
         return svg_empty_chart(key, title, "nothing is known of any of them")
     labelled = len(shown) <= _LABELLED
     labels = [shorten_name(bar.label, 18) for bar in shown] if labelled else []
-    left = round(max(map(text_width, labels), default=10)) + 10
+    left = round(max(map(estimate_text_width, labels), default=10)) + 10
     step, top, bottom = (20 if labelled else max(2.0, min(6.0, 600 / len(shown)))), 6, 42
     height = round(top + step * len(shown) + bottom)
     low = min(0.0, *(bar.low for bar in shown), *(bar.value for bar in shown))
@@ -149,7 +149,7 @@ def svg_bar_chart(
         return left + room_left + (x - low) / (high - low) * (CHART_WIDTH - left - room_left - room_right)
 
     parts = []
-    for tick in axis_ticks(low, high, max_ticks=4):
+    for tick in choose_axis_ticks(low, high, max_ticks=4):
         if low <= tick <= high:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
             parts.append(svg_text(px(tick), height - bottom + 15, format_tick(tick, unit, signed), "middle"))
@@ -228,9 +228,9 @@ def svg_heat_map(
     share = np.sqrt(share) if sqrt_colours else share
     palette = np.rint(colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.uint8)
     pixels = palette[np.rint(share * 255).astype(int)]  # (R, C, 3)
-    left = round(max(text_width(shorten_name(name)) for name in rows)) + 8
+    left = round(max(estimate_text_width(shorten_name(name)) for name in rows)) + 8
     cell_width = (CHART_WIDTH - left - 6) / len(columns)
-    longest = max(text_width(shorten_name(name)) for name in columns)
+    longest = max(estimate_text_width(shorten_name(name)) for name in columns)
     upright = longest + 4 > cell_width
     cell_height = min(cell_width, 22.0) if len(rows) <= 60 else max(1.5, 700 / len(rows)) if len(rows) > 100 else 8.0
     cell_height = max(cell_height, 14.0) if len(rows) <= 30 else cell_height
@@ -309,7 +309,7 @@ def svg_image(
     )
 
 
-def text_width(text: str) -> float:
+def estimate_text_width(text: str) -> float:
     """Returns an upper estimate of the width of a text in the units of the charts, since fonts differ."""
     wide_letters = sum(12.0 for letter in text if unicodedata.east_asian_width(letter) in "WF")
     return wide_letters + sum(
@@ -336,7 +336,7 @@ def svg_text(
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
-def axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int = 5) -> list[float]:
+def choose_axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int = 5) -> list[float]:
     """Returns round numbers for the ticks of an axis from `low` to `high`."""
     from matplotlib.ticker import MaxNLocator
 

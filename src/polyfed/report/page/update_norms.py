@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from polyfed.core.io.number_format import count_with_noun
 from polyfed.report.data.run_records import RunRecord
-from polyfed.report.page.elements import html_figure, html_legend, html_list, html_paragraph, html_table
+from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_paragraph, html_table
 from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 from polyfed.simulation.monitoring.update_norms import find_outlying_norms
 
@@ -54,7 +54,7 @@ def html_update_norms(run: RunRecord, key: str) -> Markup:
     caption = f"{title}: of what came down, or of the reply where it changes nothing that came down."
     if len(order) > len(drawn):
         caption += f" The {len(drawn)} clients with the largest of {len(order)}."
-    return html_list(_outlier_sentences(run)) + html_figure(chart + html_legend(drawn), caption, numbers_html)
+    return html_bullet_list(_outlier_sentences(run)) + html_figure(chart + html_legend(drawn), caption, numbers_html)
 
 
 def _outlier_sentences(run: RunRecord) -> list[str]:

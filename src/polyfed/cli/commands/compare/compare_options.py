@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 from polyfed.cli.commands.argv import (
     CommandParser,
@@ -13,7 +13,7 @@ from polyfed.cli.commands.argv import (
     split_names,
     split_whole_numbers,
 )
-from polyfed.cli.commands.options.recipes import add_recipe_options
+from polyfed.cli.commands.options.recipes import add_scale_and_variant_options
 from polyfed.cli.static_registry import resolve_without_import
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
@@ -135,12 +135,27 @@ def build_compare_parser() -> CommandParser:
         "--logger", "NAMES", "tensorboard, mlflow or both: gets all runs when they are finished; MLflow also gets the "
         "results and the networks of the first seed", split_names,
     )  # fmt: skip
-    add_recipe_options(parser)
+    add_scale_and_variant_options(parser)
     parser.add_flag("--quiet", "print no progress")
     return parser
 
 
-def parse_compare_options(argv: Sequence[str]) -> tuple[CompareOptions, Namespace, list[str]]:
+@final
+class ParsedCompareOptions(NamedTuple):
+    """Holds the options of a command line of `polyfed compare`.
+
+    Attributes:
+        compare_options: the options of the comparison.
+        folder_and_recipe_options: the options --out, --scale and --variant.
+        remaining_words: all other words of the command line.
+    """
+
+    compare_options: CompareOptions
+    folder_and_recipe_options: Namespace
+    remaining_words: list[str]
+
+
+def parse_compare_options(argv: Sequence[str]) -> ParsedCompareOptions:
     """Parses the options of `polyfed compare`; returns them, the options --out, --scale and --variant, and the
     remaining words.
 
@@ -151,14 +166,14 @@ def parse_compare_options(argv: Sequence[str]) -> tuple[CompareOptions, Namespac
     >>> options.seeds, others.out, words
     ((4, 5), None, ['--rounds', '2'])
     """
-    options, words = build_compare_parser().parse_words(argv)
+    options, words = build_compare_parser().parse_declared_options(argv)
     others = Namespace(**{name: vars(options).pop(name) for name in ("out", "scale", "variant")})
     values = {name: value for name, value in vars(options).items() if value is not None}
     if "method_config" in values:
         values["method_config"] = expand_user_path(values["method_config"], "--method-config")
     if code_names := [name for name in values.get("algorithms", ()) if ":" in name]:
         trust_code(*code_names)
-    return CompareOptions(**values), others, words
+    return ParsedCompareOptions(CompareOptions(**values), others, words)
 
 
 def _number_or_auto(text: str) -> int | str:

@@ -24,7 +24,7 @@ _FUNCTIONS = {
 }  # fmt: skip
 
 
-def run_doctor(folder: Path, port: int = 8000, address: str | None = None) -> None:
+def check_folder_and_print_findings(folder: Path, trial_port: int = 8000, server_address: str | None = None) -> None:
     """Checks a server's or a site's folder for errors in its deployment, and prints each finding on a line.
 
     Raises:
@@ -32,15 +32,15 @@ def run_doctor(folder: Path, port: int = 8000, address: str | None = None) -> No
         RoundError: something is wrong.
     """
     check_extra_installed("cryptography", "flower", "polyfed flower doctor")
-    from polyfed.deploy.doctor.examine import diagnose_folder
+    from polyfed.deploy.doctor.examine import run_folder_checks
 
     count = 0
-    for finding in diagnose_folder(
+    for finding in run_folder_checks(
         folder,
         resolve_without_import("polyfed.deploy.protocol.wire", "PROTOCOL"),
         check_server_configuration,
-        port,
-        address,
+        trial_port,
+        server_address,
     ):
         print(sanitise_for_terminal(finding), flush=True)
         count += finding.level == "wrong"
@@ -135,9 +135,9 @@ def _method_findings(fields: Mapping[str, Any], values: Mapping[str, Any], file:
             '"/path/server.py"',
         )
     elif values.get("file"):
-        from polyfed.deploy.doctor.site_config import check_functions_defined
+        from polyfed.deploy.doctor.site_config import check_file_defines_functions
 
-        yield from check_functions_defined("server.py", Path(str(values["file"])), needed_functions)
+        yield from check_file_defines_functions("server.py", Path(str(values["file"])), needed_functions)
     if "layer_catalogue" in needs:
         catalogue = fields.get("catalogue")
         if not catalogue or not Path(str(catalogue)).is_file():

@@ -19,7 +19,7 @@ from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra
 from polyfed.core.io.atomic_files import read_text_file
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.trial import local_trial as trials
-from polyfed.deploy.trial.project import Project, create_project, parse_site_names
+from polyfed.deploy.trial.project import Project, create_project, parse_site_names_or_count
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
 
 
@@ -31,7 +31,7 @@ def require_flower() -> None:
 def write_flower_project(folder: Path, sites: str) -> None:
     """Writes the folders and files of a deployment for the given sites, and prints the next steps."""
     require_flower()
-    project = create_project(folder, parse_site_names(sites))
+    project = create_project(folder, parse_site_names_or_count(sites))
     print(
         f"{project.path} is ready for {', '.join(project.read_site_names())}; its README.md describes the next steps:"
     )
@@ -43,8 +43,8 @@ def run_local_trial(folder: Path, sites: str | None, port: int, node_config: str
     """Runs the server and all sites of a deployment on this machine, until it is interrupted by Ctrl-C or SIGTERM."""
     require_flower()
     project = Project(folder.resolve())
-    names = project.read_site_names() if sites is None else parse_site_names(sites)
-    trials.interrupt_on_signals()
+    names = project.read_site_names() if sites is None else parse_site_names_or_count(sites)
+    trials.raise_keyboard_interrupt_on_signals()
     try:
         with trials.start_trial(project, names, port, node_config) as trial:
             started_text = f"the SuperLink listens on 127.0.0.1:{port}, SuperNodes of {', '.join(names)} run"
@@ -56,7 +56,7 @@ def run_local_trial(folder: Path, sites: str | None, port: int, node_config: str
         raise RunInterrupt("the trial has ended") from None
 
 
-def submit_run(
+def submit_run_and_follow_log(
     folder: Path,
     *,
     out: Path | None = None,
@@ -81,9 +81,9 @@ def submit_run(
     if resume is not None and changes:
         raise UserError(f"--set has no effect on a resumed run; its configuration is {resume}/config.yaml")
     project = Project(folder.resolve())
-    running = trials.read_trial_file(project)
+    running = trials.read_running_trial(project)
     config, changed = (
-        _flatten_configuration(project.read_configuration()),
+        _flatten_configuration(project.read_server_configuration()),
         dict(_parse_change(word) for word in changes),
     )
     if changed.get("algorithm.name", config.get("algorithm.name")) != config.get("algorithm.name"):
@@ -194,7 +194,7 @@ def show_deployment_status(folder: Path, connection: str = "fed", console: Conso
     require_flower()
     console = console or Console()
     project = Project(folder.resolve())
-    running = trials.read_trial_file(project)
+    running = trials.read_running_trial(project)
     home = trials.trial_folder_of(project) / "home" if running is not None else None
     print(f"trial: {'SuperLink on port ' + str(running['port']) if running else 'none runs'}")
     for flower_arguments, key, columns in (
@@ -220,13 +220,13 @@ def show_deployment_status(folder: Path, connection: str = "fed", console: Conso
     show_newest_run(project.path / "runs", console)
 
 
-def show_newest_run(runs: Path, console: Console) -> None:
+def show_newest_run(runs_folder: Path, console: Console) -> None:
     """Prints the state of the newest run directory in a folder: its last round, failures, warnings and the metrics of
     each site.
 
     The norm of each update is printed where the server sees single updates.
     """
-    files = sorted(runs.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    files = sorted(runs_folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     if not files or not (records := read_metrics(files[-1])):
         return
     config = read_config(files[-1].parent)

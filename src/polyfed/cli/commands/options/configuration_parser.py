@@ -16,12 +16,12 @@ from typing import Any, Union, final, get_args, get_origin, get_type_hints
 import yaml
 from docstring_parser import parse as parse_docstring
 
-from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, list_user_code_names, option_name
+from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, list_user_code_and_ray_address, option_name
 from polyfed.cli.commands.options.site_options import (
-    find_option_value,
+    find_last_option_value,
     networks_by_site,
     parse_networks_by_site,
-    partition_of_site_column,
+    partition_options_of_site_column,
 )
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, resolve_without_import
 from polyfed.core.errors import UserError, did_you_mean
@@ -118,7 +118,7 @@ def parse_configuration(
     if valued_flags := [word for word in argv if word.startswith("--print_config=")]:
         raise UserError(f"--print-config takes no value, got {valued_flags[0]!r}")
     argv = [word for word in argv if word != "--print_config"]
-    if code_names := list_user_code_names(argv):
+    if code_names := list_user_code_and_ray_address(argv):
         trust_code(*code_names)
     names_by_option = {section: _name_by_option(section, argv) for section in DEFAULTS}
     if names_by_option["model"] is not None:
@@ -134,7 +134,7 @@ def parse_configuration(
     if is_offered("data.partition.name"):
         source_fields = [option.key for option in options_of(_class_of_choice("data", names["data"]), "data")]
         partition_name = names_by_option["data.partition"] or config_values.get("data.partition.name")
-        implied = partition_of_site_column(source_fields, config_values, argv, partition_name)
+        implied = partition_options_of_site_column(source_fields, config_values, argv, partition_name)
         names["data.partition"] = implied.pop("data.partition.name", names["data.partition"])
         config_values |= implied
     mixture = config_values.pop("model", None)
@@ -348,7 +348,7 @@ def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[
 
 def _name_by_option(section: str, argv: Sequence[str]) -> str | None:
     """Returns the name that the options choose for a section; None if they choose none."""
-    return find_option_value(f"--{section}.name", argv)
+    return find_last_option_value(f"--{section}.name", argv)
 
 
 def _validate_choice(section: str, name: Any) -> str:

@@ -122,7 +122,7 @@ def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> 
     return result
 
 
-def recipe_files() -> dict[str, Path]:
+def shipped_recipe_files() -> dict[str, Path]:
     """Returns the paths of the recipes that polyfed ships, by recipe name."""
     return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}
 
@@ -135,7 +135,7 @@ def load_shipped_yaml(file: Path) -> Any:
     return yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def read_recipe(name: str) -> Recipe:
+def read_recipe(name_or_path: str) -> Recipe:
     """Reads a recipe, given by its name, by the path of a YAML file, or by a run directory's `config.yaml` (which has
     no variants and scales).
 
@@ -143,26 +143,29 @@ def read_recipe(name: str) -> Recipe:
         UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
             and does not say its data.
     """
-    recipe_paths = recipe_files()
-    if name in recipe_paths:
-        return _parse_recipe(name, load_shipped_yaml(recipe_paths[name]))
-    if data_options := _AS_DATA.get(Path(name).suffix.lower()):
-        raise UserError(f"{name} is no recipe or config.yaml; if it holds data, give {data_options.format(name)}")
-    if not name.strip():
-        raise UserError(f"there is no recipe or file {name!r}; {did_you_mean(name, recipe_paths)}")
-    place = expand_user_path(name, "the recipe or file")
+    recipe_paths = shipped_recipe_files()
+    if name_or_path in recipe_paths:
+        return _parse_recipe(name_or_path, load_shipped_yaml(recipe_paths[name_or_path]))
+    if data_options := _AS_DATA.get(Path(name_or_path).suffix.lower()):
+        raise UserError(
+            f"{name_or_path} is no recipe or config.yaml; if it holds data, give {data_options.format(name_or_path)}"
+        )
+    if not name_or_path.strip():
+        raise UserError(f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths)}")
+    place = expand_user_path(name_or_path, "the recipe or file")
     if place.is_dir() and not (place / "config.yaml").exists():
         data_hint = (
-            f"or if it holds data, say of which kind (polyfed list data), such as --data imagefolder --data.path {name}"
+            "or if it holds data, say of which kind (polyfed list data), such as --data imagefolder --data.path "
+            f"{name_or_path}"
         )
         raise UserError(
-            f"{name} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {data_hint}"
+            f"{name_or_path} is a folder without config.yaml; give a run directory, a YAML file or a recipe; {data_hint}"
         )
-    if name.endswith((".yaml", ".yml")) or place.exists():
+    if name_or_path.endswith((".yaml", ".yml")) or place.exists():
         config = read_config(place)
         _require_data_section(place, config)
-        return _parse_recipe(name, config)
-    raise UserError(f"there is no recipe or file {name!r}; {did_you_mean(name, recipe_paths)}")
+        return _parse_recipe(name_or_path, config)
+    raise UserError(f"there is no recipe or file {name_or_path!r}; {did_you_mean(name_or_path, recipe_paths)}")
 
 
 def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
@@ -180,7 +183,9 @@ def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
     )
 
 
-def load_recipe_configuration(name: str, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
+def load_recipe_configuration(
+    name_or_path: str, scale: str | None = None, variant: str | None = None
+) -> dict[str, Any]:
     """Returns the configuration of a recipe for a scale and variant, with the recipe's `description` if it has one.
 
     Raises:
@@ -189,12 +194,12 @@ def load_recipe_configuration(name: str, scale: str | None = None, variant: str 
     >>> load_recipe_configuration("pfedla_table1", scale="paper", variant="cifar10-100")["rounds"]
     2500
     """
-    recipe = read_recipe(name)
+    recipe = read_recipe(name_or_path)
     described = {"description": recipe.description} if recipe.description else {}
     return described | recipe.configuration(scale, variant)
 
 
-def add_recipe_options(parser: CommandParser) -> None:
+def add_scale_and_variant_options(parser: CommandParser) -> None:
     """Adds the options --scale and --variant to a command's parser; `pop_recipe` takes their values."""
     parser.add_option("--scale", "SCALE", "of a recipe that has them (polyfed list recipes); default: cpu")
     parser.add_option("--variant", "NAME", "of a recipe that has them; default: the first")

@@ -9,8 +9,8 @@ from polyfed.cli.static_registry import MODELS
 from polyfed.core.errors import UserError
 
 
-def networks_by_site(model: Any) -> dict[str, Any] | None:
-    """Returns the network of each site, by the site's name, from the section `model` of a configuration; None if the
+def networks_by_site(model_section: Any) -> dict[str, Any] | None:
+    """Returns the network of each site, by the site's name, from the section `model_section` of a configuration; None if the
     section names one network for all sites.
 
     >>> networks_by_site({"north": "mlp", "south": {"name": "mlp", "hidden": [8]}})
@@ -18,10 +18,10 @@ def networks_by_site(model: Any) -> dict[str, Any] | None:
     >>> networks_by_site({"name": "mlp", "hidden": [8]}), networks_by_site("mlp"), networks_by_site({"hidden": [8]})
     (None, None, None)
     """
-    if not isinstance(model, Mapping) or not model or isinstance(model.get("name"), str):
+    if not isinstance(model_section, Mapping) or not model_section or isinstance(model_section.get("name"), str):
         return None
-    all_networks = all(_is_network(entry) for entry in model.values())
-    return {str(site): entry for site, entry in model.items()} if all_networks else None
+    all_networks = all(_is_network(entry) for entry in model_section.values())
+    return {str(site): entry for site, entry in model_section.items()} if all_networks else None
 
 
 def _is_network(entry: Any) -> bool:
@@ -30,7 +30,7 @@ def _is_network(entry: Any) -> bool:
     return isinstance(entry, str) and (entry in MODELS or ":" in entry)
 
 
-def parse_networks_by_site(name: str) -> dict[str, Any] | None:
+def parse_networks_by_site(model_option: str) -> dict[str, Any] | None:
     """Parses a value of `--model` that gives a network for each site; None if the value is the name of one network, or
     several names with commas.
 
@@ -40,20 +40,21 @@ def parse_networks_by_site(name: str) -> dict[str, Any] | None:
     >>> parse_networks_by_site("{north: mlp, south: my_nets:make}"), parse_networks_by_site("mlp")
     ({'north': 'mlp', 'south': 'my_nets:make'}, None)
     """
-    if not name.lstrip().startswith("{"):
+    if not model_option.lstrip().startswith("{"):
         return None
     try:
-        networks = networks_by_site(yaml.safe_load(name))
+        networks = networks_by_site(yaml.safe_load(model_option))
     except yaml.YAMLError:
         networks = None
     if networks is None:
         raise UserError(
-            f"--model takes a network, or one for each site, such as '{{north: mlp, south: my_nets:make}}', got {name!r}"
+            "--model takes a network, or one for each site, such as '{north: mlp, south: my_nets:make}', got "
+            f"{model_option!r}"
         )
     return networks
 
 
-def find_option_value(option: str, argv: Sequence[str]) -> str | None:
+def find_last_option_value(option: str, argv: Sequence[str]) -> str | None:
     """Returns the last value that a command line gives an option; None if the option is missing."""
     value = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
@@ -64,7 +65,7 @@ def find_option_value(option: str, argv: Sequence[str]) -> str | None:
     return value
 
 
-def partition_of_site_column(
+def partition_options_of_site_column(
     fields: Sequence[str], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
     """Returns the options that make each site one client, for a data source with a column of sites.
@@ -80,13 +81,13 @@ def partition_of_site_column(
     """
     if not {"data.site", "data.layout"} & set(fields) or partition_name not in (None, "natural"):
         return {}
-    site = find_option_value("--data.site", argv) or config_values.get("data.site")
+    site = find_last_option_value("--data.site", argv) or config_values.get("data.site")
     if "data.layout" in fields:
-        layout = find_option_value("--data.layout", argv) or config_values.get("data.layout")
+        layout = find_last_option_value("--data.layout", argv) or config_values.get("data.layout")
         if layout in (None, "class"):
             return {}
         site = "site"  # as the source calls the column
-    column = find_option_value("--data.partition.column", argv) or config_values.get("data.partition.column")
+    column = find_last_option_value("--data.partition.column", argv) or config_values.get("data.partition.column")
     if site is None and column is None:
         if {"-h", "--help"} & set(argv):
             return {"data.partition.name": "natural"}

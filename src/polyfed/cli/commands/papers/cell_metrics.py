@@ -45,13 +45,13 @@ _PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, s
 class RecipeRun:
     """Describes a finished run of a recipe with its baselines.
 
-    Attributes: its folder, the scale of its recipe, and the runs of `others`, the variants with which a cell compares
+    Attributes: its folder, the scale of its recipe, and the runs of `compared_runs`, the variants with which a cell compares
     it.
     """
 
     folder: Path
     scale: str
-    others: tuple["RecipeRun", ...] = ()
+    compared_runs: tuple["RecipeRun", ...] = ()
 
     def folder_of(self, method: str) -> Path:
         """Returns the run directory of the method called `method`; an empty name means the recipe's own method."""
@@ -103,7 +103,7 @@ def _drop(cell: PaperCell, run: RecipeRun) -> float | None:
 
     drops = [
         None if before is None or after is None else before - after
-        for other in run.others
+        for other in run.compared_runs
         for (network, before), (now, after) in zip(clients(run), clients(other), strict=True)
         if network == now
     ]

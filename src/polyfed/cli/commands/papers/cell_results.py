@@ -15,7 +15,7 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 
 if TYPE_CHECKING:
     pass
-from polyfed.cli.commands.papers.job_runner import first_equal_variant, job_folder
+from polyfed.cli.commands.papers.job_runner import first_variant_with_same_configuration, job_folder
 
 _DECIMALS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
 
@@ -45,7 +45,7 @@ class CellResult:
         return None if self.mean_value is None or self.cell.paper is None else self.mean_value - self.cell.paper
 
 
-def measure_cell_result(
+def measure_cell_over_seeds(
     cell: PaperCell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequence[int | None], out: Path
 ) -> CellResult:
     """Computes a cell's values from all runs that exist below `out`, including those of earlier calls."""
@@ -56,7 +56,7 @@ def measure_cell_result(
         return CellResult(cell, {} if value is None else {0: value}, ())
     recipe, places = recipes[cell.recipe], []
     by_seed: dict[int, float] = {}
-    variants = [first_equal_variant(recipe, scale, variant) for variant in cell.variants]
+    variants = [first_variant_with_same_configuration(recipe, scale, variant) for variant in cell.variants]
     for seed in seeds:
         number = recipe.configuration(scale, variants[0])["seed"] if seed is None else seed
         run, *others = (RecipeRun(job_folder(out, recipe.name, variant, number), scale) for variant in variants)
@@ -65,7 +65,7 @@ def measure_cell_result(
             for of in (run, *others)
         ):
             places.append(run.folder.name)
-            value = measure_cell(cell, replace(run, others=tuple(others)))
+            value = measure_cell(cell, replace(run, compared_runs=tuple(others)))
             by_seed |= {} if value is None else {number: value}
     return CellResult(cell, by_seed, tuple(places))
 

@@ -43,7 +43,7 @@ class _MethodRun:
         return f"{self.job.title}, {self.method}"
 
 
-def first_equal_variant(recipe: Recipe, scale: str, variant: str | None) -> str | None:
+def first_variant_with_same_configuration(recipe: Recipe, scale: str, variant: str | None) -> str | None:
     """Returns the first variant that has the same configuration as `variant` at this scale.
 
     At scale smoke many variants are the same.
@@ -69,7 +69,7 @@ def is_complete_job(job: PaperJob) -> bool:
     return not _unfinished_runs(job)
 
 
-def run_paper_jobs(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
+def run_paper_jobs_and_list_failures(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
     """Executes the jobs' runs that are missing, continues those that were stopped, and returns one sentence for each
     method that failed.
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from polyfed.cli.commands.options import configuration_parser
 from polyfed.cli.commands.options.recipes import SCALES, Recipe, read_recipe
 from polyfed.cli.commands.papers import job_runner
-from polyfed.cli.commands.papers.cell_results import build_reproduction_results, measure_cell_result, show_cells
-from polyfed.cli.commands.papers.job_runner import first_equal_variant, job_folder
+from polyfed.cli.commands.papers.cell_results import build_reproduction_results, measure_cell_over_seeds, show_cells
+from polyfed.cli.commands.papers.job_runner import first_variant_with_same_configuration, job_folder
 from polyfed.cli.commands.papers.paper_tables import PaperTable, find_paper, find_table, load_papers
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, did_you_mean
@@ -60,10 +60,10 @@ class ReproduceOptions:
             )
 
     @property
-    def seed_numbers(self) -> list[int | None]:
+    def seeds_to_run(self) -> list[int | None]:
         """Returns the seeds to run with; None stands for the seed of the recipe.
 
-        >>> ReproduceOptions(seeds="0, 7").seed_numbers, ReproduceOptions().seed_numbers
+        >>> ReproduceOptions(seeds="0, 7").seeds_to_run, ReproduceOptions().seeds_to_run
         ([0, 7], [None])
         """
         return [None] if self.seeds is None else [int(part) for part in self.seeds.split(",")]
@@ -74,7 +74,9 @@ class ReproduceOptions:
         return default_folder if self.out is None else expand_user_path(self.out, "--out")
 
 
-def run_reproduction(argv: Sequence[str], reproduce_options: ReproduceOptions, *, quiet: bool = False) -> None:
+def reproduce_table_or_list_papers(
+    argv: Sequence[str], reproduce_options: ReproduceOptions, *, quiet: bool = False
+) -> None:
     """Runs the experiments of a paper's table and prints the results, or lists the tables if none is named.
 
     Args:
@@ -118,11 +120,11 @@ def _reproduce_table(
     jobs = _build_jobs(table, recipes, reproduce_options, run_arguments)
     _check_data_available(jobs)
     try:
-        failed = job_runner.run_paper_jobs(jobs, quiet=quiet)
+        failed = job_runner.run_paper_jobs_and_list_failures(jobs, quiet=quiet)
     except KeyboardInterrupt as stop:
         raise RunInterrupt("interrupted; the complete rounds are saved; the same command continues") from stop
     results = [
-        measure_cell_result(cell, recipes, scale, reproduce_options.seed_numbers, folder) for cell in table.cells
+        measure_cell_over_seeds(cell, recipes, scale, reproduce_options.seeds_to_run, folder) for cell in table.cells
     ]
     reduced = {name: recipe.reduction_note(scale) for name, recipe in recipes.items()}
     create_private_folder_if_missing(folder, parents=True)
@@ -186,10 +188,10 @@ def _build_jobs(
     jobs: dict[Path, job_runner.PaperJob] = {}
     for name, variants in table.variants_by_recipe().items():
         recipe = recipes[name]
-        chosen = {first_equal_variant(recipe, scale, v) for v in selected[name]}
-        for variant in dict.fromkeys(first_equal_variant(recipe, scale, v) for v in variants):
+        chosen = {first_variant_with_same_configuration(recipe, scale, v) for v in selected[name]}
+        for variant in dict.fromkeys(first_variant_with_same_configuration(recipe, scale, v) for v in variants):
             config = recipe.configuration(scale, variant)
-            for number in reproduce_options.seed_numbers:
+            for number in reproduce_options.seeds_to_run:
                 seed = config["seed"] if number is None else number
                 folder = job_folder(reproduce_options.output_folder(table), name, variant, seed)
                 if variant not in chosen and not folder.exists():

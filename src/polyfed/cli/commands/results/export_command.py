@@ -33,7 +33,7 @@ def export_command(argv: list[str]) -> None:
     if has_help_flag(argv):
         parser.print_help()
         return
-    options, (run,) = parser.parse_arguments(argv, "one run directory")
+    options, (run,) = parser.parse_options_and_words(argv, "one run directory")
     if options.to is None:
         raise UserError("polyfed export needs a folder to create: --to FOLDER")
     from polyfed.report.export.folder import export_model

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from markupsafe import Markup
 from rich.console import Console
@@ -12,7 +12,7 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page import method_views
-from polyfed.report.page.elements import html_list
+from polyfed.report.page.elements import html_bullet_list
 from polyfed.simulation.experiment import Participants, build_experiment, load_participants, rebuild_clients
 from polyfed.simulation.storage.directory import read_manifest
 
@@ -39,7 +39,7 @@ class PanelInputs:
     console: Console
 
 
-def method_panels(inputs: PanelInputs) -> dict[str, Markup]:
+def build_method_panels_and_print_results(inputs: PanelInputs) -> dict[str, Markup]:
     """Builds the panels that the run's method adds to the report page: heading -> HTML.
 
     A panel that cannot be built says why.
@@ -49,40 +49,48 @@ def method_panels(inputs: PanelInputs) -> dict[str, Markup]:
         try:
             html = make_panel(inputs)
         except (UserError, OSError) as error:
-            html = html_list([f"Not shown: {error}"])
+            html = html_bullet_list([f"Not shown: {error}"])
         if html:
             panels[heading] = html
     return panels
 
 
-def has_method_panels(run: RunRecord) -> bool:
+def method_adds_panels(method_name: str) -> bool:
     """Returns whether the method of a run adds panels to the report page."""
-    return run.method in _PANELS
+    return method_name in _PANELS
 
 
-def load_participants_offline(run: RunRecord) -> tuple[Participants | None, str]:
-    """Loads the clients of a run from its configuration, if their data need no download; returns them, or None and the
-    reason.
+@final
+class OfflineParticipants(NamedTuple):
+    """Holds the clients of a run, or None and a sentence that says why they could not be loaded without a download."""
 
-    Returns:
-        The clients and an empty text, or None and a sentence that says why not.
-    """
+    participants: Participants | None
+    reason_missing: str
+
+
+def load_participants_offline(run: RunRecord) -> OfflineParticipants:
+    """Loads the clients of a run from its configuration, if their data need no download; otherwise returns the reason."""
     data = run.config.get("data")
     if not isinstance(data, Mapping):
-        return None, "The clients were made in Python, so that the run directory does not know their classes."
+        return OfflineParticipants(
+            None, "The clients were made in Python, so that the run directory does not know their classes."
+        )
     if _needs_download(run):
-        return None, (
+        return OfflineParticipants(
+            None,
             f"The data ({data.get('name')}) come from the Hugging Face hub and are not loaded for a page; runs with "
-            "--data.path FOLDER show who has which classes."
+            "--data.path FOLDER show who has which classes.",
         )
     try:
         participants = load_participants(build_experiment(run.config))
     except UserError as error:
-        return None, f"The data of the run could not be read again: {error}."
+        return OfflineParticipants(None, f"The data of the run could not be read again: {error}.")
     before = read_manifest(run.folder or "").get("partition_fingerprint")
     if before not in (None, participants.partition_fingerprint):
-        return None, "The data are no longer divided as in the run, so that the classes of its clients are not known."
-    return participants, ""
+        return OfflineParticipants(
+            None, "The data are no longer divided as in the run, so that the classes of its clients are not known."
+        )
+    return OfflineParticipants(participants, "")
 
 
 def _needs_download(run: RunRecord) -> bool:
@@ -129,7 +137,7 @@ def _architectures(inputs: PanelInputs) -> Markup:
             operations = [f"{cell.chosen_operations[e]} {cell.probabilities[e].max():.2f}" for cell in cells]
             table.add_row(cell_title if e == 0 else "", cells[0].edge_label(edge), *operations)
     inputs.console.print(table)
-    return method_views.html_architectures(result, inputs.key, inputs.max_panels)
+    return method_views.html_searched_cells(result, inputs.key, inputs.max_panels)
 
 
 def _gradient_agreement(inputs: PanelInputs) -> Markup:
@@ -153,7 +161,7 @@ def _coverage(inputs: PanelInputs) -> Markup:
         raise UserError("the clients' networks are not at hand; `polyfed graph MODEL --input SHAPE` shows one of them")
     method = build_method(read_section(inputs.run.config, "algorithm"))
     contraction = method.contraction if isinstance(method, FLHAGHN) else NO_CONTRACTION
-    return method_views.html_coverage(inputs.participants.clients, inputs.key, contraction)
+    return method_views.html_generatable_share(inputs.participants.clients, inputs.key, contraction)
 
 
 def _warm_starts(inputs: PanelInputs) -> Markup:

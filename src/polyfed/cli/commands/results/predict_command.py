@@ -28,7 +28,7 @@ def predict_command(argv: list[str]) -> None:
     if has_help_flag(argv):
         parser.print_help()
         return
-    options, (folder, file) = parser.parse_arguments(argv, "a run directory and a CSV or Parquet file", 2)
+    options, (folder, file) = parser.parse_options_and_words(argv, "a run directory and a CSV or Parquet file", 2)
     predict_file(expand_user_path(folder), options.client, file, expand_optional_path(options.out, "--out"))
 
 

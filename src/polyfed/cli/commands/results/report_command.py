@@ -12,9 +12,9 @@ from rich.measure import Measurement
 
 from polyfed.cli.commands.results.method_panels import (
     PanelInputs,
-    has_method_panels,
+    build_method_panels_and_print_results,
     load_participants_offline,
-    method_panels,
+    method_adds_panels,
 )
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
@@ -57,7 +57,7 @@ def show_report(
         console.print(_methods_table(run_group))
         console.print(_clients_table(run_group, console))
     # The page gets fewer clients and layers of each run where many runs have such pictures.
-    view_count = sum(has_method_panels(method.runs[0]) for run_group in groups for method in run_group.methods)
+    view_count = sum(method_adds_panels(method.runs[0].method) for run_group in groups for method in run_group.methods)
     max_panels = max(1, MAX_CLIENTS // max(1, view_count))
     extras = [
         _add_predictions(_page_extras(run_group, f"v{k}", max_panels, console), run_group, subgroups)
@@ -91,7 +91,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
         table.add_column(column, justify="right")
     for method in run_group.methods:
         defined_scores = {
-            name: value for name, value in run_group.score_by_participant(method).items() if not math.isnan(value)
+            name: value for name, value in run_group.mean_score_by_participant(method).items() if not math.isnan(value)
         }
         worst = min(defined_scores, key=lambda name: defined_scores[name], default=None)
         rounds = sorted({run.scored_round for run in method.runs})
@@ -101,7 +101,7 @@ def _methods_table(run_group: RunGroup) -> PlainTable:
             "–".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))),
             _format_score(run_group.mean_score(method)),
             "–" if worst is None else f"{defined_scores[worst]:.3f} ({worst})",
-            f"{fmean(run.megabytes_and_seconds[0] for run in method.runs):.1f}",
+            f"{fmean(run.cost_until_scored_round[0] for run in method.runs):.1f}",
         )
     return table
 
@@ -126,7 +126,7 @@ def _clients_table_of(run_group: RunGroup, methods: Sequence[MethodRuns]) -> Pla
     columns = [
         next(({**run.score_by_client} for run in method.runs if run.seed == run_group.seeds[0]), {})
         if data_by_seed
-        else run_group.score_by_participant(method)
+        else run_group.mean_score_by_participant(method)
         for method in methods
     ]
     names = sorted({name for column in columns for name in column})
@@ -167,7 +167,7 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
         panel_name = f"{method.label}, seed {run.seed}" if len(method.runs) > 1 else method.label
         panel_key = f"{key}-{position}"
         panels = {update_norms.NORMS_HEADING: update_norms.html_update_norms(run, panel_key)}
-        panels |= method_panels(PanelInputs(run, participants, panel_key, max_panels, console))
+        panels |= build_method_panels_and_print_results(PanelInputs(run, participants, panel_key, max_panels, console))
         for heading, html in panels.items():
             if html:
                 method_views.setdefault(heading, {})[panel_name] = html

@@ -27,11 +27,11 @@ def data_command(argv: list[str]) -> None:
         "All other options are those of polyfed run.",
     )
     parser.add_option("--plot", "FILE", "picture to write, .png or .svg (default: data.png)")
-    recipes.add_recipe_options(parser)
+    recipes.add_scale_and_variant_options(parser)
     if has_help_flag(argv):
         parser.print_help()
         return
-    options, words = parser.parse_words(argv)
+    options, words = parser.parse_declared_options(argv)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
     config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed data")
     from polyfed.cli.commands.run import run_command
@@ -67,7 +67,7 @@ def graph_command(argv: list[str]) -> None:
     model_options = {name: None for word in argv if (name := word.partition("=")[0]).startswith("--model.")}
     for name in model_options:
         parser.add_argument(name, dest=name)
-    options, words = parser.parse_words(argv)
+    options, words = parser.parse_declared_options(argv)
     arguments = {
         name.removeprefix("--model."): parse_yaml_value(name, getattr(options, name)) for name in model_options
     }
@@ -95,7 +95,7 @@ def graph_command(argv: list[str]) -> None:
         if options.graph not in (forms := get_args(GraphForm)):
             raise UserError(f"--graph must be {' or '.join(forms)}, got {options.graph!r}")
         method = replace(method, graph=options.graph)
-    layer_graph.show_layer_graph(
+    layer_graph.print_and_draw_layer_graph(
         spec,
         method.contraction,
         integer=options.integer,

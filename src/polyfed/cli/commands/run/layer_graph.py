@@ -19,7 +19,7 @@ from polyfed.graphs.draw import draw_graph
 from polyfed.models import ModelSpec
 
 
-def show_layer_graph(
+def print_and_draw_layer_graph(
     spec: ModelSpec,
     contraction: Contraction,
     *,

@@ -89,10 +89,10 @@ def _log_networks_to_mlflow(out: Path, logger: Sequence[str], console: Console |
     if "mlflow" not in logger:
         return
     # imported late: most runs do without
-    from polyfed.report.export.mlflow_models import log_models_to_mlflow
+    from polyfed.report.export.mlflow_models import log_models_once_to_mlflow
 
     try:
-        logged = log_models_to_mlflow(out)
+        logged = log_models_once_to_mlflow(out)
     except Exception as error:  # of whatever kind the package has
         warnings.warn(
             f"the networks are not in MLflow: {error}; polyfed resume {out} tries again", RuntimeWarning, stacklevel=2

@@ -279,7 +279,7 @@ def _show_scores(
             s.client.id,
             _network_name(s.client),
             str(len(s.client.train)),
-            format_coverage(s.coverage),
+            format_share_as_percent(s.coverage),
             *map(_format_number, scores),
         ]
         table.add_row(*cells)
@@ -296,17 +296,17 @@ def _show_scores(
             print_line(console, f"{s.client.id}: {line}")
 
 
-def format_coverage(coverage: float) -> str:
+def format_share_as_percent(share: float) -> str:
     """Formats a share as a percentage; 0 % and 100 % are printed only if the share is exactly 0 or 1.
 
-    >>> format_coverage(1.0), format_coverage(0.9999), format_coverage(0.25), format_coverage(0.0001), format_coverage(0.0)
-    ('100 %', '>99.9 %', '25.0 %', '<0.1 %', '0 %')
+    >>> [format_share_as_percent(share) for share in (1.0, 0.9999, 0.25, 0.0001, 0.0)]
+    ['100 %', '>99.9 %', '25.0 %', '<0.1 %', '0 %']
     """
-    if coverage in (0.0, 1.0):
-        return f"{coverage:.0%}".replace("%", " %")
-    if coverage > 0.9994:
+    if share in (0.0, 1.0):
+        return f"{share:.0%}".replace("%", " %")
+    if share > 0.9994:
         return ">99.9 %"
-    return "<0.1 %" if coverage < 0.0005 else f"{100 * coverage:.1f} %"
+    return "<0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
 
 
 def _network_name(client: Client) -> str:
