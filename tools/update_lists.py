@@ -248,7 +248,7 @@ def suiting(
     entries: list[Any] = []
     for declared in methods:
         method = registry[declared.name]
-        chosen = method.card.leaderboard_fields(variant)
+        chosen = method.card.fields_of_leaderboard_variant(variant)
         if chosen is not None and not (several and "one_architecture" in method.requires):
             entries.append({"name": declared.name, **chosen} if chosen else declared.name)
     return entries

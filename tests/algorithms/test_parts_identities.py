@@ -19,7 +19,7 @@ from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.module_cache import build_module, initial_state
 from polyfed.core.seeds import derive_seed
 from polyfed.core.training.loop import fit
-from polyfed.models.structure import norm_tensor_names
+from polyfed.models.structure import norm_layer_tensor_names
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, SmallNet, assert_runs_equal, small_clients
@@ -289,7 +289,7 @@ def test_what_travels_is_averaged_as_in_fedavg_and_norms_carry_on(weighted):
     """Two rounds by hand, from each client's norm layers of the round before."""
     clients, method = small_clients(), FedBN(**OPTIONS, local_epochs=2, weighted=weighted)
     told = messages(method, clients)
-    norms = set(norm_tensor_names(SmallNet()))
+    norms = set(norm_layer_tensor_names(SmallNet()))
     shares = torch.tensor([float(len(c.train)) if weighted else 1.0 for c in clients], dtype=torch.float64)
     states = [initial_state(SmallNet, 3) for _ in clients]
     for number, (_, _, client_states, state) in enumerate(told, start=1):

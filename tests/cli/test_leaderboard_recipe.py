@@ -20,7 +20,9 @@ def experiment(variant, recipe=RECIPE):
 @pytest.mark.lists
 @pytest.mark.parametrize("variant", ["digits-0.1", "architectures", "tweets", "cifar10"])
 def test_every_method_that_suits_is_compared(variant):
-    suiting = {name for name, method in REGISTRY.items() if method.card.leaderboard_fields(variant) is not None}
+    suiting = {
+        name for name, method in REGISTRY.items() if method.card.fields_of_leaderboard_variant(variant) is not None
+    }
     if variant == "architectures":
         suiting = {name for name in suiting if "one_architecture" not in REGISTRY[name].requires}
     assert set(experiment(variant).baselines) == suiting, (
@@ -32,7 +34,9 @@ def test_every_method_that_suits_is_compared(variant):
 def test_the_methods_that_are_left_out_have_a_reason():
     """Local training is the recipe's method; FedBN is FedAvg on networks without norm layers, and HeteroFL nearly so
     with one width; the searches bring a network of their own."""
-    left_out = {name for name, method in REGISTRY.items() if method.card.leaderboard_fields("digits-0.1") is None}
+    left_out = {
+        name for name, method in REGISTRY.items() if method.card.fields_of_leaderboard_variant("digits-0.1") is None
+    }
     searches = {name for name, method in REGISTRY.items() if "images" in method.requires}
     assert left_out == {"local", "fedbn", "heterofl"} | searches
 

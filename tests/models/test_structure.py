@@ -17,7 +17,7 @@ from polyfed.models.structure import (
     find_head_modules,
     find_representation_module,
     has_batch_norm,
-    norm_tensor_names,
+    norm_layer_tensor_names,
     split_body_and_head,
     tensor_names_by_module,
 )
@@ -169,7 +169,7 @@ def test_the_model_may_be_the_layer() -> None:
     assert split_body_and_head(model, [""]) == ((), ("weight", "bias"))
     assert tensor_names_by_module(model) == {"": ("weight", "bias")}
     assert torch.equal(compute_batch_representation(model, X), X)
-    assert norm_tensor_names(nn.LayerNorm(3)) == ("weight", "bias")
+    assert norm_layer_tensor_names(nn.LayerNorm(3)) == ("weight", "bias")
 
 
 def test_no_layers_at_all() -> None:
@@ -238,7 +238,7 @@ def test_a_class_token_and_positions_are_body() -> None:
 
 def test_norms_are_found_by_type_in_shortcuts_too() -> None:
     model = build("resnet18", (3, 16, 16), 5, width=4)
-    names = norm_tensor_names(model)
+    names = norm_layer_tensor_names(model)
     assert len(names) == 20 * 5  # 17 after the 3×3 convolutions and 3 in shortcuts
     assert {f"layer2.0.shortcut.norm.{n}" for n in ("weight", "bias", "running_mean", "running_var")} < set(names)
     assert not any("conv" in n or n.startswith("fc") for n in names)
@@ -263,7 +263,7 @@ def test_every_norm_type_counts_and_names_do_not() -> None:
     ]
     model = nn.ModuleDict({f"linear{i}": norm for i, norm in enumerate(norms)} | {"norm": nn.Linear(4, 4)})
     expected = [n for n in model.state_dict() if not n.startswith("norm.")]
-    assert list(norm_tensor_names(model)) == expected
+    assert list(norm_layer_tensor_names(model)) == expected
     assert len(expected) == 5 + 5 + 5 + 2 + 2 + 1
     assert [has_batch_norm(norm) for norm in norms] == [True, True] + [False] * 6
 

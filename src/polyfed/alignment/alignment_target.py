@@ -150,10 +150,10 @@ def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float],
 def reduce_to_principal_components(representation: Tensor, rank: int) -> Tensor:
     """Reduces a representation to its `rank` principal components.
 
-    Among representations of this rank, its centred linear kernel is nearest to that of `a`.
+    Among representations of this rank, its centred linear kernel is nearest to that of `representation`.
 
-    Returns shape (L, rank), or fewer columns if `a` has fewer. For a wide representation it uses a randomised search
-    in O(L·d·rank), always with the same random numbers (Halko, Martinsson and Tropp 2011, algorithm 4.4).
+    Returns shape (L, rank), or fewer columns if `representation` has fewer. For a wide representation it uses a
+    randomised search in O(L·d·rank), always with the same random numbers (Halko, Martinsson and Tropp 2011, algorithm 4.4).
 
     Args:
         representation: shape (L, d).

@@ -117,7 +117,8 @@ class CentredFeatures:
 @final
 @dataclass(frozen=True)
 class CentredKernel:
-    """Represents HMH/‖HMH‖_F, a kernel matrix M centred and normalised; besides M it stores only L numbers.
+    """Holds a kernel matrix M in centred and normalised form, HMH/‖HMH‖_F, without a second matrix: besides M it stores
+    L numbers.
 
     Attributes:
         kernel: M, shape (L, L), symmetric.

@@ -56,7 +56,7 @@ class EpochGradientTerm:
     def build_penalty_for_client(
         cls, term: AlignmentTerm, network: nn.Module, steps_per_epoch: int, seed: int
     ) -> PerClientTerm:
-        """Builds the term for the client with this network, whose local epochs have `steps` steps."""
+        """Builds the penalty for the client with this network, whose local epochs have `steps_per_epoch` steps."""
         trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
         gradients = [torch.zeros_like(p, requires_grad=False) for p in trained.values()]
         tensors = [*term.build_penalty_for_client(seed).tensors, torch.zeros((), dtype=torch.int64), *gradients]

@@ -1,4 +1,4 @@
-"""Compares the representations that several networks have of the same examples: CKA between each two of them."""
+"""Compares several networks by their representations of the same examples: CKA for each pair of networks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ _ROWS = 256
 
 
 def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
-    """Computes linear CKA between each two of N representations of the same examples: shape (N, N), float64.
+    """Computes linear CKA for each pair of N representations of the same examples: shape (N, N), float64.
 
     The diagonal is 1 (0 for a constant representation).
 

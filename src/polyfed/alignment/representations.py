@@ -86,7 +86,7 @@ def differentiable_representations(model: nn.Module, examples: Examples, rows: T
 
 
 def representation_batch_size(num_examples: int) -> int:
-    """Returns how many of `number` examples `differentiable_representations` runs through a network at once."""
+    """Returns how many of `num_examples` examples `differentiable_representations` runs through a network at once."""
     return min(num_examples, _BATCH if num_examples <= _BATCH else _BATCH // 2)
 
 

@@ -25,15 +25,15 @@ class BringsNetwork(ABC):
         """
 
     @abstractmethod
-    def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """Describes a client's personal network in JSON values, from which `build` can build it again without its
-        weights.
+    def describe_personal_network(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
+        """Describes a client's personal network in JSON values, from which `build_from_description` can build the
+        network again, without its weights.
 
         It may also hold what people want to know of the network. It is written next to the weights.
         """
 
     @abstractmethod
-    def build(self, description: Mapping[str, Any]) -> nn.Module:
+    def build_from_description(self, description: Mapping[str, Any]) -> nn.Module:
         """Builds a personal network from its description; the caller loads the weights afterwards."""
 
     @property

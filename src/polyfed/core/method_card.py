@@ -37,7 +37,7 @@ class MethodCard:
         ValueError: a name or summary of another form.
 
     >>> card = MethodCard(name="median", summary="The median of the clients' models", evaluated="the median")
-    >>> card.leaderboard_fields("digits-0.1")
+    >>> card.fields_of_leaderboard_variant("digits-0.1")
     {}
     """
 
@@ -59,9 +59,9 @@ class MethodCard:
             raise ValueError(f"{self.name}: summary must be one line of 1 to {_SUMMARY_LENGTH} characters without a full "
                              f"stop, got {len(self.summary)}: {self.summary!r}")  # fmt: skip
 
-    def leaderboard_fields(self, variant: str) -> Mapping[str, Any] | None:
-        """Returns the hyper-parameters of a leaderboard variant that differ from the method's defaults; None if the
-        variant leaves the method out.
+    def fields_of_leaderboard_variant(self, variant: str) -> Mapping[str, Any] | None:
+        """Returns the hyper-parameters that a leaderboard variant of the method changes from their defaults; None if
+        the variant leaves the method out.
         """
         by_variant = {"*": {}} if self.leaderboard is None else self.leaderboard
         return by_variant.get(variant, by_variant.get("*"))

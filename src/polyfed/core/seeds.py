@@ -130,7 +130,7 @@ class DropoutRNG:
 
     @property
     def state(self) -> Tensor:
-        """Returns the generator's state, which can be assigned again."""
+        """Returns the state of the random number generator; assigning it continues the draws from there."""
         return self._generator.get_state() if self._device.type == "cpu" else self._state
 
     @state.setter

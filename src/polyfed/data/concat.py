@@ -62,12 +62,12 @@ def share_stored_tensors(first: Examples, second: Examples) -> bool:
     """
     if input_memory_locations(first.x) != input_memory_locations(second.x):
         return False
-    return tensor_location(first.y) == tensor_location(second.y) or (
+    return tensor_memory_location(first.y) == tensor_memory_location(second.y) or (
         first.y.shape == second.y.shape and torch.equal(first.y, second.y)
     )
 
 
-def tensor_location(tensor: Tensor) -> tuple[object, ...]:
+def tensor_memory_location(tensor: Tensor) -> tuple[object, ...]:
     """Returns a tensor's device, address, type, shape and strides; two tensors with equal locations are the same
     memory.
     """
@@ -75,8 +75,8 @@ def tensor_location(tensor: Tensor) -> tuple[object, ...]:
 
 
 def input_memory_locations(x: Inputs) -> tuple[object, ...]:
-    """Returns the name and memory location (`tensor_location`) of each tensor of nested inputs."""
-    return tuple((name, tensor_location(part)) for name, part in named_leaves(x))
+    """Returns the name and memory location (`tensor_memory_location`) of each tensor of nested inputs."""
+    return tuple((name, tensor_memory_location(part)) for name, part in named_leaves(x))
 
 
 def rows_in_stored_tensors(examples: Examples) -> Tensor:

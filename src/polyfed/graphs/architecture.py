@@ -198,7 +198,7 @@ class ArchitectureGraph:
         parameter_sizes: number of entries of every parameter, by its name in `named_parameters()`.
         local_reasons: name -> reason, for each parameter that cannot be generated and stays with the client.
         tracer: the tracer that could follow the network, "torch.fx" or "torch.export".
-        stored_head: `head_parameters` of the original graph, if contraction removed nodes or edges that determine them.
+        stored_head: `head_parameter_names` of the original graph, if contraction removed nodes or edges that determine them.
     """
 
     nodes: tuple[Node, ...]
@@ -223,7 +223,7 @@ class ArchitectureGraph:
         )
 
     @cached_property
-    def head_parameters(self) -> frozenset[str]:
+    def head_parameter_names(self) -> frozenset[str]:
         """Returns the names of the parameters of the network's last layers, which no other layer follows.
 
         A norm at the end belongs to the head together with the layers before it. Where branches join last, the last

@@ -26,7 +26,7 @@ class LayerCatalogue:
     >>> catalogue = LayerCatalogue((line, conv, conv))
     >>> [t.kind for t in catalogue.types], len(catalogue.node_types)
     (['conv2d', 'linear'], 5)
-    >>> catalogue.feature_column_of("add"), catalogue.feature_column_of(line)
+    >>> catalogue.feature_column_index("add"), catalogue.feature_column_index(line)
     (0, 4)
     """
 
@@ -47,7 +47,7 @@ class LayerCatalogue:
         """
         return (*NODE_MARKS, *self.types)
 
-    def feature_column_of(self, kind: NodeMark | LayerType) -> int:
+    def feature_column_index(self, kind: NodeMark | LayerType) -> int:
         """Returns the column of a node type in the one-hot node features X.
 
         Raises:
@@ -97,7 +97,7 @@ class LayerCatalogue:
 
 
 def read_graph_variant(path: str | Path) -> str:
-    """Reads from a catalogue file for which form of graphs it was written: "layers" or "layers_and_norms".
+    """Reads from a catalogue file whether its graphs have norm layers as nodes: returns "layers" or "layers_and_norms".
 
     Raises:
         UserError: the file cannot be read, or has another value of `graph`.

@@ -82,7 +82,7 @@ def fold_norms_into_previous_layers(graph: ArchitectureGraph) -> ArchitectureGra
             nodes[layer] = replace(nodes[layer], type=kind, parameters={**weight_set.parameters, **roles})
             moved[norm_after[layer]] = layer
     edges = [(moved.get(start, start), moved.get(end, end)) for start, end in graph.edges]
-    folded = replace(graph, nodes=tuple(nodes), edges=tuple(edges), stored_head=graph.head_parameters)
+    folded = replace(graph, nodes=tuple(nodes), edges=tuple(edges), stored_head=graph.head_parameter_names)
     return _renumber(folded, moved)
 
 
@@ -141,7 +141,7 @@ def _remove_nodes(graph: ArchitectureGraph, positions: Iterable[int]) -> Archite
         for end in after[position]:
             before[end] = before[end] - {position} | before[position]
     edges = tuple((start, end) for start, ends in enumerate(after) if start not in dropped for end in ends)
-    return _renumber(replace(graph, edges=edges, stored_head=graph.head_parameters), dropped)
+    return _renumber(replace(graph, edges=edges, stored_head=graph.head_parameter_names), dropped)
 
 
 def _renumber(graph: ArchitectureGraph, dropped: Collection[int]) -> ArchitectureGraph:

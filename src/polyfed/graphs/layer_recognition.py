@@ -60,9 +60,7 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
 
 
 def has_only_weight_and_bias(module: nn.Module) -> bool:
-    """Returns whether the module has no other parameters than `weight` and `bias`, and none that is computed by a
-    parametrisation.
-    """
+    """Returns whether a module's only parameters are `weight` and `bias`, and neither is computed by a parametrisation."""
     return not is_parametrized(module) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 

@@ -196,8 +196,7 @@ def _name_weights(
 
 @lru_cache(maxsize=8)
 def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
-    """Returns the size in bytes of a hypernetwork's tensors (W_G, W_H), which are sent in both directions; nothing is
-    allocated.
+    """Returns how many bytes the tensors of a hypernetwork take in a message (W_G, W_H); no tensor is allocated.
 
     >>> hypernetwork_size_in_bytes(GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)), depth=0, hidden=4))
     4300
@@ -207,8 +206,8 @@ def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
 
 
 def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
-    """Returns the configuration with low-rank ("factored") heads if dense heads would need more than `MAX_DENSE_BYTES`;
-    otherwise unchanged.
+    """Returns the configuration with low-rank ("factored") heads if dense heads would take more than `MAX_DENSE_BYTES`;
+    otherwise the configuration itself.
     """
     dense = replace(config, head="mlp")
     return (

@@ -85,7 +85,7 @@ def stack_hypernetworks(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
 
 
 def hypernetwork_batch_slices(num_hypernetworks: int, sizes: HypernetworkSizes) -> list[slice]:
-    """Returns slices that divide `number` hypernetworks into batches small enough to be stacked in memory."""
+    """Returns slices that divide `num_hypernetworks` hypernetworks into batches small enough to be stacked in memory."""
     size = max(1, _STACKED // sizes.num_parameters)
     return [slice(first, first + size) for first in range(0, num_hypernetworks, size)]
 

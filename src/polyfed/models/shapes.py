@@ -6,7 +6,7 @@ from polyfed.core.errors import UserError
 
 
 def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1) -> tuple[int, ...]:
-    """Returns the sizes of layers as a tuple, after checking that each is an int of at least `minimum`.
+    """Checks that each size of a layer is an integer of at least `minimum`, and returns the sizes as a tuple.
 
     Raises:
         UserError: a size is not an int or is too small.
@@ -21,8 +21,8 @@ def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1
 
 
 def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
-    """Returns the shape of one example (without the batch dimension), after checking the shape and the number of
-    outputs.
+    """Checks the shape of one example and the number of outputs, and returns the shape (without the batch dimension) as
+    a tuple.
 
     Raises:
         UserError: the shape is empty, a dimension is not a positive int, or there is not even one output.
@@ -37,7 +37,7 @@ def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) 
 
 
 def check_image_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, int, int]:
-    """Returns (channels, height, width) of one image, after checking the shape and the number of outputs.
+    """Checks the shape of one image and the number of outputs, and returns the shape as (channels, height, width).
 
     Raises:
         UserError: as `check_input_shape`, or the shape does not have three dimensions.

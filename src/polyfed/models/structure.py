@@ -129,7 +129,7 @@ def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded:
     return {place: first for first, place in places.items()}
 
 
-def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
+def norm_layer_tensor_names(model: nn.Module) -> tuple[str, ...]:
     """Returns the names in `state_dict()` of the parameters and buffers of all norm layers, which are recognised by
     their class.
 
@@ -139,7 +139,7 @@ def norm_tensor_names(model: nn.Module) -> tuple[str, ...]:
     Raises:
         UserError: a part of the model is compiled by torch.jit, so that its norm layers cannot be recognised.
 
-    >>> norm_tensor_names(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)))
+    >>> norm_layer_tensor_names(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)))
     ('1.weight', '1.bias')
     """
     check_not_compiled(model)

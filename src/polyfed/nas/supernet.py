@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, final
+from typing import Literal, NamedTuple, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,13 @@ class SupernetPlan:
         return build_after_memory_check(description, lambda: Network(self))
 
 
+class CellStacks(NamedTuple):
+    """Holds the plans of a supernet's cells: those of the base stack and those of the personal stack."""
+
+    base: tuple[CellPlan, ...]
+    personal: tuple[CellPlan, ...]
+
+
 def plan_cell_stacks(
     base_cells: int = 3,
     personal_cells: int = 1,
@@ -82,9 +89,8 @@ def plan_cell_stacks(
     personal_nodes: int = 2,
     base_operations: Sequence[str] = OPERATION_NAMES,
     personal_operations: Sequence[str] = SMALL_OPERATION_NAMES,
-) -> tuple[tuple[CellPlan, ...], tuple[CellPlan, ...]]:
-    """Plans the cells of the paper's two stacks: base cells have two inputs, personal cells one; returns (base,
-    personal).
+) -> CellStacks:
+    """Plans the cells of a supernet's base stack and personal stack; base cells have two inputs, personal cells one.
 
     The cells at one third and two thirds of the base stack halve the image, and so does the last personal cell (these
     positions are from the authors' code). The defaults follow section 3.1, in which personal cells have no large operations.
@@ -124,7 +130,7 @@ def plan_cell_stacks(
         )
         for k in range(personal_cells)
     )
-    return tuple(base), tuple(personal)
+    return CellStacks(tuple(base), tuple(personal))
 
 
 def count_edge_parameters(plan: SupernetPlan) -> int:
@@ -150,8 +156,8 @@ def _num_edges(inputs: int, nodes: int) -> int:
 
 @final
 class Network(nn.Module):
-    """Classifies images by a supernet, or by a network derived from it: (batch, channels, height, width) to logits
-    (batch, outputs).
+    """Classifies images by a supernet, in which each cell draws its operations, or by a network with fixed operations
+    that was derived from a supernet.
 
     In training every cell draws its operations (`sample_operations`); in evaluation it takes the most probable ones,
     for each example if the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` are θ_p,
@@ -166,6 +172,11 @@ class Network(nn.Module):
         known: for a derived network, the probabilities per cell from which its operations were chosen.
     """
 
+    plan: SupernetPlan
+    temperature: float
+    noise: Mapping[int, Tensor] | None
+    supernet: SupernetPlan | None
+    known: Sequence[Tensor | None]
     gradient: Gradient = "chosen"
     # An attribute of the class, since a new network's own attributes are part of the seed of its first weights.
 
@@ -173,9 +184,9 @@ class Network(nn.Module):
         super().__init__()
         self.plan = plan
         self.temperature = 1.0
-        self.noise: Mapping[int, Tensor] | None = None
-        self.supernet: SupernetPlan | None = None
-        self.known: Sequence[Tensor | None] = ()
+        self.noise = None
+        self.supernet = None
+        self.known = ()
         # The paper feeds x itself to the first cells; but operations keep the number of channels, so x needs C channels.
         stem = nn.Conv2d(plan.in_channels, plan.channels, 5, plan.stem_stride, 2)
         self.base = nn.ModuleDict({"stem": stem, **_build_stack(plan, plan.base)})
@@ -231,8 +242,8 @@ def _build_stack(plan: SupernetPlan, cells: Sequence[CellPlan]) -> dict[str, nn.
 
 @final
 class Sampled(nn.Module):
-    """Predicts by averaging several networks drawn from a supernet: the output is the log of their mean class
-    probabilities, (batch, outputs).
+    """Predicts with several networks drawn from a supernet, and averages their class probabilities: the output is the
+    log of the mean, (batch, outputs).
 
     Each network's noise is drawn once, so that an input always has the same output, whatever else is in the batch.
 

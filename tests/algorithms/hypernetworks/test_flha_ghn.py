@@ -320,7 +320,7 @@ class RawHead(nn.Module):
 
 def test_the_head_is_the_last_layer_of_the_graph_even_if_it_is_a_raw_parameter():
     (client,) = everyone = clients(RawHead)
-    assert graph_of_client(client).head_parameters == {"last"}
+    assert graph_of_client(client).head_parameter_names == {"last"}
     method = FLHAGHN(**OPTIONS)
     _, downs, ups = first_round(method, everyone)
     raw = {k: v.clone() for k, v in method.personal_model(downs["c0"], ups["c0"][1], client, 1).state_dict().items()}

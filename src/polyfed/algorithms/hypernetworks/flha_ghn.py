@@ -273,7 +273,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         _, cached, graph = self._generate_network(message, client_state, client)
         recompute_norm_statistics_if_needed(cached, client, client_state, self.buffers)
         if self.refine_epochs:
-            self._refine_head(cached.module, graph.head_parameters, client, seed)
+            self._refine_head(cached.module, graph.head_parameter_names, client, seed)
             if self.buffers == "recompute":
                 recompute_norm_statistics(cached.module, client.train)
         return cached.module

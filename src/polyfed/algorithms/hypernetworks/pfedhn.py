@@ -27,7 +27,7 @@ from polyfed.hypernetworks.pfedhn_hypernetwork import (
     init_weight_hypernetwork,
     sgd_step,
 )
-from polyfed.models.structure import norm_tensor_names
+from polyfed.models.structure import norm_layer_tensor_names
 
 # "network": φ and all v_i; "velocity": their momentum; by client's id "rows" of embeddings, and "architectures", keys
 # of heads
@@ -131,7 +131,7 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
             initial_parameters[key] = {
                 name: initial_weights[name] for name, p in module.named_parameters() if p.requires_grad
             }
-            norms = frozenset(norm_tensor_names(module))
+            norms = frozenset(norm_layer_tensor_names(module))
             offsets[key] = {name: tensor for name, tensor in initial_parameters[key].items() if name in norms}
         architecture_by_client = {client_info.id: client_info.architecture or "" for client_info in server.clients}
         heads = _head_keys_by_client(architecture_by_client) if self.heads == "client" else architecture_by_client
@@ -212,7 +212,7 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     def validate_network(self, client: Client) -> None:
         """Checks that all norm layers of the client's network can be recognised."""
         assert client.model is not None
-        norm_tensor_names(cached_module(client.model).module)
+        norm_layer_tensor_names(cached_module(client.model).module)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
         """Returns an empty private state."""

@@ -283,11 +283,11 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         """Returns the plan of the supernet for data of this form."""
         return self.supernet_plan(data.inputs[0], data.outputs)
 
-    def build(self, description: Mapping[str, Any]) -> nn.Module:
+    def build_from_description(self, description: Mapping[str, Any]) -> nn.Module:
         """Builds the network that a description from `describe_network` stands for; its weights are not yet loaded."""
         return rebuild_network(description)
 
-    def description(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
+    def describe_personal_network(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
         """Describes a derived network: its plan, its cells, and the probabilities from which each operation was chosen."""
         supernet = network.network if isinstance(network, Sampled) else network
         assert isinstance(supernet, Network)

@@ -13,7 +13,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import cached_module
-from polyfed.models.structure import norm_tensor_names, split_body_and_head
+from polyfed.models.structure import norm_layer_tensor_names, split_body_and_head
 
 
 @final
@@ -74,4 +74,4 @@ class FedBN(LocalPartMethod):
         return super().server_init(server)
 
     def _find_local_tensors(self, module: nn.Module, example: Tensor | None) -> tuple[str, ...]:
-        return norm_tensor_names(module) if self.norms is None else split_body_and_head(module, self.norms)[1]
+        return norm_layer_tensor_names(module) if self.norms is None else split_body_and_head(module, self.norms)[1]

@@ -117,7 +117,7 @@ def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | 
 
 
 def read_npy(path: Path, max_bytes: int | None = None) -> NDArray[Any]:
-    """Returns the array in a NumPy file; see `read_npz`."""
+    """Returns the array in a NumPy file (.npy), after the checks of `read_npz`."""
     with open_file(path, max_bytes) as file:
         try:
             _check_npy_header(file, file.seek(0, 2), "the array")

@@ -1,4 +1,4 @@
-"""Makes text from others (ids, names, titles, errors of sites) safe to show in a terminal or a spreadsheet."""
+"""Makes text that other people wrote (ids, names, titles, errors of sites) safe to show in a terminal or a spreadsheet."""
 
 import re
 import unicodedata

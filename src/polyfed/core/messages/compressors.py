@@ -53,7 +53,7 @@ class DecompressedForm(NamedTuple):
 
 
 class Compressor(ABC):
-    """Makes single tensors of a message smaller, and restores them.
+    """Compresses single tensors of a message before they are sent, and restores them afterwards.
 
     Final subclasses are frozen dataclasses, named in `COMPRESSORS`; `str` gives the text that `parse_compressor` reads.
     """
@@ -229,7 +229,7 @@ class TopK(Compressor):
         return DecompressedForm(reference, expected[0][0], reference[1])
 
     def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """Restores a tensor: the one that the receiver has, with the new values at the sent positions."""
+        """Restores a tensor: copies the tensor that the receiver has, and writes the new values at the sent positions."""
         assert reference is not None  # `checked_decompressed_form` has refused it
         positions = entry.long()
         if int(positions[0]) < 0 or int(positions[-1]) >= reference.numel() or bool((positions.diff() <= 0).any()):

@@ -18,7 +18,8 @@ from polyfed.core.state_dict import PyTree, StateDict, iter_tensors
 
 
 def as_contiguous(state: PyTree) -> PyTree:
-    """Returns the same nested state with every tensor in row-major order; the same object if all tensors already are.
+    """Returns a copy of a nested state with every tensor in row-major order; the state itself if all its tensors
+    already are.
 
     >>> import torch
     >>> as_contiguous({"w": torch.ones(2, 3).T})["w"].stride()
@@ -34,8 +35,8 @@ def as_contiguous(state: PyTree) -> PyTree:
 
 
 def contiguous_message(message: Message) -> Message:
-    """Returns the message with every tensor in row-major order, as it would arrive; the same object if all tensors
-    already are.
+    """Returns a copy of a message with every tensor in row-major order; the message itself if all its tensors already
+    are.
 
     >>> import torch
     >>> contiguous_message(Message({"model": {"w": torch.ones(2, 3).T}})).tensors["model"]["w"].stride()

@@ -34,7 +34,8 @@ _EMPTY_MESSAGE = Message()
 
 
 def compress_message(message: Message, reference: Message, compressor: Compressor, seed: int) -> Message:
-    """Compresses the tensors of a message before it is sent.
+    """Returns a message with its tensors compressed, each against its counterpart in the message `reference` that the
+    receiver has.
 
     Args:
         message: with tensors in this machine's memory.

@@ -109,7 +109,8 @@ def recompute_norm_statistics_if_needed(
 def load_model_for_eval(
     client: Client, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Loads the weights `model` into the client's cached module, and returns the module ready to be evaluated.
+    """Loads weights into the client's cached module, and returns the module ready to be evaluated, with the buffers
+    that `policy` demands.
 
     See `load_client_model` and `recompute_norm_statistics_if_needed`.
     """

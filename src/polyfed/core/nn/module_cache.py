@@ -23,7 +23,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.nn.class_paths import module_path_in_fingerprint
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.tied_weights import (
-    check_no_shared_memory,
+    check_parameters_share_no_memory,
     first_name_by_alias,
     rename_to_first_names,
     retie_buffers,
@@ -201,7 +201,7 @@ def cached_module(factory: Architecture, device: torch.device | None = None) -> 
 
 def _build(factory: Architecture, device: torch.device) -> CachedModule:
     module = build_module(factory, seed=0)
-    check_no_shared_memory(module)
+    check_parameters_share_no_memory(module)
     aliases = first_name_by_alias(module)
     retie_buffers(module.to(device), aliases)
     state = module.state_dict(keep_vars=True)

@@ -14,7 +14,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast_context(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Returns the context manager in which a forward pass has this precision; weights stay float32."""
+    """Returns a context manager in which forward passes are computed with this precision; the weights stay float32."""
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, torch.bfloat16)
 
 

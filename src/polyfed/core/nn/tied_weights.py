@@ -16,7 +16,8 @@ from polyfed.core.state_dict import StateDict
 
 
 def first_name_by_name(module: nn.Module) -> dict[str, str]:
-    """Maps every name in `state_dict()` to the first name of the same tensor, in the order of `state_dict()`.
+    """Maps every name in `state_dict()` to the first name of the same tensor; a tensor that is not tied has only one
+    name.
 
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
@@ -101,8 +102,9 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), key
 
 
-def check_no_shared_memory(module: nn.Module) -> None:
-    """Checks that no two different tensors of the network share memory, if one of them is a parameter.
+def check_parameters_share_no_memory(module: nn.Module) -> None:
+    """Raises a `UserError` if a parameter of the network shares memory with another of its tensors; names of one tied
+    tensor are allowed.
 
     Each would be trained, averaged and counted by itself, while writing to one changes the other.
 

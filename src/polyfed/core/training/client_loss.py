@@ -1,4 +1,6 @@
-"""Builds the loss by which a client's network is evaluated: the loss that its training minimises."""
+"""Builds the loss function by which a client's network is evaluated, which is the loss function that its training
+minimises.
+"""
 
 from typing import Any
 

@@ -23,8 +23,8 @@ Tensors = Sequence[Tensor]
 @final
 @dataclass(frozen=True, eq=False)
 class PerClientTerm:
-    """Holds a penalty or a direction as a function that is the same for all clients, and one client's tensors as its
-    last argument.
+    """Holds a penalty or a step direction for many clients: a function that all clients share, and one client's
+    tensors, which are its last argument.
 
     So those of many clients can be computed at once.
 
@@ -114,7 +114,8 @@ class FitCallResult:
 @final
 @dataclass(eq=False)
 class DeferredRun:
-    """Runs one client's code repeatedly until all of its calls have results, which it keeps in the order of the calls.
+    """Runs one client's code again and again until each call of `fit` and `predict_sets` in it has a result; keeps the
+    results in the order of the calls.
 
     `runs_alone` is set once one of its calls must be carried out by itself; then all later ones are. With
     `stop_at_first_call` the code is left there instead.
@@ -127,7 +128,7 @@ class DeferredRun:
     _next: int = 0
 
     def restart_calls(self) -> None:
-        """Starts again at the first call; to be called before each run of the client's code."""
+        """Starts again at the first call of the client's code; called before each run of that code."""
         self._next, self.pending_call = 0, None
 
     def result_of_next_call(

@@ -21,11 +21,12 @@ ModuleTensors = Mapping[str, Tensor]
 
 
 class CannotStackError(Exception):
-    """Reports why networks of an architecture cannot be computed together, as half a sentence."""
+    """Reports, as half a sentence, why several networks of an architecture cannot be computed as one stack."""
 
 
 def stacking_obstacle(module: nn.Module) -> str | None:
-    """Returns the first part of a network that prevents computing many such networks together; None if none is known.
+    """Returns the first part of a network because of which many such networks cannot be computed as one stack; None if
+    there is none.
 
     >>> stacking_obstacle(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), stacking_obstacle(nn.Bilinear(2, 2, 1))
     (None, 'Bilinear has weights of its own')

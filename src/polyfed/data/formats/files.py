@@ -128,8 +128,8 @@ def find_parquet_files_by_split(path: Path) -> dict[str, list[Path]]:
     return groups
 
 
-def first_existing_column(table: Table, candidate_names: Iterable[str], role: str) -> str:
-    """Returns the first of several names that is a column of the table.
+def first_existing_column_name(table: Table, candidate_names: Iterable[str], role: str) -> str:
+    """Returns the first of several candidate names that is the name of a column in the table.
 
     Raises:
         UserError: it has none of them.

@@ -60,7 +60,7 @@ class EncodedImages(ABC):
 @final
 @dataclass(frozen=True)
 class EncodedImageFiles(EncodedImages):
-    """Gives access to encoded images, each in a file of its own."""
+    """Gives access to encoded images that are stored in one file each."""
 
     files: tuple[str, ...]
 
@@ -168,7 +168,7 @@ class LazyImageDecoder:
         return np.argsort(self.keys, kind="stable")
 
     def decode_pixels(self, keys: Tensor) -> Tensor:
-        """Decodes the images with keys `x`, shape (batch, 1), to uint8 of shape (batch, channels, size, size).
+        """Decodes the images with these keys, shape (batch, 1), to uint8 of shape (batch, channels, size, size).
 
         Raises:
             UserError: a key is not that of one of the images.
@@ -235,5 +235,5 @@ def build_image_keys_and_decoder(
 
 
 def index_image_files(files: Sequence[Path]) -> EncodedImageFiles:
-    """Returns access to encoded images in these files, read when needed."""
+    """Returns an object that reads encoded images from these files, each when it is needed."""
     return EncodedImageFiles(tuple(str(file.resolve()) for file in files))

@@ -1,4 +1,4 @@
-"""Draws classes and rows for clients: the functions that several partitions share."""
+"""Draws classes and rows for clients, with functions that several partitions share."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ Labels = NDArray[Any]
 
 
 def rows_of_each_client(client_of_row: NDArray[np.int64], num_clients: int) -> list[Rows]:
-    """Returns each client's rows in ascending order, given the client of each row (−1 for no client)."""
+    """Returns the row numbers of each client, ascending, given the client of each row (−1 if no client has the row)."""
     order = np.argsort(client_of_row, kind="stable")
     ends = np.searchsorted(client_of_row[order], np.arange(num_clients + 1))
     return [order[start:end] for start, end in itertools.pairwise(ends)]
@@ -24,7 +24,9 @@ def rows_of_each_client(client_of_row: NDArray[np.int64], num_clients: int) -> l
 def draw_rows_by_class(
     class_of_row: NDArray[np.int64], counts_by_client_and_class: NDArray[np.int64], rng: np.random.Generator
 ) -> list[Rows]:
-    """Draws `counts[i, c]` random rows of class c for client i, without repetition, and returns each client's rows."""
+    """Draws random rows for each client, without repetition: as many of each class as
+    `counts_by_client_and_class[client, class]` says.
+    """
     owner = np.full(len(class_of_row), -1)
     for label, count_by_client in enumerate(counts_by_client_and_class.T):
         rows = rng.permutation(np.flatnonzero(class_of_row == label))
@@ -52,7 +54,7 @@ def draw_classes_per_client(num_clients: int, num_classes: int, k: int, rng: np.
 def top_up_small_clients_in_place(
     counts_by_client_and_class: NDArray[np.int64], shares: NDArray[np.float64], least: int
 ) -> None:
-    """Moves examples in `counts` (clients × classes) from large to small clients, in place, until each client has at
+    """Moves examples from large to small clients, by changing `counts_by_client_and_class`, until each client has at
     least `least`.
 
     Each step moves at least one example, so it terminates.

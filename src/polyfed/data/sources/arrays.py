@@ -19,7 +19,7 @@ from polyfed.data.formats.files import (
     column_to_numpy,
     complete_integer_and_text_columns,
     find_parquet_files_by_split,
-    first_existing_column,
+    first_existing_column_name,
     read_image_bytes,
     read_parquet_splits,
     resolve_existing_path,
@@ -80,12 +80,12 @@ class Parquet(Source):
             return self._load_lazily(path)
         tables = read_parquet_splits(path)
         train, test = tables["train"], tables.get("test")
-        names = class_names_from_hub_metadata(train, first_existing_column(train, (self.label,), "label"))
+        names = class_names_from_hub_metadata(train, first_existing_column_name(train, (self.label,), "label"))
         if self.user is not None:
-            first_existing_column(train, (self.user,), "user")
+            first_existing_column_name(train, (self.user,), "user")
         inputs = [self._read_inputs(tables[split], split) for split in ("train", "test") if split in tables]
         labels = [
-            column_to_numpy(table, first_existing_column(table, (self.label,), "label"))
+            column_to_numpy(table, first_existing_column_name(table, (self.label,), "label"))
             for table in (train, test)
             if table is not None
         ]
@@ -107,7 +107,7 @@ class Parquet(Source):
             images, "L" if self.grey else "RGB", int(self.image_size or 0), sizes[0]
         )
         labels = [
-            column_to_numpy(tables[split], first_existing_column(tables[split], (self.label,), "label"))
+            column_to_numpy(tables[split], first_existing_column_name(tables[split], (self.label,), "label"))
             for split in parts
         ]
         names = class_names_from_hub_metadata(tables["train"], self.label)
@@ -123,7 +123,7 @@ class Parquet(Source):
     def _read_inputs(self, table: Table, split: str) -> Tensor:
         import pyarrow.types as kinds
 
-        kind = table.schema.field(first_existing_column(table, (self.x,), "input")).type
+        kind = table.schema.field(first_existing_column_name(table, (self.x,), "input")).type
         if kinds.is_struct(kind) or kinds.is_binary(kind) or kinds.is_large_binary(kind):
             return decode_images(read_image_bytes(table, self.x), "L" if self.grey else "RGB", self.image_size)
         values = column_to_numpy(table, self.x)

@@ -15,7 +15,7 @@ from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
     complete_integer_and_text_columns,
-    first_existing_column,
+    first_existing_column_name,
     read_parquet_splits,
     resolve_existing_path,
 )
@@ -121,8 +121,8 @@ def _read_csv_splits(path: Path) -> dict[str, Table]:
 def _read_tweets(table: Table) -> tuple[list[str], Tensor, dict[str, NDArray[Any]]]:
     """Returns text, label (0 or 1), and columns that may identify users, of all tweets except neutral ones."""
     text, label = (
-        first_existing_column(table, ("text",), "text"),
-        first_existing_column(table, ("label", "sentiment"), "label"),
+        first_existing_column_name(table, ("text",), "text"),
+        first_existing_column_name(table, ("label", "sentiment"), "label"),
     )
     values = column_to_numpy(table, label)
     # Published labels are 0 negative, 2 neutral, 4 positive; other copies have 0 and 1.

@@ -19,7 +19,7 @@ from polyfed.data.formats.files import (
     column_to_numpy,
     complete_integer_and_text_columns,
     find_idx_file,
-    first_existing_column,
+    first_existing_column_name,
     read_idx_file,
     read_image_bytes,
     read_parquet_splits,
@@ -254,7 +254,7 @@ def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _ImageSplits:
 
 
 def _image_columns(table: Table) -> tuple[str, str]:
-    return first_existing_column(table, ("image", "img"), "image"), first_existing_column(
+    return first_existing_column_name(table, ("image", "img"), "image"), first_existing_column_name(
         table, ("label", "fine_label"), "label"
     )
 

@@ -16,7 +16,7 @@ from polyfed.core.io.atomic_files import check_regular_file, expand_user_path, r
 from polyfed.data.formats.files import (
     Table,
     column_to_numpy,
-    first_existing_column,
+    first_existing_column_name,
     read_image_bytes,
     resolve_existing_path,
 )
@@ -112,12 +112,17 @@ class ChestXray14(Source):
         parts = [tables[split] for split in ("train", "test") if split in tables]
         x = torch.cat(
             [
-                decode_images(read_image_bytes(t, first_existing_column(t, ("image",), "image")), "L", self.image_size)
+                decode_images(
+                    read_image_bytes(t, first_existing_column_name(t, ("image",), "image")), "L", self.image_size
+                )
                 for t in parts
             ]
         )
         y = torch.cat(
-            [_encode_findings(t.column(first_existing_column(t, ("label_names",), "label")).to_pylist()) for t in parts]
+            [
+                _encode_findings(t.column(first_existing_column_name(t, ("label_names",), "label")).to_pylist())
+                for t in parts
+            ]
         )
         patients = np.concatenate([column_to_numpy(table, "patient_id") for table in parts])
         return _build_dataset(x, y, patients, np.arange(len(x)) >= len(parts[0]))

@@ -112,7 +112,7 @@ def trained_model_of_run(run: Run, client: str) -> TrainedModel:
     manifest = {} if run.out is None else read_manifest(run.out)
     description = None
     if isinstance(algorithm, BringsNetwork) and not algorithm.requires & MODEL_REQUIREMENTS:
-        description = algorithm.description(network, owner)
+        description = algorithm.describe_personal_network(network, owner)
     try:
         predictions = run.predictions(client)
     except UserError:  # they were not kept
@@ -282,7 +282,7 @@ def build_trained_network(
     """
     if factory is None and description is not None and isinstance(method, BringsNetwork):
         try:
-            module = method.build(description)
+            module = method.build_from_description(description)
         except DAMAGED_FILE_ERRORS as error:
             raise UserError(f"the description of the network in {folder} is damaged ({error}); run again") from error
     elif factory is None and spec is None:

@@ -176,7 +176,7 @@ def _description_of(run: Run, client: str) -> Any:
     algorithm = run.federation.algorithm
     if not isinstance(algorithm, BringsNetwork):
         raise UserError(f"{type(algorithm).__name__} searches for no architecture; give a run of {_METHODS}")
-    return algorithm.description(run.model(client), run.federation.clients[client])
+    return algorithm.describe_personal_network(run.model(client), run.federation.clients[client])
 
 
 def _read_descriptions(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:

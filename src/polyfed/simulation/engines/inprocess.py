@@ -94,7 +94,7 @@ class InProcessEngine(Engine):
                         if task.phase == "export":
                             description = None
                             if isinstance(algorithm, BringsNetwork):
-                                description = algorithm.description(model, client)
+                                description = algorithm.describe_personal_network(model, client)
                             result = _exported_weights(task, model, description)
                         else:
                             loss = client_training_loss(client, algorithm)

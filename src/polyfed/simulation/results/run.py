@@ -129,7 +129,9 @@ class Run:
                 check_network_has_all_weights(self.federation.algorithm, network, result.weights)
                 return fill_module(network, result.weights).eval()
             if isinstance(self.federation.algorithm, BringsNetwork):
-                return fill_module(self.federation.algorithm.build(result.description or {}), result.weights).eval()
+                return fill_module(
+                    self.federation.algorithm.build_from_description(result.description or {}), result.weights
+                ).eval()
             client_state = (
                 self.federation.algorithm.client_init(owner, task.run_seed)
                 if task.client_state is None

@@ -114,7 +114,7 @@ def load_saved_model(folder: str | Path, client: str | None = None) -> SavedMode
     method, owner = build_method(read_section(config, "algorithm")), client or name
     if isinstance(method, BringsNetwork) and not method.requires & MODEL_REQUIREMENTS:
         described = parse_json(read_file(models / f"{name}.json"))
-        return SavedModel(fill_module(method.build(described), weights).eval(), prepared, owner)
+        return SavedModel(fill_module(method.build_from_description(described), weights).eval(), prepared, owner)
     signature_path = models / f"{name}{SIGNATURE}"
     spec = read_signature(signature_path)["network"] if signature_path.is_file() else None
     if spec is not None:
