@@ -33,7 +33,7 @@ import polyfed as pf
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.models import ModelSpec
-from polyfed.simulation.federate import run_rounds
+from polyfed.simulation.federate import run_remaining_rounds
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
@@ -229,7 +229,7 @@ def one_run(label, number, sample, folder, start, tell):
             past, _ = checkpoint.load_newest_checkpoint(Path(start) / "checkpoint")
             began = time.perf_counter()
             with exclusive_single_torch_thread_with_grad():
-                run_rounds(everyone, past, [], RunDirectory.create(folder), watch)
+                run_remaining_rounds(everyone, past, [], RunDirectory.create(folder), watch)
     except EnoughError:
         ended = time.perf_counter()
     (saved,) = Path(folder, "checkpoint").glob("round-*")

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from polyfed.algorithms import REGISTRY
-from polyfed.simulation.traffic import find_reply_reach, find_revealed_facts
 from polyfed.testing import example_of
+from polyfed.testing.disclosure_audit import find_reply_reach, find_revealed_facts
 
 PAGE = Path(__file__).with_name("deploy.md")
 START, END = "<!-- traffic: written by docs/tabulate_traffic.py -->", "<!-- end of traffic -->"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyfed.simulation.traffic import declared_facts, find_revealed_facts
 from polyfed.testing import AlgorithmContract, example_of
+from polyfed.testing.disclosure_audit import declared_facts, find_revealed_facts
 
 ROOT = Path(__file__).parent.parent
 

@@ -96,7 +96,7 @@ def replies(found, state, random=True):
                 tree[name] = torch.randn(tensor.shape, generator=generator, dtype=DOUBLE)
         reply = Message({"model": tree}, {"num_examples": len(client.train), "train_loss": 1.0})
         ups[i] = lora.reply_with_scaled_adapters(found.algorithm, client, reply)
-        taken[i] = found.decode_reply(ups[i], down)
+        taken[i] = found.decode_reply_for_server(ups[i], down)
         assert found.reply_error(taken[i], state, down, i) is None
     return ups, taken
 
@@ -317,12 +317,14 @@ def test_replies_of_strange_ranks_are_left_out():
         {A: torch.zeros((), dtype=DOUBLE)},
     ):
         with pytest.raises(ValueError, match=r"the adapter 'mid\.lora_A"):
-            found.decode_reply(Message({"model": {**tree, **change}}, {"num_examples": 1}), down)
-    lost = found.decode_reply(Message({"model": {n: t for n, t in tree.items() if n != B}}, {"num_examples": 1}), down)
+            found.decode_reply_for_server(Message({"model": {**tree, **change}}, {"num_examples": 1}), down)
+    lost = found.decode_reply_for_server(
+        Message({"model": {n: t for n, t in tree.items() if n != B}}, {"num_examples": 1}), down
+    )
     assert "missing" in found.reply_error(lost, state, down)
     more = {**tree, "x.lora_A.w": tree[A], "x.lora_B.w": tree[B]}
     assert "unexpected" in found.reply_error(
-        found.decode_reply(Message({"model": more}, {"num_examples": 1}), down), state, down
+        found.decode_reply_for_server(Message({"model": more}, {"num_examples": 1}), down), state, down
     )
 
 

@@ -29,7 +29,7 @@ from polyfed.simulation.results.unseen_clients import (
     load_trained_server,
 )
 from polyfed.simulation.storage.directory import read_config
-from polyfed.simulation.storage.integrity import hash_config
+from polyfed.simulation.storage.integrity import hash_settings_that_affect_results
 
 CONFIG = {
     "data": {
@@ -72,7 +72,7 @@ def rewrite(folder, config):
     for file in files:
         content = json.loads(file.read_text())
         owner = content if file.name == "manifest.json" else content["bound"]
-        owner["config_sha256" if owner is content else "config"] = hash_config(config)
+        owner["config_sha256" if owner is content else "config"] = hash_settings_that_affect_results(config)
         file.write_text(json.dumps(content))
 
 

@@ -65,7 +65,7 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
     for client in small_clients():
         (file,) = (tmp_path / "sites" / client.id / "state").glob("*/predictions/*.parquet")
         assert file.name == f"{client.id}.parquet"
-        assert predictions_parquet.list_rounds(file, "test") == [3]
+        assert predictions_parquet.list_rounds_in_file(file, "test") == [3]
         for split in ("test", "val"):
             outputs, targets, _ = predictions_parquet.read_outputs_and_targets(file, split, 3)
             assert torch.equal(outputs, other.predictions(client.id, split).outputs)

@@ -16,7 +16,7 @@ from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.settings import Settings
-from polyfed.simulation.storage.checkpoint import Checkpoint, save_checkpoint
+from polyfed.simulation.storage.checkpoint import Checkpoint, save_checkpoint_and_remove_older
 from polyfed.simulation.storage.directory import RunDirectory
 from polyfed.testing import small_clients
 
@@ -157,7 +157,9 @@ def test_a_run_that_ended_before_its_first_record_can_go_on_from_its_checkpoint(
     """The record of round 1 is written after the exchange of round 2, its checkpoint before."""
     assert "--resume" not in _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, 1)
     directory = RunDirectory.create(tmp_path / "run-1")
-    save_checkpoint(directory.checkpoint_folder, Checkpoint(1, {"model": {"w": torch.ones(2)}}, {}), (), 0)
+    save_checkpoint_and_remove_older(
+        directory.checkpoint_folder, Checkpoint(1, {"model": {"w": torch.ones(2)}}, {}), (), 0
+    )
     directory.close()
     told = _unfinished_run_message(tmp_path, tmp_path / "run-1", [], 3, 1)
     assert told.endswith(f"polyfed flower run {tmp_path} --resume {tmp_path}/run-1`")

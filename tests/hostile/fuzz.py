@@ -35,7 +35,7 @@ from polyfed.report.figures.architectures import read_search_result
 from polyfed.simulation.experiment import build_experiment
 from polyfed.simulation.storage import predictions
 from polyfed.simulation.storage.configuration import restore_settings_and_method
-from polyfed.simulation.storage.directory import list_changed_files, read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_config, read_manifest, read_metrics
 from polyfed.testing import small_clients
 
 NUMBERS = (0, -1, 3, 2**62, 10**400, 1.5, -0.0, 1e308, math.inf, -math.inf, math.nan)
@@ -188,7 +188,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
 
     def history():
         read_metrics(metrics)
-        list_changed_files(run)
+        describe_changed_files_of_run(run)
         return read_checked_round_records(metrics), shown(run)
 
     turn = count()
@@ -228,7 +228,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
 
     def manifest():
         read_manifest(run)
-        list_changed_files(run)
+        describe_changed_files_of_run(run)
         shown(run)
 
     def found():

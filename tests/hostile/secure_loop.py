@@ -17,7 +17,7 @@ from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, SecureSumClien
 from polyfed.deploy.secure_aggregation.protocol import SumId
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
 from polyfed.deploy.server.server_config import configure_server
-from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_sum_part
+from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_reply_in_fixed_point
 
 STEPS = ("advertise", "share", "mask", "hand out")
 SITES = ("site-0", "site-1", "site-2", "site-3")
@@ -104,7 +104,9 @@ class Loop:
                 place = member.join_sum(SumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {}))
                 place.mark_used()
                 reply = self.reply(name, letter.body.tensors)
-                body = place.mask_encoded_reply(encode_sum_part(reply, self.server.algorithm, place.max_sites))
+                body = place.mask_encoded_reply(
+                    encode_reply_in_fixed_point(reply, self.server.algorithm, place.max_sites)
+                )
             if head.get("advertise"):
                 more["advert"] = member.replace_keys_and_build_advertisement(SumId(head["run"], head["advertise"]))
             same = {n: head[n] for n in ("run", "round", "phase")}

@@ -15,7 +15,7 @@ from polyfed.cli.main import main
 from polyfed.comparison.storage.comparison_directory import load_history_if_finished
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.configuration import describe_method_and_settings
-from polyfed.simulation.storage.directory import list_changed_files, read_config, read_manifest
+from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_config, read_manifest
 from polyfed.testing import assert_runs_equal, small_clients
 
 OPTIONS = {"rounds": 4, "workers": 0}
@@ -59,7 +59,7 @@ def test_metrics_of_another_run_are_not_taken(tmp_path, run):
         pf.UserError, match=r"metrics.jsonl was changed in rounds 1 to 4 since .*, or is of another run"
     ):
         pf.resume(run, clients=small_clients())
-    assert any("metrics.jsonl was changed" in sentence for sentence in list_changed_files(run))
+    assert any("metrics.jsonl was changed" in sentence for sentence in describe_changed_files_of_run(run))
 
 
 @pytest.mark.parametrize("line", [0, 1, 2, 3])
@@ -69,14 +69,14 @@ def test_one_changed_number_of_the_metrics_is_found(run, line):
     changed = [dict(record) for record in whole]
     changed[line]["train_loss"] += 1e-9
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in changed))
-    assert re.search(r"metrics.jsonl was changed in rounds 1 to 4", list_changed_files(run)[0])
+    assert re.search(r"metrics.jsonl was changed in rounds 1 to 4", describe_changed_files_of_run(run)[0])
     if line == 3:
         with pytest.warns(
             RuntimeWarning, match=r"metrics.jsonl was changed in rounds 1 to 4 .*; the one before it is used"
         ):
             again = pf.resume(run, clients=small_clients())
         assert again.history[3]["train_loss"] == whole[3]["train_loss"]
-        assert list_changed_files(run) == []
+        assert describe_changed_files_of_run(run) == []
     else:
         with pytest.raises(pf.UserError, match=r"metrics.jsonl was changed in rounds 1 to 4 .*in rounds 1 to 3"):
             pf.resume(run, clients=small_clients())
@@ -90,9 +90,9 @@ def test_a_changed_configuration_is_named_and_where_it_runs_is_free(run):
         for action in (lambda: pf.resume(run, clients=small_clients()), lambda: pf.resume(run)):
             with pytest.raises(pf.UserError, match=r"config.yaml was changed since the run began; put it back"):
                 action()
-        assert "config.yaml was changed" in list_changed_files(run)[0]
+        assert "config.yaml was changed" in describe_changed_files_of_run(run)[0]
     (run / "config.yaml").write_text(yaml.safe_dump({**config, "workers": 2, "engine": "inprocess"}))
-    assert list_changed_files(run) == []
+    assert describe_changed_files_of_run(run) == []
     assert pf.resume(run, clients=small_clients()).last.round == 4
     (run / "config.yaml").write_text(whole)
 
@@ -113,15 +113,16 @@ def test_models_and_predictions_that_were_changed_are_named_and_written_again(ru
     for path, content in whole.items():
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert sorted(
-        re.match(r"(\S+) was changed since the run wrote it; `polyfed resume", s)[1] for s in list_changed_files(run)
+        re.match(r"(\S+) was changed since the run wrote it; `polyfed resume", s)[1]
+        for s in describe_changed_files_of_run(run)
     ) == sorted(map(str, whole))
     for path in whole:
         if path.suffix == ".parquet":
             path.unlink()
-    assert len(list_changed_files(run)) == sum(path.suffix != ".parquet" for path in whole)
+    assert len(describe_changed_files_of_run(run)) == sum(path.suffix != ".parquet" for path in whole)
     with warnings.catch_warnings(action="ignore"):
         pf.resume(run, clients=small_clients())
-    assert list_changed_files(run) == []
+    assert describe_changed_files_of_run(run) == []
 
 
 @pytest.mark.thorough
@@ -179,11 +180,11 @@ def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
     whole = play(tmp_path / "whole", Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.federate.run_round", _stop_after(4))
+        patch.setattr("polyfed.simulation.federate.train_and_aggregate_round", _stop_after(4))
         with pytest.raises(KeyboardInterrupt):
             play(out, Local(lr=0.1), rounds=6, checkpoint_every=2, keep=3)
     assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
-    assert list_changed_files(out) == list_changed_files(tmp_path / "whole") == []
+    assert describe_changed_files_of_run(out) == describe_changed_files_of_run(tmp_path / "whole") == []
     for folder in (out, tmp_path / "whole"):
         for checkpoint in (folder / "checkpoint").iterdir():
             bound = json.loads((checkpoint / "complete.json").read_text())["bound"]
@@ -192,12 +193,12 @@ def test_a_run_that_goes_on_binds_as_one_that_was_not_stopped(tmp_path):
 
 
 def _stop_after(last):
-    from polyfed.simulation.rounds.training_round import run_round
+    from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 
     def playing(federation, now, *rest):
         if now.round == last:
             raise KeyboardInterrupt
-        return run_round(federation, now, *rest)
+        return train_and_aggregate_round(federation, now, *rest)
 
     return playing
 

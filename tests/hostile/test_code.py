@@ -20,7 +20,7 @@ from polyfed.core.io.trusted_code import (
 )
 from polyfed.core.nn.module_cache import _cached
 from polyfed.simulation.storage.directory import read_config
-from polyfed.simulation.storage.integrity import hash_config
+from polyfed.simulation.storage.integrity import hash_settings_that_affect_results
 
 SOURCE = Path(pf.__file__).parent
 SMALL = ["--data.clients", "2", "--rounds", "1", "--workers", "0", "--quiet"]
@@ -49,7 +49,9 @@ def bound(folder, config):
     """Writes a configuration with the hash that goes with it: who makes a directory can make that too."""
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "config_sha256": hash_config(config)}))
+    (folder / "manifest.json").write_text(
+        json.dumps({**manifest, "config_sha256": hash_settings_that_affect_results(config)})
+    )
 
 
 ATTACKED = {

@@ -12,7 +12,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY, FedAvg, Local
-from polyfed.algorithms.base.shared_heads import SharedHeadMethod
+from polyfed.algorithms.base.shared_heads import HeadFromServerMethod
 from polyfed.algorithms.partial_sharing.body_and_head import BodyAndHeadMethod
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.rounds.state_validation import StateValidator
@@ -43,7 +43,7 @@ def flaw(run, state=None, own=None, history=None):
     last = run.last
     own = last.client_states if own is None else own
     found = Checkpoint(last.round, last.state if state is None else state, own)
-    return StateValidator(run.federation).find_error(found, run.history if history is None else history)
+    return StateValidator(run.federation).state_error(found, run.history if history is None else history)
 
 
 class Tied(nn.Module):
@@ -149,7 +149,7 @@ FREE |= {"fedmd": {"outputs", "public"}, "fedpac": {"prototypes"}}
 
 
 def free(name, way):
-    of_base = {"head"} if issubclass(REGISTRY[name], SharedHeadMethod) else set()
+    of_base = {"head"} if issubclass(REGISTRY[name], HeadFromServerMethod) else set()
     return bool(FREE.get(name, of_base) & {str(part) for part in way})
 
 
@@ -173,7 +173,7 @@ def test_forged_tensors_are_refused_and_named(name):
                 found = Checkpoint(last.round, forged(last.state, way, change), own)
             else:
                 found = Checkpoint(last.round, last.state, {**own, where: forged(own[where], way, change)})
-            told = forms.find_error(found, history)
+            told = forms.state_error(found, history)
             if not told:
                 missed.append((where, way, kind))
             elif kind != "missing" and str(way[-1]) not in told:
@@ -205,7 +205,9 @@ def save(out, state, own, number):
     """Writes a checkpoint in place of another, with checksums that fit."""
     bound = json.loads((out / "checkpoint" / f"round-{number:06d}" / "complete.json").read_text())["bound"]
     keep = [int(p.name.removeprefix("round-")) for p in (out / "checkpoint").iterdir()]
-    checkpoints.save_checkpoint(out / "checkpoint", Checkpoint(number, state, own), set(own), 0, keep, bound)
+    checkpoints.save_checkpoint_and_remove_older(
+        out / "checkpoint", Checkpoint(number, state, own), set(own), 0, keep, bound
+    )
 
 
 def test_a_forged_checkpoint_on_the_disk_is_not_taken(tmp_path):

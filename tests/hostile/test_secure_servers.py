@@ -18,7 +18,7 @@ from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, BUNDLE_GROUP, parse_key_advertisement
 from polyfed.deploy.secure_aggregation.protocol import SumId, UnmaskingShares
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
-from polyfed.simulation.rounds.secure_aggregation import encode_sum_part
+from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,9 @@ def learnt(folder, keys, seed):
                 except RefusalError:
                     continue
                 place.mark_used()
-                sent = place.mask_encoded_reply(encode_sum_part(loop.reply(name, down), loop.server.algorithm, 4))
+                sent = place.mask_encoded_reply(
+                    encode_reply_in_fixed_point(loop.reply(name, down), loop.server.algorithm, 4)
+                )
                 words = parse_sum_message(sent)[0]
                 assert (name, told_of[name], keys_of[name]["mask"]) not in masked, "one mask, twice"
                 masked[name, told_of[name], keys_of[name]["mask"]] = words
@@ -255,7 +257,7 @@ def openings(run, number, keys_of, second, handed, loop, down):
                     words = unmask_sum(SumId(run, number), adverts, fewest, everyone, survivors, total, handed)
                 except (RoundError, KeyError):
                     continue
-                parts = (encode_sum_part(loop.reply(n, down), loop.server.algorithm, 4) for n in survivors)
+                parts = (encode_reply_in_fixed_point(loop.reply(n, down), loop.server.algorithm, 4) for n in survivors)
                 if np.array_equal(words, sum(parse_sum_message(part)[0] for part in parts)):
                     found.add(survivors)
     return found

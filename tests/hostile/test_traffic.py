@@ -17,8 +17,8 @@ from polyfed.core.io.trusted_code import restore_trusted_names_afterwards
 from polyfed.core.nn.buffers import load_client_model
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.training.loop import fit
-from polyfed.simulation.traffic import declared_facts, find_reply_reach, find_revealed_facts
 from polyfed.testing import example_of
+from polyfed.testing.disclosure_audit import declared_facts, find_reply_reach, find_revealed_facts
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -123,7 +123,7 @@ def test_counters_that_go_up_as_training_left_them_are_found():
 
 
 QUICK = ("fedavg", "ifca", "fedkd", "fedavg_kd")
-NETWORK = {"name": "polyfed.simulation.traffic:audit_network"}
+NETWORK = {"name": "polyfed.testing.disclosure_audit:audit_network"}
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in REGISTRY])

@@ -149,7 +149,7 @@ def write_predictions():
             for number, values in outputs.items()
         }
         file = folder / "predictions" / f"{safe_file_name(client)}.parquet"
-        predictions_parquet.write_outputs(file, Client(client, None, examples, examples, task=task), found)
+        predictions_parquet.write_outputs_of_client(file, Client(client, None, examples, examples, task=task), found)
 
     return write_predictions
 

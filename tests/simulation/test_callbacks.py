@@ -8,7 +8,7 @@ import polyfed as pf
 from polyfed.algorithms import Local
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.storage.checkpoint import load_newest_checkpoint
-from polyfed.simulation.storage.directory import list_changed_files, read_manifest, read_metrics
+from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_manifest, read_metrics
 from polyfed.testing import assert_runs_equal, small_clients
 
 METHOD = pf.algorithms.FedRep(lr=0.05, local_epochs=1)
@@ -81,7 +81,7 @@ def test_a_callback_stops_a_run_that_can_be_resumed(tmp_path, options):
     assert read_manifest(out)["stopped"] == {"round": 2, "by": "Watch"}
     assert load_newest_checkpoint(out / "checkpoint")[0].round == 2
     assert len(list((out / "models").glob("*.safetensors"))) == len(small_clients())
-    assert list_changed_files(out) == []
+    assert describe_changed_files_of_run(out) == []
 
     watch = Watch()
     resumed = pf.resume(out, clients=small_clients(), callbacks=[watch])
@@ -89,7 +89,7 @@ def test_a_callback_stops_a_run_that_can_be_resumed(tmp_path, options):
     assert watch.calls[:2] == [("start", [1, 2]), ("round", 3)]
     assert resumed.stopped_by is None
     assert not read_manifest(out)["stopped"]
-    assert list_changed_files(out) == []
+    assert describe_changed_files_of_run(out) == []
 
 
 def test_who_stops_after_the_last_round_stops_nothing(tmp_path):
@@ -119,7 +119,7 @@ def test_a_callback_that_fails_costs_no_round(tmp_path, monkeypatch, hook, saved
     ):
         run_small(out, callbacks=[Breaks(hook)])
     assert len(read_metrics(out / "metrics.jsonl")) == saved
-    assert list_changed_files(out) == []
+    assert describe_changed_files_of_run(out) == []
     assert_runs_equal(pf.resume(out, clients=small_clients()), run_small())
 
 

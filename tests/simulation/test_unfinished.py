@@ -10,10 +10,10 @@ import polyfed as pf
 from polyfed.algorithms import Local, PFedLA
 from polyfed.core.errors import RoundError
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.rounds.training_round import run_round
+from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 from polyfed.simulation.storage import checkpoint as checkpoints
 from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.simulation.storage.directory import list_changed_files, read_metrics
+from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_metrics
 from polyfed.testing import assert_runs_equal, small_clients, without_durations
 
 METHOD = PFedLA(lr=0.05)
@@ -46,9 +46,9 @@ def stop(monkeypatch):
         def playing(federation, now, *rest):
             if now.round == last:
                 raise KeyboardInterrupt
-            return run_round(federation, now, *rest)
+            return train_and_aggregate_round(federation, now, *rest)
 
-        monkeypatch.setattr("polyfed.simulation.federate.run_round", playing)
+        monkeypatch.setattr("polyfed.simulation.federate.train_and_aggregate_round", playing)
 
     return at
 
@@ -74,7 +74,7 @@ def test_records_predictions_and_models_are_the_same(tmp_path, together, words):
     assert without_durations(read_metrics(tmp_path / "a" / "metrics.jsonl")) == without_durations(other.history)
     assert [list(record) for record in found.history] == [list(record) for record in other.history]
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert list_changed_files(tmp_path / "a") == []
+    assert describe_changed_files_of_run(tmp_path / "a") == []
 
 
 def test_a_run_that_keeps_its_best_round_does_not_ride(together):
@@ -93,16 +93,16 @@ def test_a_run_that_lacks_an_evaluation_makes_it_first(tmp_path, together, stop,
         play(out)
     assert checkpoints.load_newest_checkpoint(out / "checkpoint")[0].unevaluated_record["round"] == last
     assert len(read_metrics(out / "metrics.jsonl")) == last - 1
-    assert list_changed_files(out) == []
+    assert describe_changed_files_of_run(out) == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyfed.simulation.federate.run_round", run_round)
+        patch.setattr("polyfed.simulation.federate.train_and_aggregate_round", train_and_aggregate_round)
         patch.setattr(InProcessEngine, "overlaps_evaluation", rides)
         whole = play()
         together.clear()
         assert_runs_equal(pf.resume(out, clients=small_clients()), whole)
     assert together[0] == ([("evaluate", last), ("local", last + 1)] if rides else [("evaluate", last)])
     assert {f"analysis/round-{n:06d}.npz" for n in range(5)} <= set(files(out))
-    assert list_changed_files(out) == []
+    assert describe_changed_files_of_run(out) == []
 
 
 def test_a_round_that_ends_the_run_costs_no_record_of_the_one_before(tmp_path, together):
@@ -133,7 +133,7 @@ RECORD = {
 
 
 def test_an_unfinished_record_comes_back_as_it_was(tmp_path):
-    checkpoints.save_checkpoint(tmp_path, Checkpoint(2, {"w": torch.ones(2)}, {}, RECORD), set(), 1)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(2, {"w": torch.ones(2)}, {}, RECORD), set(), 1)
     found, _ = checkpoints.load_newest_checkpoint(tmp_path, last_metrics_round=1)
     assert found.unevaluated_record == RECORD
     assert found.last_recorded_round == 1
@@ -153,8 +153,8 @@ def test_an_unfinished_record_comes_back_as_it_was(tmp_path):
     ids=str,
 )
 def test_a_record_that_none_is_is_named_and_the_checkpoint_before_is_used(tmp_path, wrong, sentence):
-    checkpoints.save_checkpoint(tmp_path, Checkpoint(1, {}, {}), set(), 0)
-    checkpoints.save_checkpoint(
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {}, {}), set(), 0)
+    checkpoints.save_checkpoint_and_remove_older(
         tmp_path, Checkpoint(2, {}, {}, {"round": 2} if wrong is None else {**RECORD, **wrong}), set(), 1
     )
     found, (note,) = checkpoints.load_newest_checkpoint(tmp_path)
@@ -164,9 +164,9 @@ def test_a_record_that_none_is_is_named_and_the_checkpoint_before_is_used(tmp_pa
 
 @pytest.mark.parametrize("text", ["", "[", "7", '{"round": NaN}'])
 def test_so_is_one_that_is_no_json(tmp_path, monkeypatch, text):
-    checkpoints.save_checkpoint(tmp_path, Checkpoint(1, {}, {}), set(), 0)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(1, {}, {}), set(), 0)
     monkeypatch.setattr(json, "dumps", lambda value, **_: text if value is RECORD else json.JSONEncoder().encode(value))
-    checkpoints.save_checkpoint(tmp_path, Checkpoint(2, {}, {}, RECORD), set(), 1)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, Checkpoint(2, {}, {}, RECORD), set(), 1)
     found, (note,) = checkpoints.load_newest_checkpoint(tmp_path)
     assert found.round == 1
     assert "round-000002 is damaged" in note

@@ -20,7 +20,7 @@ import torch
 
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.machine.threads import num_usable_cores
-from polyfed.simulation.engines.devices import client_device
+from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.engines.pool import can_fork
 from polyfed.simulation.settings import Settings
 
@@ -37,7 +37,7 @@ class _RunningTask(NamedTuple):
 
 def supports_forked_runs(settings: Settings) -> bool:
     """Returns whether runs with these settings can each be executed in a forked process."""
-    return settings.engine != "ray" and can_fork(client_device(settings))
+    return settings.engine != "ray" and can_fork(choose_client_device(settings))
 
 
 def default_parallel_runs(settings: Settings, num_clients: int) -> int:

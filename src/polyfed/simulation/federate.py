@@ -1,7 +1,8 @@
 """Defines the public functions `federate` and `resume`, and the loop over rounds.
 
 A round samples a cohort, dispatches messages, runs the clients and aggregates their replies
-(`polyfed.simulation.rounds.training_round.run_round`). Then callbacks evaluate, log, save checkpoints and stop the run.
+(`polyfed.simulation.rounds.training_round.train_and_aggregate_round`). Then callbacks evaluate, log, save checkpoints and
+stop the run.
 """
 
 import dataclasses
@@ -27,10 +28,14 @@ from polyfed.simulation.monitoring.progress import Progress, resolve_progress
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.engine_choice import resolve_auto_engine
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.preparation import build_federation, check_same_clients, create_run_directory
-from polyfed.simulation.rounds.resume import rewind_to_checkpoint
+from polyfed.simulation.rounds.preparation import (
+    check_and_build_federation,
+    check_clients_are_those_of_run,
+    create_run_directory,
+)
+from polyfed.simulation.rounds.resume import rewind_to_newest_checkpoint
 from polyfed.simulation.rounds.run_state import RunState
-from polyfed.simulation.rounds.training_round import run_round
+from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 from polyfed.simulation.settings import EngineName, Keep, Settings
 from polyfed.simulation.storage import integrity
 from polyfed.simulation.storage.checkpoint import Checkpoint
@@ -148,16 +153,16 @@ def run_federation(
         settings: of the run.
         progress: the progress display.
         metrics: as for `federate`; None takes those that the settings name.
-        clients_are_checked: as for `build_federation`.
+        clients_are_checked: as for `check_and_build_federation`.
     """
     callbacks = validate_callbacks(callbacks)
     metrics = settings.metrics or None if metrics is None else metrics
-    federation = build_federation(
+    federation = check_and_build_federation(
         clients, algorithm, settings, public, metrics, clients_are_checked=clients_are_checked
     )
     start = federation.initial_checkpoint()  # a method may refuse the federation
     directory = None if out is None else create_run_directory(out, federation, start, config or {}, facts or {})
-    return run_rounds(federation, start, [], directory, progress, callbacks=callbacks)
+    return run_remaining_rounds(federation, start, [], directory, progress, callbacks=callbacks)
 
 
 def resume(
@@ -243,16 +248,16 @@ def resume_federation(
             check_ray_cluster_trusted(settings)
         if clients is None:
             clients, public = rebuild_clients(config, out)
-        federation = build_federation(clients, algorithm, settings, public, metrics, out, clients_are_checked)
-        check_same_clients(directory, federation)
-        start, history = rewind_to_checkpoint(directory, federation)
+        federation = check_and_build_federation(clients, algorithm, settings, public, metrics, out, clients_are_checked)
+        check_clients_are_those_of_run(directory, federation)
+        start, history = rewind_to_newest_checkpoint(directory, federation)
     except BaseException:
         directory.close()
         raise
-    return run_rounds(federation, start, history, directory, progress, callbacks=callbacks)
+    return run_remaining_rounds(federation, start, history, directory, progress, callbacks=callbacks)
 
 
-def run_rounds(
+def run_remaining_rounds(
     federation: Federation,
     start: Checkpoint | None,
     earlier_records: Sequence[Mapping[str, Any]],
@@ -281,7 +286,7 @@ def run_rounds(
         engine = engine or _build_engine(federation, checkpoint, directory, progress)
         stack.callback(engine.close)
         predictions = PredictionStore(federation.clients, None if directory is None else directory.path)
-        predictions.load_rounds_of_history(earlier_records)
+        predictions.load_history_and_remove_later_rounds(earlier_records)
         stack.callback(progress.stop)
         run = RunState(federation, engine, progress, predictions, directory, checkpoint, list(earlier_records))
         checkpoint_saver = CheckpointSaver(run)
@@ -295,13 +300,15 @@ def run_rounds(
             while run.has_rounds_left:
                 run.current_round = run.checkpoint.round + 1
                 # samples the cohort, dispatches messages, runs the clients, aggregates their replies
-                run.aggregated = run_round(federation, run.checkpoint, run.history, engine, progress, run.finish_round)
+                run.aggregated = train_and_aggregate_round(
+                    federation, run.checkpoint, run.history, engine, progress, run.finish_round
+                )
                 for callback in run.callbacks:
                     callback.on_aggregated(run.current_round)
             for callback in run.callbacks:
                 callback.on_end()
         except BaseException as stop:
-            checkpoint_saver.save()
+            checkpoint_saver.save_newest_state()
             if isinstance(stop, KeyboardInterrupt) and directory is not None:
                 raise RunInterrupt(
                     f"interrupted; {run.checkpoint.round} of {run.settings.rounds} rounds are saved: continue with "

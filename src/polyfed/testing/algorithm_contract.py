@@ -36,7 +36,12 @@ from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
-from polyfed.simulation.traffic import NETWORK_FACTS, contains_client_examples, declared_facts, find_revealed_facts
+from polyfed.testing.disclosure_audit import (
+    NETWORK_FACTS,
+    contains_client_examples,
+    declared_facts,
+    find_revealed_facts,
+)
 from polyfed.testing.run_equality import assert_runs_equal, without_durations
 from polyfed.testing.small_clients import small_clients
 

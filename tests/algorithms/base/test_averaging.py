@@ -35,7 +35,7 @@ def test_the_order_of_arrival_does_not_change_a_bit(order, weighted, known):
     intake = ReplyAggregator(method, {"model": {}}, list("abcd"), SIZES if known else {})
     for client in order:
         intake.add_reply(client, reply(client))
-    found = intake.aggregate(None, drop=False)[0]["model"]["w"]
+    found = intake.aggregate(None, leave_out_bad_replies=False)[0]["model"]["w"]
     expected = weighted_mean({i: reply(i).tensors["model"] for i in "abcd"}, weights)["w"]
     assert torch.equal(found, expected)
     assert torch.equal(found, method.aggregate({"model": {}}, {i: reply(i) for i in order}, None)["model"]["w"])
@@ -47,9 +47,11 @@ def test_a_client_that_is_lost_does_not_hold_up_the_others(lost):
     for client in came:
         intake.add_reply(client, reply(client))
     for client in lost:
-        intake.mark_missing(client)
+        intake.mark_client_missing(client)
     expected = weighted_mean({i: reply(i).tensors["model"] for i in came}, {i: SIZES[i] for i in came})["w"]
-    torch.testing.assert_close(intake.aggregate(None, drop=False)[0]["model"]["w"], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        intake.aggregate(None, leave_out_bad_replies=False)[0]["model"]["w"], expected, rtol=1e-6, atol=0
+    )
 
 
 @pytest.fixture

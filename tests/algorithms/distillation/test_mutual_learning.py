@@ -101,8 +101,10 @@ def test_fedkd_without_distillation_and_with_whole_updates_averages_as_fedavg():
 
 def test_a_common_network_of_fedkd_may_count_and_note_truths():
     """Its updates of whole numbers are differences, those of booleans which have changed."""
-    trust_code("polyfed.simulation.traffic:audit_network")
-    method = FedKD(shared={"name": "polyfed.simulation.traffic:audit_network"}, lr=0.05, batch_size=4, weighted=True)
+    trust_code("polyfed.testing.disclosure_audit:audit_network")
+    method = FedKD(
+        shared={"name": "polyfed.testing.disclosure_audit:audit_network"}, lr=0.05, batch_size=4, weighted=True
+    )
     state = pf.federate(small_clients(), method, rounds=3, workers=0).last.state["model"]
     assert state["0.many"].tolist() == [True]
     assert 3 * 5 <= int(state["0.steps"]) <= 3 * 8  # 20 to 32 examples a round

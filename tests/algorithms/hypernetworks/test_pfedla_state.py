@@ -181,14 +181,14 @@ def test_hypernetworks_are_stacked_a_few_at_a_time_with_the_same_bits(monkeypatc
     assert [range(3)[few] for few, _ in pfedla.iterate_hypernetworks(state, clients, method)] == [range(3)]
     replies = {client: {n: t + 0.1 for n, t in state["models"][client].items()} for client in clients}
     alpha, after = (
-        pfedla.client_positions_and_weights(state, clients, method)[1],
+        pfedla.compute_aggregation_weights(state, clients, method),
         pfedla.update_models_and_hypernetworks(state, replies, method),
     )
 
     monkeypatch.setattr(layer_aggregation, "_STACKED", 2 * sum(tensor.numel() for tensor in networks[0].values()))
     groups = list(pfedla.iterate_hypernetworks(state, clients, method))
     assert [(few, len(own)) for few, own in groups] == [(slice(0, 2), 2), (slice(2, 4), 1)]
-    assert torch.equal(pfedla.client_positions_and_weights(state, clients, method)[1], alpha)
+    assert torch.equal(pfedla.compute_aggregation_weights(state, clients, method), alpha)
     again = pfedla.update_models_and_hypernetworks(state, replies, method)
     for client, before in zip(clients, networks, strict=True):
         for name, tensor in after["hypernetworks"][client].items():
@@ -213,8 +213,8 @@ def test_hypernetworks_of_clients_that_have_not_taken_part_are_drawn_when_needed
 
     held = {**first, "hypernetworks": dict(zip(first["clients"], drawn, strict=True))}
     assert torch.equal(
-        pfedla.client_positions_and_weights(first, first["clients"], method)[1],
-        pfedla.client_positions_and_weights(held, first["clients"], method)[1],
+        pfedla.compute_aggregation_weights(first, first["clients"], method),
+        pfedla.compute_aggregation_weights(held, first["clients"], method),
     )
     replies = {"client-1": {n: t + 0.1 for n, t in first["models"]["client-1"].items()}}
     drawing, holding = (

@@ -9,8 +9,8 @@ from torch import nn
 import polyfed as pf
 from polyfed.algorithms import FedAvg, HeteroFL
 from polyfed.algorithms.submodels.widths import (
+    divide_layer_outputs_by_ratio,
     fold_scaling_into_weights,
-    scale_layer_outputs,
     widest_shape_by_tensor,
     width_ratio_by_layer,
 )
@@ -122,7 +122,7 @@ def test_the_evaluated_network_computes_what_was_trained():
     assert shares == {"0": 1 / 3, "4": 1 / 3}
     net, plain, x = normed(2)(), normed(2)(), torch.randn(7, 1, 6, 6)
     plain.load_state_dict(fold_scaling_into_weights(net.state_dict(), shares))
-    with scale_layer_outputs(net, shares):
+    with divide_layer_outputs_by_ratio(net, shares):
         during = net(x)
     torch.testing.assert_close(during, plain(x))
     assert not torch.allclose(net(x), during)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from polyfed.comparison.statistics.nadeau_bengio import corrected_variance
+from polyfed.comparison.statistics.nadeau_bengio import variance_of_mean_over_resplits
 from polyfed.core.errors import UserError
 
 SPLITS, EXAMPLES, TEST = 10, 100, 20
@@ -12,9 +12,9 @@ SPLITS, EXAMPLES, TEST = 10, 100, 20
 
 def test_the_formula():
     """Differences 1, 2, 3 and 6 have s² = 14/3; a quarter of it for four splits, and half of it for twice the training."""
-    assert corrected_variance([1, 2, 3, 6], train=80, test=40) == pytest.approx(14 / 3 * 0.75)
-    assert corrected_variance([1, 2, 3, 6], train=2 / 3, test=1 / 3) == pytest.approx(14 / 3 * 0.75)
-    assert corrected_variance([0.5, 0.5], train=9, test=1) == 0
+    assert variance_of_mean_over_resplits([1, 2, 3, 6], num_train=80, num_test=40) == pytest.approx(14 / 3 * 0.75)
+    assert variance_of_mean_over_resplits([1, 2, 3, 6], num_train=2 / 3, num_test=1 / 3) == pytest.approx(14 / 3 * 0.75)
+    assert variance_of_mean_over_resplits([0.5, 0.5], num_train=9, num_test=1) == 0
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_the_formula():
 )
 def test_errors(differences, train, test, sentence):
     with pytest.raises(UserError, match=sentence):
-        corrected_variance(differences, train, test)
+        variance_of_mean_over_resplits(differences, train, test)
 
 
 def differences_of_equal_rules(rng):
@@ -52,7 +52,7 @@ def test_how_often_equal_methods_are_found_to_differ():
     corrected = naive = 0
     for _ in range(repetitions):
         values = differences_of_equal_rules(rng)
-        variance = corrected_variance(values, train=EXAMPLES - TEST, test=TEST)
+        variance = variance_of_mean_over_resplits(values, num_train=EXAMPLES - TEST, num_test=TEST)
         corrected += abs(values.mean()) > quantile * np.sqrt(variance)
         naive += abs(values.mean()) > quantile * np.sqrt(values.var(ddof=1) / SPLITS)
     assert corrected <= 0.07 * repetitions

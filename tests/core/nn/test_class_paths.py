@@ -8,8 +8,9 @@ import pytest
 from torch import nn
 
 import polyfed
+from polyfed.algorithms.distillation.mutual_learning import NetworkPair
 from polyfed.cli.commands.options import recipes
-from polyfed.core.nn.class_paths import module_path_in_fingerprint
+from polyfed.core.nn.class_paths import class_name_in_fingerprint, module_path_in_fingerprint
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.models import MODELS, build
 from polyfed.models.vit import VisionTransformer
@@ -79,7 +80,9 @@ def classes_of_layers():
                 yield value
 
 
-def test_a_class_keeps_the_path_at_which_runs_first_used_it():
+def test_a_class_keeps_the_path_and_name_at_which_runs_first_used_it():
     assert module_path_in_fingerprint(VisionTransformer) == "polyfed.models.vit"
-    names = [kind.__qualname__ for kind in classes_of_layers()]
+    assert module_path_in_fingerprint(NetworkPair) == "polyfed.algorithms.mutual"
+    assert class_name_in_fingerprint(NetworkPair) == "Pair"
+    names = [class_name_in_fingerprint(kind) for kind in classes_of_layers()]
     assert len(names) == len(set(names)), "two layer classes of one name would have one path"

@@ -17,7 +17,7 @@ from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.storage import checkpoint as checkpoints
-from polyfed.simulation.storage.directory import list_changed_files, read_metrics
+from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_metrics
 from polyfed.testing import small_clients, without_durations
 
 from ..conftest import ALL, ONE, MemoryGrid
@@ -146,7 +146,7 @@ def test_the_evaluation_that_a_stopped_run_lacks_is_made_first(tmp_path, run, no
     newest, _ = checkpoints.load_newest_checkpoint(out / "checkpoint")
     assert (newest.unevaluated_record or {}).get("round") == waiting
     assert len(read_metrics(out / "metrics.jsonl")) == newest.last_recorded_round
-    assert list_changed_files(out) == []
+    assert describe_changed_files_of_run(out) == []
     before = len(grid.seen)
     found = run(grid=grid, method=method, resume=True, file="")
     assert_same(tmp_path, found, simulated(method, rounds=3))
@@ -154,7 +154,7 @@ def test_the_evaluation_that_a_stopped_run_lacks_is_made_first(tmp_path, run, no
         asked = [envelope_from_record(record).head for _, kind, record in grid.seen[before:] if kind == "train"]
         assert asked[0]["round"] == 2
         assert asked[0][EVALUATION_KEY]["round"] == 1
-    assert list_changed_files(out) == []
+    assert describe_changed_files_of_run(out) == []
 
 
 def test_a_stopped_run_knows_when_its_metrics_were_changed(tmp_path, run, nodes):
@@ -162,7 +162,7 @@ def test_a_stopped_run_knows_when_its_metrics_were_changed(tmp_path, run, nodes)
         run(grid=_Stops(nodes(small_clients()), "local", 3), method=Local(lr=0.05))
     file = tmp_path / "run" / "metrics.jsonl"
     file.write_text(file.read_text().replace('"train_loss": ', '"train_loss": 1'))
-    assert "metrics.jsonl was changed in rounds 1 to 1" in list_changed_files(tmp_path / "run")[0]
+    assert "metrics.jsonl was changed in rounds 1 to 1" in describe_changed_files_of_run(tmp_path / "run")[0]
 
 
 # -- failures --------------------------------------------------------------------------------------------------------------

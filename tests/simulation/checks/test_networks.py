@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import REGISTRY
-from polyfed.algorithms.base.shared_heads import SharedHeadMethod
+from polyfed.algorithms.base.shared_heads import HeadFromServerMethod
 from polyfed.core.capabilities import ValidatesNetworks
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError
@@ -127,7 +127,7 @@ AS_A_WHOLE = {"fedavg_kd", "fml"}
 )
 def test_a_network_that_torch_jit_compiled(name, factory):
     said = outcome(name, factory)
-    says_so = name not in AS_A_WHOLE and issubclass(REGISTRY[name], ValidatesNetworks | SharedHeadMethod)
+    says_so = name not in AS_A_WHOLE and issubclass(REGISTRY[name], ValidatesNetworks | HeadFromServerMethod)
     assert (said is not None) >= (name in INSIDE)
     assert says_so or name in INSIDE or said is None, f"{name} looks into networks: derive it from ValidatesNetworks"
     if said is not None:

@@ -227,7 +227,9 @@ def test_auto_measures_nothing_in_small_runs_and_none_that_is_trained_alone(time
     for number, (method, people, more) in enumerate(cases):
         out = tmp_path / str(number)
         play(method, people, "auto", rounds=1, out=out, **more)
-        assert json.loads((out / "manifest.json").read_text())["auto"] == EngineChoice().to_manifest() | {"gains": {}}
+        assert json.loads((out / "manifest.json").read_text())["auto"] == EngineChoice().to_manifest_entry() | {
+            "gains": {}
+        }
 
 
 def test_architectures_that_gain_nothing_are_computed_apart():

@@ -22,8 +22,8 @@ from polyfed.simulation.monitoring.progress import LineProgress
 from polyfed.simulation.monitoring.update_norms import (
     describe_diverged_losses,
     describe_round_warnings,
-    find_outlying_norms,
     norms_by_client,
+    outlier_norm_ratios,
     update_norm,
 )
 from polyfed.testing import small_clients, without_durations
@@ -75,7 +75,7 @@ def test_an_update_that_outweighs_all_others_is_told_in_the_history_the_log_and_
     run = federate(FedAvg(lr=0.001), out=tmp_path / "run", progress=LineProgress(stream, norms=True))
     norms = norms_by_client(run.history[0])
     assert set(norms) == {"client-0", "client-1", "client-2", "client-3"}
-    assert set(find_outlying_norms(norms)) == {"client-0"}
+    assert set(outlier_norm_ratios(norms)) == {"client-0"}
     (sentence,) = run.history[0]["warnings"]
     assert sentence.startswith("round 1: the update of 'client-0' has a norm of ")
     assert f"warning: {sentence}" in stream.getvalue()

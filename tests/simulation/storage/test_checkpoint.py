@@ -24,7 +24,7 @@ def make(number, value):
 
 def test_round_trip_and_only_two_are_kept(tmp_path):
     for number in (1, 2, 3):
-        checkpoints.save_checkpoint(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+        checkpoints.save_checkpoint_and_remove_older(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000002", "round-000003"]
     loaded, notes = checkpoints.load_newest_checkpoint(tmp_path)
     assert notes == []
@@ -46,13 +46,15 @@ def inodes(folder):
 def test_unchanged_private_state_is_linked_but_never_shared_by_the_two_that_are_kept(tmp_path):
     seen = []
     for number in (1, 2, 3, 4):
-        checkpoints.save_checkpoint(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+        checkpoints.save_checkpoint_and_remove_older(
+            tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1
+        )
         seen.append(inodes(tmp_path)[-1])
         assert len(set(inodes(tmp_path))) == min(number, 2)
     assert seen[0] == seen[2] != seen[1] == seen[3]
-    checkpoints.save_checkpoint(tmp_path, make(5, 9.0), {"a/b"}, 4)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, make(5, 9.0), {"a/b"}, 4)
     assert weights(tmp_path) == 9.0
-    checkpoints.save_checkpoint(
+    checkpoints.save_checkpoint_and_remove_older(
         tmp_path, make(6, 9.0), set(), 5
     )  # the one before the previous has another state: not to be taken
     assert weights(tmp_path) == 9.0
@@ -61,7 +63,9 @@ def test_unchanged_private_state_is_linked_but_never_shared_by_the_two_that_are_
 @pytest.mark.parametrize("older", [0, 1])
 def test_one_damaged_file_of_an_idle_client_takes_one_checkpoint_and_is_not_carried_on(tmp_path, older):
     for number in (1, 2, 3):
-        checkpoints.save_checkpoint(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+        checkpoints.save_checkpoint_and_remove_older(
+            tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1
+        )
     path = sorted(tmp_path.glob(f"round-*/{FILE}"))[older]
     data = path.read_bytes()
     with path.open("r+b") as file:  # in place, as a disk does it
@@ -70,7 +74,7 @@ def test_one_damaged_file_of_an_idle_client_takes_one_checkpoint_and_is_not_carr
     loaded, notes = checkpoints.load_newest_checkpoint(tmp_path)
     assert (loaded.round, len(notes)) == ((3, 0), (2, 1))[older]
     for number in (4, 5):  # the run that is in memory goes on
-        checkpoints.save_checkpoint(tmp_path, make(number, 1.0), set(), number - 1)
+        checkpoints.save_checkpoint_and_remove_older(tmp_path, make(number, 1.0), set(), number - 1)
         assert checkpoints.load_newest_checkpoint(tmp_path)[1] == []
     (tmp_path / "round-000005" / "complete.json").unlink()
     assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 4
@@ -78,10 +82,10 @@ def test_one_damaged_file_of_an_idle_client_takes_one_checkpoint_and_is_not_carr
 
 def test_nothing_is_taken_from_a_newer_damaged_checkpoint_and_it_does_not_count(tmp_path):
     for number in (3, 6):
-        checkpoints.save_checkpoint(tmp_path, make(number, float(number)), {"a/b"}, number - 3)
+        checkpoints.save_checkpoint_and_remove_older(tmp_path, make(number, float(number)), {"a/b"}, number - 3)
     (tmp_path / "round-000006" / "server.safetensors").write_bytes(b"")
     assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 3
-    checkpoints.save_checkpoint(tmp_path, make(4, 3.0), set(), 3)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, make(4, 3.0), set(), 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000003", "round-000004"]
     assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 4
     assert weights(tmp_path) == 3.0
@@ -89,14 +93,16 @@ def test_nothing_is_taken_from_a_newer_damaged_checkpoint_and_it_does_not_count(
 
 def test_newer_checkpoints_can_be_dropped(tmp_path):
     for number in (9, 10):
-        checkpoints.save_checkpoint(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+        checkpoints.save_checkpoint_and_remove_older(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
     checkpoints.remove_newer_checkpoints(tmp_path, 9)
     assert [p.name for p in tmp_path.iterdir()] == ["round-000009"]
 
 
 def test_a_checkpoint_ahead_of_the_metrics_is_not_used(tmp_path):
     for number in (1, 2):
-        checkpoints.save_checkpoint(tmp_path / "checkpoint", make(number, float(number)), {"a/b"}, number - 1)
+        checkpoints.save_checkpoint_and_remove_older(
+            tmp_path / "checkpoint", make(number, float(number)), {"a/b"}, number - 1
+        )
     loaded, (note,) = checkpoints.load_newest_checkpoint(tmp_path / "checkpoint", last_metrics_round=1)
     assert loaded.round == 1
     assert "metrics.jsonl does not hold rounds 1 to 2, which checkpoint" in note
@@ -104,7 +110,7 @@ def test_a_checkpoint_ahead_of_the_metrics_is_not_used(tmp_path):
 
 
 def test_a_checkpoint_under_another_name_is_not_whole(tmp_path):
-    checkpoints.save_checkpoint(tmp_path, make(1, 1.0), {"a/b"}, 0)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, make(1, 1.0), {"a/b"}, 0)
     (tmp_path / "round-000001").rename(tmp_path / "round-000002")
     loaded, (note,) = checkpoints.load_newest_checkpoint(tmp_path)
     assert loaded is None
@@ -117,7 +123,9 @@ def test_where_links_are_not_to_be_had_files_are_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints.os, "link", refuse)
     for number in (1, 2, 3):
-        checkpoints.save_checkpoint(tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1)
+        checkpoints.save_checkpoint_and_remove_older(
+            tmp_path, make(number, 1.0), {"a/b"} if number == 1 else set(), number - 1
+        )
     assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 3
 
 
@@ -133,7 +141,7 @@ def test_file_names_are_short_and_differ_where_case_does_not_count():
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(tmp_path, name, damage):
     for number in (1, 2):
-        checkpoints.save_checkpoint(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
+        checkpoints.save_checkpoint_and_remove_older(tmp_path, make(number, float(number)), {"a/b"}, number - 1)
     path = tmp_path / "round-000002" / name
     data = path.read_bytes()
     if damage == "truncate":
@@ -149,25 +157,25 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(tmp_path, name
 
 
 def test_a_half_written_checkpoint_is_not_seen_and_is_cleaned_up(tmp_path):
-    checkpoints.save_checkpoint(tmp_path, make(1, 1.0), {"a/b"}, 0)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, make(1, 1.0), {"a/b"}, 0)
     partial = tmp_path / ".partial-round-000002"
     partial.mkdir()
     (partial / "server.safetensors").write_bytes(b"half")
     assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 1
-    checkpoints.save_checkpoint(tmp_path, make(2, 2.0), {"a/b"}, 1)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, make(2, 2.0), {"a/b"}, 1)
     assert not partial.exists()
     assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 2
 
 
 def test_a_failure_while_writing_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
-    checkpoints.save_checkpoint(tmp_path, make(1, 1.0), {"a/b"}, 0)
+    checkpoints.save_checkpoint_and_remove_older(tmp_path, make(1, 1.0), {"a/b"}, 0)
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save_checkpoint(tmp_path, make(2, 2.0), {"a/b"}, 1)
+        checkpoints.save_checkpoint_and_remove_older(tmp_path, make(2, 2.0), {"a/b"}, 1)
     assert checkpoints.load_newest_checkpoint(tmp_path)[0].round == 1
 
 

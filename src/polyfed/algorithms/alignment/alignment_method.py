@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.public_data import PublicDataMethod, prepare_public_examples
+from polyfed.algorithms.base.public_data import PublicDataMethod, convert_public_examples_to_client_form
 from polyfed.alignment.alignment_target import AlignmentTarget, Distance
 from polyfed.alignment.alignment_term import AlignmentTerm, NetworkTarget
 from polyfed.alignment.epoch_gradient_term import EpochGradientTerm
@@ -170,7 +170,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         """
         rad = message.tensors["rad"]
         if "rows" not in rad:
-            pool = prepare_public_examples(rad, client)
+            pool = convert_public_examples_to_client_form(rad, client)
             return pool, torch.arange(len(pool), device=pool.device)
         rows = rad["rows"].to(client.train.device, torch.int64)
         if self.rad == "noise":

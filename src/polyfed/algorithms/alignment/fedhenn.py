@@ -1,5 +1,5 @@
-"""FedHeNN for clients with different architectures: each trains its own network, and all learn similar representations
-(Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 2).
+"""FedHeNN, for clients with different architectures: each client trains its own network, and all learn similar
+representations (Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 2).
 """
 
 import warnings

@@ -1,5 +1,5 @@
-"""FedHeNN for clients with one architecture: FedAvg whose clients align their kernels with the global model's
-(Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 1).
+"""FedHeNN, for clients with one architecture: trains as FedAvg does, while clients align their kernels with the global
+model's (Makhija, Han, Ho and Ghosh, ICML 2022, algorithm 1).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,13 @@ from typing import Any, ClassVar, final
 from torch import nn
 
 from polyfed.algorithms.alignment.alignment_method import AlignmentMethod
-from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, ServerState, build_reply
+from polyfed.algorithms.base.averaging import (
+    AveragedOver,
+    ClientState,
+    GlobalModelMethod,
+    ServerState,
+    build_reply_and_client_state,
+)
 from polyfed.alignment.alignment_term import NetworkTarget
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
@@ -108,7 +114,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
             term = self._alignment_term(net.module, client, module, k_global, pool, rows, eta, seed)
         lr = message.scalars["lr"]
         fit_result = fit(net.module, client, self, lr=lr, seed=seed, penalty=term)
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         return reply, {
             **buffer_state,
             "trained": copy_trained_weights_and_buffers(net.module),

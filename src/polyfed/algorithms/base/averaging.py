@@ -139,7 +139,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         total = replies if isinstance(replies, ReplySum) else self.sum_replies(replies)
         mean = factorise_mean_adapters(self, total.mean())
         new_state = self.server_step(server_state, mean, total.client_ids)
-        return new_state if self.aggregates_by_sum else self.keep_replies(new_state, total)
+        return new_state if self.aggregates_by_sum else self.update_state_from_single_replies(new_state, total)
 
     def sum_replies(self, replies: Mapping[str, Message]) -> ReplySum:
         """Adds up all replies of a round in the order of client ids, and returns the weighted sum Σ_i n_i θ_i."""
@@ -168,7 +168,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         try:
             total.add(client_id, reply)
         except IncompatibleTensorsError as error:
-            raise self.incompatible_replies_error(error) from error
+            raise self.make_incompatible_replies_error(error) from error
 
     def _average_by_client(self, trees: Mapping[str, StateDict], replies: Mapping[str, Message]) -> dict[str, Tensor]:
         """Averages the tensors of several clients, weighted by the numbers of examples in their replies.
@@ -179,7 +179,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         try:
             return weighted_mean(trees, num_examples)
         except IncompatibleTensorsError as error:
-            raise self.incompatible_replies_error(error) from error
+            raise self.make_incompatible_replies_error(error) from error
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
@@ -193,14 +193,16 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         """
         return {**server_state, **mean}
 
-    def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
-        """Returns the server state with the parts of single replies that a method stores.
+    def update_state_from_single_replies(
+        self, server_state: ServerState, replies: Mapping[str, Message]
+    ) -> ServerState:
+        """Returns the server state, updated with parts of single replies if the method stores such parts.
 
         It is called after `server_step`, and only if `aggregates_by_sum` is false.
         """
         return server_state
 
-    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Builds the error for replies that cannot be averaged because their tensors differ."""
         return UserError(f"{type(self).__name__}: {error}; the clients' networks must have one form")
 
@@ -216,7 +218,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         """Trains the received global model θ on the client's data for `local_epochs`, and sends the result θ_i."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        return build_reply(net, client, fit_result.loss, self)
+        return build_reply_and_client_state(net, client, fit_result.loss, self)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the global model θ, with the client's own buffers if these stay with the client."""
@@ -259,7 +261,9 @@ class GlobalModelMethod(Averaging, ABC):
         """
         return {**super().server_init(server), **({} if self.aggregates_by_sum else {"latest": {}, "examples": {}})}
 
-    def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
+    def update_state_from_single_replies(
+        self, server_state: ServerState, replies: Mapping[str, Message]
+    ) -> ServerState:
         """Stores the models θ_i and numbers of examples n_i of the clients that replied, in place of their previous
         ones.
         """
@@ -361,15 +365,15 @@ class ServerUpdateMethod(Averaging, ABC):
         """
 
 
-def interpolate(start: Tensor, end: Tensor, beta: float) -> Tensor:
+def interpolate(start: Tensor, end: Tensor, share_of_end: float) -> Tensor:
     """Returns the point (1−β)·start + β·end between two tensors, with the dtype of `start`.
 
     The result is exact where both are equal, and where β is 1.
     """
-    if beta == 1:
+    if share_of_end == 1:
         return end
     precise_start = start.to(torch.float64)
-    return (precise_start + beta * (end.to(torch.float64) - precise_start)).to(start.dtype)
+    return (precise_start + share_of_end * (end.to(torch.float64) - precise_start)).to(start.dtype)
 
 
 def _with_cohort_model(message: Message) -> Message:
@@ -381,7 +385,9 @@ def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
     return {client: by_client[client] for client in sorted(by_client)}
 
 
-def build_reply(net: CachedModule, client: Client, loss: float, method: HasBufferPolicy) -> tuple[Message, ClientState]:
+def build_reply_and_client_state(
+    net: CachedModule, client: Client, loss: float, method: HasBufferPolicy
+) -> tuple[Message, ClientState]:
     """Builds a client's reply with its trained model θ_i and number of examples n_i, and the buffers that the client
     keeps.
 

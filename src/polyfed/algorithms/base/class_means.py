@@ -7,6 +7,7 @@ the client's training examples.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -51,18 +52,27 @@ def class_means_with_weights(
     return {"sums": (means * weights[:, None]).float(), "weights": weights.float()}
 
 
-def class_means_from_sums(sums_and_weights: StateDict) -> tuple[Tensor, Tensor]:
+@final
+class ClassMeans(NamedTuple):
+    """Holds the mean value of each class, (C, d), with zeros for a class without examples, and which classes have examples,
+    (C,) of bool."""
+
+    means: Tensor
+    is_present: Tensor
+
+
+def class_means_from_sums(sums_and_weights: StateDict) -> ClassMeans:
     """Computes the mean value of each class from weighted sums over clients and the sums of their weights.
 
-    Returns the means, (C, d), with zeros for a class without weight, and which classes have a weight, (C,) of bool.
+    A class without weight counts as one without examples.
 
     >>> class_means_from_sums({"sums": torch.tensor([[4.0], [0.0]]), "weights": torch.tensor([2.0, 0.0])})
-    (tensor([[2.],
-            [0.]]), tensor([ True, False]))
+    ClassMeans(means=tensor([[2.],
+            [0.]]), is_present=tensor([ True, False]))
     """
     present = sums_and_weights["weights"] > 0
     means = sums_and_weights["sums"] / torch.where(present, sums_and_weights["weights"], 1.0)[:, None]
-    return torch.where(present[:, None], means, 0.0), present
+    return ClassMeans(torch.where(present[:, None], means, 0.0), present)
 
 
 def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | None) -> Mapping[str, StateDictSpec]:
@@ -137,7 +147,7 @@ def _replacement_error(head: nn.Linear, outputs: int) -> str:
     return "" if head.weight.requires_grad and head.bias.requires_grad else "is not trained"
 
 
-def incompatible_class_means_error(method: Averaging, error: IncompatibleTensorsError) -> UserError:
+def make_incompatible_class_means_error(method: Averaging, error: IncompatibleTensorsError) -> UserError:
     """Builds the error for clients whose class means differ in shape."""
     return UserError(
         f"{type(method).__name__}: the class means of {error.first_client!r} and {error.other_client!r} differ "
@@ -145,7 +155,7 @@ def incompatible_class_means_error(method: Averaging, error: IncompatibleTensors
     )
 
 
-def train_on_class_means(
+def train_network_on_class_means(
     model: nn.Module,
     examples: Examples,
     epochs: int,

@@ -59,7 +59,7 @@ def find_last_layer_names(client: Client, num_layers: int) -> tuple[str, ...]:
     return tuple(reversed(find_head_modules(module, client.train.first_input, num_layers=num_layers)))
 
 
-def initial_weights_with_head(
+def initial_weights_with_common_head(
     initial_head: InitialHead, client: Client, num_layers: int, seed_of_layer: Callable[[int], int], seed: int
 ) -> dict[str, Tensor]:
     """Draws the initial weights of a client's network, with the head that all clients have in common if `initial_head`

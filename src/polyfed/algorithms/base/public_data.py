@@ -63,7 +63,7 @@ class PublicDataMethod(LocalTraining, ABC):
                 f"client {client.id!r} was sent the public examples in an earlier round, and lost them with its private "
                 "state; start the run again, or set pool_once to false"
             )
-        return prepare_public_examples(pool, client)
+        return convert_public_examples_to_client_form(pool, client)
 
     def _pool_state(self, message: Message, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the part of the client state about public examples: with `pool_once` the examples, and their hash if
@@ -84,7 +84,7 @@ class PublicDataMethod(LocalTraining, ABC):
         return {**({"public": public} if public else {}), **({} if pool_hash is None else {"pool_hash": pool_hash})}
 
 
-def prepare_public_examples(parts: StateDict, client: Client) -> Examples:
+def convert_public_examples_to_client_form(parts: StateDict, client: Client) -> Examples:
     """Converts received public examples into the form of the client's own inputs, and checks that they are similar;
     their labels are 0.
 
@@ -93,7 +93,7 @@ def prepare_public_examples(parts: StateDict, client: Client) -> Examples:
             could probe its network.
 
     >>> mine = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
-    >>> len(prepare_public_examples({"x": torch.ones(3, 2)}, Client("north", None, mine, mine)))
+    >>> len(convert_public_examples_to_client_form({"x": torch.ones(3, 2)}, Client("north", None, mine, mine)))
     3
     """
     device, form = client.train.device, input_spec_of(client.train.x)

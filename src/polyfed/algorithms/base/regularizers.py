@@ -28,12 +28,12 @@ class ProximalTerm:
         return self.strength / 2 * sum(squares[1:], squares[0])
 
 
-def linear_term(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
+def linear_loss_term(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
     """Returns the inner product ⟨d, θ⟩ of parameters and a direction d, which is a loss term with the constant gradient
     d.
 
     >>> import torch
-    >>> linear_term([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, -1.0])])
+    >>> linear_loss_term([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, -1.0])])
     tensor(1.)
     """
     products = [(theta * d).sum() for theta, d in zip(weights, direction, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState
-from polyfed.algorithms.base.initial_heads import InitialHead, find_last_layer_names, initial_weights_with_head
+from polyfed.algorithms.base.initial_heads import InitialHead, find_last_layer_names, initial_weights_with_common_head
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.nn.buffers import BufferPolicy
@@ -24,8 +24,8 @@ from polyfed.models.structure import tensor_names_by_position
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedHeadMethod(LocalTraining, ABC):
-    """Sends one common head to all clients, each of which joins it to a body of its own.
+class HeadFromServerMethod(LocalTraining, ABC):
+    """Sends one common head to all clients, each of which combines it with its own body.
 
     The server keeps the head as "head". It is empty before the first replies, from which the server learns its form; so in
     round 1 the server sends no head, and all clients draw the same first head from the run's seed.
@@ -60,11 +60,11 @@ class SharedHeadMethod(LocalTraining, ABC):
         self, client: Client, num_layers: int, seed_of_layer: Callable[[int], int], seed: int
     ) -> dict[str, Tensor]:
         """Draws the initial weights of the client's network, with the first common head as its last layers."""
-        return initial_weights_with_head(self.first_head, client, num_layers, seed_of_layer, seed)
+        return initial_weights_with_common_head(self.first_head, client, num_layers, seed_of_layer, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
+class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     """Averages the heads of networks whose bodies may have any architecture; each client trains its own body and the
     received head.
 
@@ -102,7 +102,7 @@ class AveragedHeadMethod(SharedHeadMethod, Averaging, ABC):
         """Returns False in round 1, when the server does not know the shape of the head yet."""
         return bool(server_state["head"])
 
-    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Builds the error for clients whose heads have different shapes, and so cannot be averaged."""
         return UserError(
             f"{type(self).__name__}: the heads of {error.first_client!r} and {error.other_client!r} differ "

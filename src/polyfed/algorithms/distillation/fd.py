@@ -11,10 +11,11 @@ from torch import Tensor
 
 from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState
 from polyfed.algorithms.base.class_means import (
+    ClassMeans,
     class_means_from_sums,
     class_means_spec,
     class_means_with_weights,
-    incompatible_class_means_error,
+    make_incompatible_class_means_error,
 )
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
@@ -114,9 +115,9 @@ class FD(PersonalNetworkMethod, Averaging):
         """Stores the clients' mean output per class, F̄ = (1/m)·Σ_i F_i, and the ids of these clients."""
         return {"classes": mean["classes"], "who": list(client_ids)}
 
-    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Builds the error for clients whose networks have different numbers of outputs."""
-        return incompatible_class_means_error(self, error)
+        return make_incompatible_class_means_error(self, error)
 
     # -- client ---------------------------------------------------------------------------------------------------
 
@@ -166,7 +167,7 @@ class FD(PersonalNetworkMethod, Averaging):
         return loss
 
 
-def class_means_of_others(message: Message, client_state: ClientState) -> tuple[Tensor, Tensor]:
+def class_means_of_others(message: Message, client_state: ClientState) -> ClassMeans:
     """Computes the mean output per class over the other clients, and which classes have such a mean.
 
     F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), where m_c is the number of clients that have class c, this one included.
@@ -175,8 +176,8 @@ def class_means_of_others(message: Message, client_state: ClientState) -> tuple[
     >>> mean = {"sums": torch.tensor([[2.0], [0.5]]), "weights": torch.tensor([1.0, 0.5])}
     >>> mine = {"sums": torch.tensor([[1.0], [1.0]]), "weights": torch.tensor([1.0, 1.0])}
     >>> class_means_of_others(Message({"others": mean}, {"members": 2.0, "included": 1.0}), {"classes": mine})
-    (tensor([[3.],
-            [0.]]), tensor([ True, False]))
+    ClassMeans(means=tensor([[3.],
+            [0.]]), is_present=tensor([ True, False]))
     """
     sums_of_others = {name: tensor * message.scalars["members"] for name, tensor in message.tensors["others"].items()}
     if message.scalars["included"]:

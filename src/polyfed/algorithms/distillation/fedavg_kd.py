@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, build_reply
+from polyfed.algorithms.base.averaging import Averaging, build_reply_and_client_state
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
 from polyfed.algorithms.distillation.shared_network import (
     build_model_spec,
@@ -161,7 +161,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
             return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
         return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
 
-    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Builds the error for clients whose first teachers have different shapes, and so cannot be averaged."""
         return UserError(
             f"FedAvgKD: the teachers of clients {error.first_client!r} and {error.other_client!r} differ "
@@ -209,7 +209,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
             teacher_client, message.tensors.get("model", initial_teacher), client_state, self.buffers
         )
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         return reply, {**client_state, **buffer_state}
 
     def _train_student(

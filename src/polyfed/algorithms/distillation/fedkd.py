@@ -17,7 +17,7 @@ from polyfed.algorithms.distillation.low_rank import (
     expand_update,
     subtract_state,
 )
-from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod, Pair, build_bridged_pair
+from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod, NetworkPair, build_bridged_pair
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
@@ -96,8 +96,8 @@ class FedKD(MutualLearningMethod):
         return {**super().server_init(server), "update": {}, "holders": [], "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the shared network, to clients of the last round as a compressed update and to others as a whole, and
-        the share T(t) of the squared singular values to keep.
+        """Sends the shared network (to clients of the last round only a compressed update of it), and the share T(t) of
+        the squared singular values to keep.
         """
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
@@ -176,17 +176,19 @@ class FedKD(MutualLearningMethod):
         groups = {"update": compress_update(change, message.scalars["energy"])}
         return Message(groups, reply.scalars), {**state_after, "common": before}
 
-    def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> Pair:
+    def build_pair(
+        self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client
+    ) -> NetworkPair:
         """Combines the client's own network and the shared one, with the matrix W_i between their representations, into
         one module for training.
         """
         return (
             build_bridged_pair(personal, shared, client_state["bridge"], client)
             if "bridge" in client_state
-            else Pair(personal, shared)
+            else NetworkPair(personal, shared)
         )
 
-    def build_joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
+    def build_joint_loss(self, pair: NetworkPair, client: Client) -> Callable[[ForwardPass], Tensor]:
         """Builds the loss that trains both networks: the cross-entropy of each, and the distance between their outputs
         and representations.
 

@@ -100,8 +100,8 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the clients' mean outputs f̃ with the row numbers of their public examples, and the row numbers of
-        those on which the client shall compute outputs next.
+        """Sends the clients' mean outputs f̃ on the last public examples, and the row numbers of the public examples on
+        which the client computes outputs next.
         """
         if client_info.purpose == "personal":
             return Message()
@@ -142,7 +142,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
             "done": server_state["done"] + 1,
         }
 
-    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Builds the error for clients whose networks have different numbers of outputs."""
         return UserError(
             f"FedMD: the outputs of {error.first_client!r} and {error.other_client!r} differ ({error.difference}); "

@@ -6,7 +6,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod, Pair
+from polyfed.algorithms.distillation.mutual_learning import MutualLearningMethod, NetworkPair
 from polyfed.algorithms.distillation.output_matching import softened_kl_divergence
 from polyfed.core.algorithm import Client
 from polyfed.core.method_card import MethodCard
@@ -57,7 +57,7 @@ class FML(MutualLearningMethod):
         self._require(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
         self._require(0 <= self.beta <= 1, "beta", "between 0 and 1")
 
-    def build_joint_loss(self, pair: Pair, client: Client) -> Callable[[ForwardPass], Tensor]:
+    def build_joint_loss(self, pair: NetworkPair, client: Client) -> Callable[[ForwardPass], Tensor]:
         """Builds the loss that trains both networks on the labels and on each other's outputs.
 
         It is α·CE(z, y) + (1−α)·KL(s ‖ z) + β·CE(s, y) + (1−β)·KL(z ‖ s).

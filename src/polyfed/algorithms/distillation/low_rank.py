@@ -10,12 +10,12 @@ from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 _LEFT, _RIGHT = ":left", ":right"
 
 
-def compress_update(update: StateDict, energy: float) -> dict[str, Tensor]:
+def compress_update(update: StateDict, kept_energy: float) -> dict[str, Tensor]:
     """Compresses each matrix of a weight update by singular value decomposition to a product of two thin matrices.
 
     A P×Q matrix becomes U·Σ, (P, K), and V, (K, Q), by its K largest singular values.
 
-    K is the least number whose singular values have more than the share `energy` of the sum of squares. A
+    K is the least number whose singular values have more than the share `kept_energy` of the sum of squares. A
     convolution's kernel is a matrix with one row per output channel. A matrix stays whole if its factors would not be
     smaller.
 
@@ -31,7 +31,7 @@ def compress_update(update: StateDict, energy: float) -> dict[str, Tensor]:
             continue
         u, s, v = torch.linalg.svd(flat.double(), full_matrices=False)
         energy_by_rank = s.square().cumsum(0) / s.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
-        k = min(int((energy_by_rank <= energy).sum()) + 1, len(s))
+        k = min(int((energy_by_rank <= kept_energy).sum()) + 1, len(s))
         if k * sum(flat.shape) >= flat.numel():
             tensors[name] = tensor
         else:

@@ -78,7 +78,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return self.shared
 
     @abstractmethod
-    def build_joint_loss(self, pair: "Pair", client: Client) -> Callable[[ForwardPass], Tensor]:
+    def build_joint_loss(self, pair: "NetworkPair", client: Client) -> Callable[[ForwardPass], Tensor]:
         """Builds the loss that trains both networks: the loss of the client's own network plus that of the shared one.
 
         In the loss of θ_i the shared s has no gradient, and in that of s θ_i has none.
@@ -112,7 +112,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         """Returns False in round 1, when the server does not know the number of outputs yet."""
         return bool(server_state["model"])
 
-    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Builds the error for clients whose first shared networks have different shapes, and so cannot be averaged."""
         return UserError(
             f"{type(self).__name__}: the shared networks of clients {error.first_client!r} and {error.other_client!r} "
@@ -191,9 +191,11 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         bridge = build_module(partial(nn.Linear, columns, rows, bias=False), derive_seed(seed, client.id, "bridge"))
         return {**client_state, "bridge": copy_trained_weights_and_buffers(bridge)}
 
-    def build_pair(self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client) -> "Pair":
+    def build_pair(
+        self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client
+    ) -> "NetworkPair":
         """Combines the client's own network and the shared one into one module, which is then trained."""
-        return Pair(personal, shared)
+        return NetworkPair(personal, shared)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the client's own network θ_i."""
@@ -212,7 +214,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
 
 @final
-class Pair(nn.Module):
+class NetworkPair(nn.Module):
     """Runs a client's own network and the shared one on the same inputs, returns the output of the first, and stores
     that of the second in `outputs`.
 
@@ -222,7 +224,7 @@ class Pair(nn.Module):
             too.
         modules: names of the modules of `personal` and `shared` whose inputs are the representations.
 
-    >>> pair = Pair(nn.Linear(2, 3), nn.Linear(2, 3))
+    >>> pair = NetworkPair(nn.Linear(2, 3), nn.Linear(2, 3))
     >>> import torch
     >>> pair(torch.zeros(1, 2)).shape, pair.outputs.shape
     (torch.Size([1, 3]), torch.Size([1, 3]))
@@ -266,7 +268,7 @@ class Pair(nn.Module):
         return {} if self.bridge is None else {"bridge": copy_trained_weights_and_buffers(self.bridge)}
 
 
-def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client) -> Pair:
+def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client) -> NetworkPair:
     """Combines a client's own network and the shared one into one module, with a given matrix between their
     representations.
     """
@@ -275,4 +277,4 @@ def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict
     bridge_layer = fill_module(template.to(client.train.device), bridge)
     assert isinstance(bridge_layer, nn.Linear)
     names = representation_module_name(personal, client.train), representation_module_name(shared, client.train)
-    return Pair(personal, shared, bridge_layer, names)
+    return NetworkPair(personal, shared, bridge_layer, names)

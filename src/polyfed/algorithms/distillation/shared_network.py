@@ -4,7 +4,7 @@ together with theirs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
@@ -58,9 +58,17 @@ def validate_network_name(network_options: Mapping[str, Any]) -> None:
         import_trusted_callable(network_options["name"])
 
 
+@final
+class ClientWithSharedNetwork(NamedTuple):
+    """Holds a client with the shared network in place of its own, and the factory of the shared network."""
+
+    client: Client
+    factory: SharedNetworkFactory
+
+
 def client_with_shared_network(
     network_options: Mapping[str, Any], client_state: Mapping[str, Any], client: Client
-) -> tuple[Client, SharedNetworkFactory]:
+) -> ClientWithSharedNetwork:
     """Returns the client with the shared network in place of its own, and the factory of the shared network.
 
     `client_state` holds the shared network's `input_shape` and `outputs`.
@@ -69,7 +77,7 @@ def client_with_shared_network(
         build_model_spec(network_options, client_state["input_shape"], client_state["outputs"]),
         client_state.get("side_by_side", False),
     )
-    return replace(client, model=factory), factory
+    return ClientWithSharedNetwork(replace(client, model=factory), factory)
 
 
 def infer_shared_network_sizes(

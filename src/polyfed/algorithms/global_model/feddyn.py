@@ -9,8 +9,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply
-from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters, linear_term
+from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply_and_client_state
+from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters, linear_loss_term
 from polyfed.core.algorithm import Client, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
@@ -108,7 +108,7 @@ class FedDyn(ServerUpdateMethod):
             [*anchors, *(g[name].to(theta.device) for name, theta in parameters.items())],
         )
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=regularizer)
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         change = {name: reply.tensors["model"][name] - message.tensors["model"][name] for name in parameters}
         return reply, {**buffer_state, "gradient": {name: g[name] - self.alpha * change[name] for name in parameters}}
 
@@ -122,4 +122,4 @@ class _DynamicRegularizer:
 
     def __call__(self, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         anchors, g = tensors[: len(weights)], tensors[len(weights) :]
-        return ProximalTerm(self.alpha)(weights, anchors) - linear_term(weights, g)
+        return ProximalTerm(self.alpha)(weights, anchors) - linear_loss_term(weights, g)

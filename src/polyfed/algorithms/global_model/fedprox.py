@@ -1,9 +1,9 @@
-"""FedProx: FedAvg with a proximal term in the local loss (Li et al., MLSys 2020, eq. 2)."""
+"""FedProx: adds a proximal term to the local loss of FedAvg (Li et al., MLSys 2020, eq. 2)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply
+from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply_and_client_state
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
@@ -57,4 +57,4 @@ class FedProx(GlobalModelMethod):
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         proximal_term = PerClientTerm(ProximalTerm(self.mu), clone_trained_parameters(net.module))
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed, penalty=proximal_term)
-        return build_reply(net, client, fit_result.loss, self)
+        return build_reply_and_client_state(net, client, fit_result.loss, self)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply
+from polyfed.algorithms.base.averaging import AveragedOver, ClientState, GlobalModelMethod, build_reply_and_client_state
 from polyfed.alignment.representations import check_has_representation, representation_module_name
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.capabilities import ValidatesNetworks
@@ -92,7 +92,7 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
         fit_result = fit(
             net.module, client, self, lr=lr, seed=seed, loss=loss, representation=name, reported_loss="task"
         )
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         return reply, {**buffer_state, "previous": copy_trained_weights_and_buffers(net.module)}
 
     def _contrastive_loss(

@@ -8,8 +8,14 @@ from typing import ClassVar, final
 
 import torch
 
-from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
-from polyfed.algorithms.base.regularizers import linear_term
+from polyfed.algorithms.base.averaging import (
+    ClientState,
+    ServerState,
+    ServerUpdateMethod,
+    build_reply_and_client_state,
+    interpolate,
+)
+from polyfed.algorithms.base.regularizers import linear_loss_term
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import load_client_model
@@ -125,10 +131,10 @@ class Scaffold(ServerUpdateMethod):
         c_i = client_state["variate"] or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         trained = [(name, p) for name, p in net.module.named_parameters() if p.requires_grad]
         correction = PerClientTerm(
-            linear_term, [(c[name] - c_i[name]).to(p.device) for name, p in trained]
+            linear_loss_term, [(c[name] - c_i[name]).to(p.device) for name, p in trained]
         )  # its gradient: −c_i + c
         fit_result = fit(net.module, client, self, lr=lr, seed=seed, penalty=correction)
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         mean_gradient = {name: (x[name] - reply.tensors["model"][name]) / (fit_result.steps * lr) for name in c}
         new_c_i = {name: c_i[name] - c[name] + mean_gradient[name] for name in c}
         # (x − y)/(Kη) = c_i⁺ − c_i + c is sent: it has the shapes of c, and differs little from c late in training.

@@ -1,4 +1,6 @@
-"""HeurpFedLA: pFedLA in which each client retains the k layers that weigh most (Ma et al., CVPR 2022, algorithm 2)."""
+"""HeurpFedLA: mixes models as pFedLA does, but each client retains the k layers that weigh most (Ma et al., CVPR 2022,
+algorithm 2).
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -264,23 +264,25 @@ def _hypernetworks_of(
     ]
 
 
-def client_positions_and_weights(
-    server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
-) -> tuple[list[int], Tensor]:
-    """Computes the aggregation weights α_i of the given clients, shape (clients, layers, N); returns the clients'
-    positions among all N clients, and these weights.
+def client_positions(server_state: ServerState, clients: Sequence[str]) -> list[int]:
+    """Returns the positions of the given clients among all N clients of the server state."""
+    return [server_state["clients"].index(client) for client in clients]
 
-    α_i is HN_i(v_i; ψ_i), or comes from the similarity of layers.
+
+def compute_aggregation_weights(
+    server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
+) -> Tensor:
+    """Computes the aggregation weights α_i of the given clients, with which the server mixes all N clients' models.
+
+    They have the shape (clients, layers, N). α_i is HN_i(v_i; ψ_i), or comes from the similarity of layers.
 
     Raises:
         UserError: the hypernetworks have diverged.
     """
-    rows = [server_state["clients"].index(client) for client in clients]
+    rows = client_positions(server_state, clients)
     if options.weights == "similarity":
         models = [server_state["models"][client] for client in server_state["clients"]]
-        return rows, layer_similarity_weights(
-            models, server_state["layers"], rows, options.similarity, options.sharpness
-        )
+        return layer_similarity_weights(models, server_state["layers"], rows, options.similarity, options.sharpness)
 
     def weigh_group(group: slice) -> Tensor:
         return layer_aggregation_weights(
@@ -301,28 +303,28 @@ def client_positions_and_weights(
             f"{type(options).__name__}: the hypernetworks have diverged, their weights are not finite; lower "
             f"hn_lr, which is {options.hn_lr}"
         )
-    return rows, alpha
+    return alpha
 
 
-def retained_layer_mask(alpha: Tensor, rows: Sequence[int], k: int) -> Tensor:
+def retained_layer_mask(weights: Tensor, client_positions: Sequence[int], k: int) -> Tensor:
     """Returns a mask of the layers that each client retains, bool (clients, layers): the k layers in which its own
     model has the largest weights, AT_k (eq. 12).
 
     Of layers with equal weights, the earlier ones are retained.
     """
-    own_weights = alpha[torch.arange(len(rows)), :, torch.tensor(list(rows))]
+    own_weights = weights[torch.arange(len(client_positions)), :, torch.tensor(list(client_positions))]
     largest = own_weights.argsort(dim=1, descending=True, stable=True)[:, :k]
     return torch.zeros(own_weights.shape, dtype=torch.bool).scatter_(1, largest, True)
 
 
-def weights_with_layers_retained(alpha: Tensor, rows: Sequence[int], retained_mask: Tensor) -> Tensor:
+def weights_with_layers_retained(weights: Tensor, client_positions: Sequence[int], retained_mask: Tensor) -> Tensor:
     """Returns the aggregation weights with weight 1 for the client's own model, and 0 for all others, in the layers
     that the client retains.
 
     θ̄_i is computed with these weights.
     """
-    own_only = torch.nn.functional.one_hot(torch.tensor(list(rows)), alpha.shape[2]).to(alpha.dtype)
-    return torch.where(retained_mask[:, :, None], own_only[:, None, :], alpha)
+    own_only = torch.nn.functional.one_hot(torch.tensor(list(client_positions)), weights.shape[2]).to(weights.dtype)
+    return torch.where(retained_mask[:, :, None], own_only[:, None, :], weights)
 
 
 def iterate_personalised_models(
@@ -333,7 +335,8 @@ def iterate_personalised_models(
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
     for first in range(0, len(client_infos), size):
         block = client_infos[first : first + size]
-        rows, alpha = client_positions_and_weights(server_state, [client_info.id for client_info in block], options)
+        ids = [client_info.id for client_info in block]
+        rows, alpha = client_positions(server_state, ids), compute_aggregation_weights(server_state, ids, options)
         retained_mask = retained_layer_mask(alpha, rows, k)
         mixed = mix_models_by_layer(
             models, weights_with_layers_retained(alpha, rows, retained_mask), server_state["layers"]
@@ -361,7 +364,7 @@ def update_models_and_hypernetworks(
     if options.weights == "similarity":
         return {**server_state, "models": {**server_state["models"], **replies}}
     clients = sorted(replies)
-    rows, alpha = client_positions_and_weights(server_state, clients, options)
+    rows, alpha = client_positions(server_state, clients), compute_aggregation_weights(server_state, clients, options)
     weights_used = weights_with_layers_retained(alpha, rows, retained_layer_mask(alpha, rows, k))
     models = [server_state["models"][client] for client in server_state["clients"]]
     products = inner_products_with_updates(models, weights_used, [replies[c] for c in clients], server_state["layers"])
@@ -386,7 +389,7 @@ def analyse_aggregation_weights(
     """Returns the aggregation weights of the given clients, the names of their rows, layers and clients, and how many
     rows had no positive score.
     """
-    _, alpha = client_positions_and_weights(server_state, client_ids, options)
+    alpha = compute_aggregation_weights(server_state, client_ids, options)
     uses_relu = options.weights == "hypernetwork" and options.normalise == "relu"
     groups = iterate_hypernetworks(server_state, client_ids, options) if uses_relu else ()
     num_zero_rows = sum(

@@ -1,1 +1,1 @@
-"""Methods of personalised neural architecture search: FedPNAS and FedDSNAS."""
+"""Provides methods of personalised neural architecture search: FedPNAS and FedDSNAS."""

@@ -56,7 +56,7 @@ class FedDSNAS(SupernetMethod):
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
         )
-        return self.build_reply(net, client, fit_result.loss)
+        return self.build_reply_and_client_state(net, client, fit_result.loss)
 
 
 @final
@@ -104,4 +104,4 @@ class CAFedDSNAS(SupernetMethod):
         fit_result = fit(
             net.module, client, self, lr=message.scalars["lr"], seed=seed, lr_factor=self.sampler_lr_factor
         )
-        return self.build_reply(net, client, fit_result.loss)
+        return self.build_reply_and_client_state(net, client, fit_result.loss)

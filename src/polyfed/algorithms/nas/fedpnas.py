@@ -60,7 +60,7 @@ class MetaSupernetMethod(SupernetMethod, ABC):
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
             gradient=self.build_meta_gradient(supernet_of(net)), lr_factor=self.sampler_lr_factor,
         )  # fmt: skip
-        return self.build_reply(net, client, fit_result.loss)
+        return self.build_reply_and_client_state(net, client, fit_result.loss)
 
     def build_meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
         """Builds the function that `fit` calls at each step: it writes the meta-gradient to the supernet's parameters

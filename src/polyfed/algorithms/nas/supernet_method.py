@@ -229,7 +229,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         supernet_of(net).temperature, supernet_of(net).gradient = message.scalars["temperature"], self.gradient
         return net
 
-    def build_reply(self, net: CachedModule, client: Client, loss: float) -> tuple[Message, ClientState]:
+    def build_reply_and_client_state(
+        self, net: CachedModule, client: Client, loss: float
+    ) -> tuple[Message, ClientState]:
         """Builds the reply with both trained stacks, and the client state with the buffers that stay private."""
         model, buffer_state = extract_sent_tensors_and_client_state(net, self)
         return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
@@ -280,7 +282,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return derived.eval()
 
     def network_for(self, data: DataSpec) -> Architecture:
-        """Returns the plan of the supernet for data of this form."""
+        """Returns the supernet's plan for the given input shape and number of classes; the plan is the factory that
+        builds the network.
+        """
         return self.supernet_plan(data.inputs[0], data.outputs)
 
     def build_from_description(self, description: Mapping[str, Any]) -> nn.Module:
@@ -311,11 +315,11 @@ def adapt_personal_stack(
     *,
     lr: float,
     seed: int,
-    samplers: bool = True,
-    base: bool = False,
+    trains_samplers: bool = True,
+    trains_base_stack: bool = False,
 ) -> None:
     """Trains the supernet's personal stack in place on the client's training examples; the base stack does not change
-    unless `base` is true.
+    unless `trains_base_stack` is true.
 
     This is the fine-tuning phase.
 
@@ -325,19 +329,19 @@ def adapt_personal_stack(
         options: epochs or steps, and the other settings of local training.
         lr: learning rate.
         seed: seed of minibatches and sampled operations.
-        samplers: whether samplers are trained, too (paper, section 4: frozen in the transfer to new tasks).
-        base: whether the base stack is trained, too.
+        trains_samplers: whether samplers are trained, too (paper, section 4: frozen in the transfer to new tasks).
+        trains_base_stack: whether the base stack is trained, too.
     """
     frozen = [
         p
         for n, p in supernet.named_parameters()
-        if (not base and n.startswith("base.")) or (not samplers and ".samplers." in n)
+        if (not trains_base_stack and n.startswith("base.")) or (not trains_samplers and ".samplers." in n)
     ]
     required_grad = [p.requires_grad for p in frozen]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:
-        with nullcontext() if base else normalise_by_batch_without_tracking(supernet.base):
+        with nullcontext() if trains_base_stack else normalise_by_batch_without_tracking(supernet.base):
             fit(supernet, client, options, lr=lr, seed=seed, lr_factor=options.sampler_lr_factor)
     finally:
         for parameter, requires_grad in zip(frozen, required_grad, strict=True):

@@ -96,10 +96,10 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         The first replies settle which tensors φ has.
         """
         if "draw" in server_state and not mean["model"]:
-            emit_runtime_warning(empty_body_warning(self))
+            emit_runtime_warning(describe_empty_body(self))
         return {"model": mean["model"]}
 
-    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Builds the error for two clients that find different heads in the same architecture.
 
         They do only if the network takes another path on another client's data.
@@ -186,7 +186,7 @@ def spec_of_sent_tensors(network_spec: StateDictSpec, reply: Message, group: str
     return {name: network_spec[name] for name in reply.tensors.get(group, ()) if name in network_spec}
 
 
-def empty_body_warning(method: Averaging) -> str:
+def describe_empty_body(method: Averaging) -> str:
     """Returns the text of the warning for a network that consists of its head alone."""
     return f"{type(method).__name__}: the head is the whole network, so nothing travels: each client trains alone"
 

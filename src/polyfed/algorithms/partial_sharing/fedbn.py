@@ -1,4 +1,6 @@
-"""FedBN: FedAvg in which normalisation layers stay with the client (Li et al., ICLR 2021, algorithm 1)."""
+"""FedBN: averages models as FedAvg does, but normalisation layers stay with the client (Li et al., ICLR 2021, algorithm
+1).
+"""
 
 import warnings
 from dataclasses import dataclass

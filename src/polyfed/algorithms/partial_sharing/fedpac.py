@@ -155,7 +155,9 @@ class FedPAC(BodyAndHeadMethod):
             "heads": server_state["heads"],
         }
 
-    def keep_replies(self, server_state: ServerState, replies: Mapping[str, Message]) -> ServerState:
+    def update_state_from_single_replies(
+        self, server_state: ServerState, replies: Mapping[str, Message]
+    ) -> ServerState:
         """Mixes a new head for each client that replied, from the heads of all of them, and stores it in the server
         state.
 

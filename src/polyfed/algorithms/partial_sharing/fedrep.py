@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from polyfed.algorithms.base.averaging import ClientState, ServerState
 from polyfed.algorithms.partial_sharing.body_and_head import (
     BodyAndHeadMethod,
+    describe_empty_body,
     emit_runtime_warning,
-    empty_body_warning,
     train_head_then_body,
 )
 from polyfed.core.algorithm import Client, Message, ServerContext
@@ -103,7 +103,7 @@ class FedRep(BodyAndHeadMethod):
                 "FedRep: the head is empty, so nothing stays local: this is FedAvg with local_epochs=body_epochs"
             )
         elif not model:
-            emit_runtime_warning(empty_body_warning(self))
+            emit_runtime_warning(describe_empty_body(self))
         return {"model": model}
 
     # -- client ---------------------------------------------------------------------------------------------------

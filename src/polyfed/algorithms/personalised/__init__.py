@@ -1,1 +1,1 @@
-"""Methods that give each client its own model of one common architecture."""
+"""Provides methods that give each client its own model of one common architecture."""

@@ -1,4 +1,4 @@
-"""APFL: a personal model that is a learnt mixture of a local and the global model (Deng, Kamani and Mahdavi 2020,
+"""APFL: gives each client a learnt mixture of its local model and the global model (Deng, Kamani and Mahdavi 2020,
 algorithm 1).
 """
 
@@ -9,12 +9,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply
+from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply_and_client_state
 from polyfed.algorithms.personalised.parameters import (
     assign_parameters,
     clone_buffers,
+    copy_trained_parameters_to_cpu,
     restore_buffers,
-    trained_parameters_on_cpu,
 )
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
@@ -98,11 +98,11 @@ class APFL(Averaging):
         alpha, alpha_is_due = v[0].new_tensor(client_state["alpha"]), v[0].new_tensor(float(self.adaptive))
         mixture_gradient = PerClientTerm(_MixtureGradient(lr), [alpha, alpha_is_due, *v])
         fit_result = fit(net.module, client, self, lr=lr, seed=seed, gradient=mixture_gradient)
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         assign_parameters(list(parameters.values()), v)
         return reply, {
             **buffer_state,
-            "model": trained_parameters_on_cpu(net.module),
+            "model": copy_trained_parameters_to_cpu(net.module),
             "alpha": float(alpha),
             "trained": True,
         }

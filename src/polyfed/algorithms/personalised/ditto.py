@@ -1,11 +1,11 @@
-"""Ditto: personal models near a global one that is trained at the same time (Li, Hu, Beirami and Smith, ICML 2021,
-algorithm 1).
+"""Ditto: trains a personal model for each client, which is pulled towards a global model that is trained at the same
+time (Li, Hu, Beirami and Smith, ICML 2021, algorithm 1).
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from polyfed.algorithms.base.averaging import ClientState, build_reply
+from polyfed.algorithms.base.averaging import ClientState, build_reply_and_client_state
 from polyfed.algorithms.base.personal_network import PersonalBesideGlobalMethod
 from polyfed.algorithms.base.regularizers import ProximalTerm, clone_trained_parameters
 from polyfed.core.algorithm import Client, Message
@@ -74,7 +74,7 @@ class Ditto(PersonalBesideGlobalMethod):
         # the received w, before it is trained to w_i
         proximal_term = PerClientTerm(ProximalTerm(self.lam), clone_trained_parameters(net.module))
         fit_result = fit(net.module, client, self, lr=lr, seed=seed)
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         epochs = self.personal_epochs
         options = self if epochs is None else replace(self, local_epochs=epochs, local_steps=None)
         personal = self.load_personal_network(client_state, client)

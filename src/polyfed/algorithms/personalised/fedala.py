@@ -10,7 +10,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import ClientState, build_reply
+from polyfed.algorithms.base.averaging import ClientState, build_reply_and_client_state
 from polyfed.algorithms.base.personal_network import PersonalBesideGlobalMethod
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.capabilities import ValidatesNetworks
@@ -111,7 +111,7 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
         mixture = {n: torch.lerp(client_state["model"][n], message.tensors["model"][n], w) for n, w in weights.items()}
         net = load_client_model(client, {**message.tensors["model"], **mixture}, client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         state_after = {
             "model": copy_trained_weights_and_buffers(net.module),
             "weights": weights,

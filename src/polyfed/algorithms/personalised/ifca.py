@@ -1,5 +1,5 @@
-"""IFCA: k models, of which each client trains the one that fits its data best (Ghosh, Chung, Yin and Ramchandran,
-NeurIPS 2020, algorithm 1 with model averaging).
+"""IFCA: the server keeps k models, and each client trains the one that fits its data best (Ghosh, Chung, Yin and
+Ramchandran, NeurIPS 2020, algorithm 1 with model averaging).
 """
 
 from collections.abc import Mapping

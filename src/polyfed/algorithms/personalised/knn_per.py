@@ -90,7 +90,7 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         )
         name = representation_module_name(network, data) if self.module is None else self.module
         features = compute_representations(network, data, module=name).to(data.device)
-        neighbours = Neighbours(network, features, data.labels, self.k, name)
+        neighbours = NearestNeighbourMixture(network, features, data.labels, self.k, name)
         neighbours.lam.fill_(0.5 if self.lam is None else self.lam)
         if self.lam is None and (val := client.val) is not None:
             neighbours.lam.fill_(
@@ -104,7 +104,7 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
         """Wraps a client's network in the mixture that `personal_model` returns; its weights are still to be loaded."""
         name = self.module if self.module is not None else _decode_name(weights["name"])
-        return Neighbours(network, weights["features"], weights["labels"], self.k, name)
+        return NearestNeighbourMixture(network, weights["features"], weights["labels"], self.k, name)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
@@ -115,7 +115,7 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
 
 
 @final
-class Neighbours(nn.Module):
+class NearestNeighbourMixture(nn.Module):
     """Wraps a classifier and mixes its probabilities with the labels of the stored examples that are nearest to the
     input in its representation.
 
@@ -156,7 +156,7 @@ class Neighbours(nn.Module):
         return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 
 
-def _loss_with_lam(neighbours: Neighbours, lam: float, examples: Examples) -> float:
+def _loss_with_lam(neighbours: NearestNeighbourMixture, lam: float, examples: Examples) -> float:
     neighbours.lam.fill_(lam)
     return float(nn.functional.nll_loss(predict(neighbours, examples), examples.labels.cpu()))
 

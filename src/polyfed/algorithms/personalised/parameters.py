@@ -29,7 +29,7 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
             buffer.copy_(saved[name])
 
 
-def trained_parameters_on_cpu(module: nn.Module) -> StateDict:
+def copy_trained_parameters_to_cpu(module: nn.Module) -> StateDict:
     """Returns copies of a network's trained parameters on the CPU."""
     named = module.named_parameters()
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named if tensor.requires_grad}

@@ -1,5 +1,5 @@
-"""Per-FedAvg: meta-learning of a model that is good after one step on a client's data (Fallah, Mokhtari and Ozdaglar,
-NeurIPS 2020, algorithm 1).
+"""Per-FedAvg: trains by meta-learning a global model that is good after one step on a client's data (Fallah, Mokhtari
+and Ozdaglar, NeurIPS 2020, algorithm 1).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply
+from polyfed.algorithms.base.averaging import Averaging, ClientState, build_reply_and_client_state
 from polyfed.algorithms.personalised.parameters import assign_parameters, clone_buffers, restore_buffers
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.method_card import MethodCard
@@ -90,7 +90,7 @@ class PerFedAvg(Averaging):
             net.module, client, self, lr=message.scalars["lr"], seed=seed,
             gradient=PerClientTerm(self._meta_gradient), batches_per_step=2 if self.variant == "fo" else 3,
         )  # fmt: skip
-        return build_reply(net, client, fit_result.loss, self)
+        return build_reply_and_client_state(net, client, fit_result.loss, self)
 
     def _meta_gradient(self, module: nn.Module, loss_of: Callable[[int], Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Writes the meta-gradient of a step to the parameters' `grad` for `fit`, and returns the loss after the inner

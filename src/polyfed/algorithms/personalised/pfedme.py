@@ -1,4 +1,6 @@
-"""pFedMe: personal models near a global one, by Moreau envelopes (T Dinh, Tran and Nguyen, NeurIPS 2020, algorithm 1)."""
+"""pFedMe: trains a personal model for each client near the global model, by Moreau envelopes (T Dinh, Tran and Nguyen,
+NeurIPS 2020, algorithm 1).
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +9,14 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import ClientState, ServerState, ServerUpdateMethod, build_reply, interpolate
-from polyfed.algorithms.personalised.parameters import assign_parameters, trained_parameters_on_cpu
+from polyfed.algorithms.base.averaging import (
+    ClientState,
+    ServerState,
+    ServerUpdateMethod,
+    build_reply_and_client_state,
+    interpolate,
+)
+from polyfed.algorithms.personalised.parameters import assign_parameters, copy_trained_parameters_to_cpu
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.errors import UserError
 from polyfed.core.method_card import MethodCard
@@ -110,9 +118,9 @@ class PFedMe(ServerUpdateMethod):
         lr = message.scalars["lr"]
         envelope = PerClientTerm(self._envelope_gradient, theta)
         fit_result = fit(net.module, client, self, lr=lr, seed=seed, gradient=envelope)
-        reply, buffer_state = build_reply(net, client, fit_result.loss, self)
+        reply, buffer_state = build_reply_and_client_state(net, client, fit_result.loss, self)
         assign_parameters(parameters, theta)
-        return reply, {**buffer_state, "model": trained_parameters_on_cpu(net.module)}
+        return reply, {**buffer_state, "model": copy_trained_parameters_to_cpu(net.module)}
 
     def _envelope_gradient(
         self, network: nn.Module, loss_of: Callable[[int], Tensor], theta: Sequence[Tensor]

@@ -15,11 +15,11 @@ from polyfed.algorithms.base.class_means import (
     class_means_spec,
     class_means_with_weights,
     find_replaceable_head,
-    train_on_class_means,
+    train_network_on_class_means,
 )
 from polyfed.algorithms.base.initial_heads import InitialHead
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
-from polyfed.algorithms.base.shared_heads import SharedHeadMethod
+from polyfed.algorithms.base.shared_heads import HeadFromServerMethod
 from polyfed.alignment.representations import compute_representations, representation_module_name
 from polyfed.core.algorithm import Algorithm, Client, Message, ServerContext
 from polyfed.core.capabilities import ValidatesNetworks
@@ -41,7 +41,7 @@ ClientState = dict[str, Any]  # "model": W_i with the head that the client train
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorithm[ServerState, ClientState]):
+class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algorithm[ServerState, ClientState]):
     """Trains each client's own network, of any architecture, and at the server one head on the clients' class means,
     which replaces all clients' heads.
 
@@ -121,7 +121,7 @@ class FedGH(SharedHeadMethod, PersonalNetworkMethod, ValidatesNetworks, Algorith
         head = build_module(partial(nn.Linear, width, classes), derive_seed(server_state["seed"], "head"))
         fill_module(head, server_state["head"] or head.state_dict())
         seed = derive_seed(server_state["seed"], round_number, "server")
-        head_state = train_on_class_means(
+        head_state = train_network_on_class_means(
             head, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed
         )
         return {**server_state, "head": head_state, "round": round_number}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from polyfed.algorithms.base.averaging import Averaging, ServerState
-from polyfed.algorithms.base.class_means import incompatible_class_means_error
+from polyfed.algorithms.base.class_means import make_incompatible_class_means_error
 from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, PrototypeMethod, update_prototypes
 from polyfed.core.algorithm import ServerContext
 from polyfed.core.errors import UserError
@@ -75,6 +75,6 @@ class FedProto(PrototypeMethod, Averaging):
         """
         return {"prototypes": update_prototypes(server_state["prototypes"], mean["classes"])}
 
-    def incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
+    def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
         """Builds the error for clients whose class means have different shapes."""
-        return incompatible_class_means_error(self, error)
+        return make_incompatible_class_means_error(self, error)

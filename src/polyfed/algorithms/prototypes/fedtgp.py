@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.class_means import class_means_as_examples, class_means_from_sums, train_on_class_means
+from polyfed.algorithms.base.class_means import (
+    class_means_as_examples,
+    class_means_from_sums,
+    train_network_on_class_means,
+)
 from polyfed.algorithms.prototypes.prototype_method import EvaluatedClassifier, PrototypeMethod
 from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.examples.examples import Examples
@@ -105,7 +109,7 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
             return F.cross_entropy(batch.outputs - delta * F.one_hot(batch.targets, classes), batch.targets)
 
         seed = derive_seed(server_state["seed"], round_number, "server")
-        generator_state = train_on_class_means(
+        generator_state = train_network_on_class_means(
             model, means, self.server_epochs, self.server_batch_size, lr=self.server_lr, seed=seed, loss=loss
         )
         present = torch.zeros(classes, dtype=torch.bool).index_fill_(0, means.y, True)

@@ -1,1 +1,1 @@
-"""Methods whose clients train submodels of one wider network."""
+"""Provides methods whose clients train submodels of one wider network."""

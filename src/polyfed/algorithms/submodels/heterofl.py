@@ -9,11 +9,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply
+from polyfed.algorithms.base.averaging import Averaging, ClientState, ServerState, build_reply_and_client_state
 from polyfed.algorithms.submodels.widths import (
+    divide_layer_outputs_by_ratio,
     fold_scaling_into_weights,
     leading_slice,
-    scale_layer_outputs,
     validate_head_width,
     widest_shape_by_tensor,
     width_ratio_by_layer,
@@ -150,12 +150,12 @@ class HeteroFL(Averaging):
             _width_ratios_of(message),
         )
         validate_head_width(net.module, ratios, client)
-        with scale_layer_outputs(net.module, ratios):
+        with divide_layer_outputs_by_ratio(net.module, ratios):
             loss = self._local_loss(client, bool(ratios))
             fit_result = fit(
                 net.module, client, self, lr=message.scalars["lr"], seed=seed, loss=loss, reported_loss="task"
             )
-        return build_reply(net, client, fit_result.loss, self)
+        return build_reply_and_client_state(net, client, fit_result.loss, self)
 
     def _local_loss(self, client: Client, has_scaler: bool) -> Callable[[ForwardPass], Tensor] | None:
         """Builds the training loss in which outputs of classes that the client lacks are set to 0; None if the ordinary

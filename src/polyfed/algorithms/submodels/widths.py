@@ -120,12 +120,12 @@ def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client:
 
 
 @contextmanager
-def scale_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
+def divide_layer_outputs_by_ratio(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
     """Divides, inside the block, the outputs of each named layer by its share r of the widest network's units.
 
     >>> import torch
     >>> net = nn.Linear(1, 1, bias=False)
-    >>> with scale_layer_outputs(net, {"": 0.5}): twice = net(torch.ones(1, 1))
+    >>> with divide_layer_outputs_by_ratio(net, {"": 0.5}): twice = net(torch.ones(1, 1))
     >>> torch.equal(twice, 2 * net(torch.ones(1, 1)))
     True
     """
@@ -142,7 +142,8 @@ def scale_layer_outputs(network: nn.Module, ratios: Mapping[str, float]) -> Iter
 
 
 def fold_scaling_into_weights(weights: StateDict, ratios: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns weights that give a network the same outputs as the original weights give inside `scale_layer_outputs`.
+    """Returns weights that give a network the same outputs as the original weights give inside
+    `divide_layer_outputs_by_ratio`.
 
     >>> import torch
     >>> fold_scaling_into_weights({"weight": torch.tensor([[1.0]]), "other.bias": torch.tensor([1.0])}, {"": 0.5})

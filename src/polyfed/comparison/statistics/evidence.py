@@ -137,7 +137,7 @@ class Evidence:
         Args:
             label: the method.
             rivals: the alternatives. One that has no score at a client is no rival there.
-            num_methods: how many methods have simultaneous intervals.
+            num_simultaneous_methods: how many methods have simultaneous intervals.
         """
         # Tests that the intervals allow for: each rival as if it were the only one, and all rivals together.
         levels = num_simultaneous_methods, num_simultaneous_methods * len(rivals)

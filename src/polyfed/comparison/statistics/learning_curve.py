@@ -56,7 +56,7 @@ def iterate_records_with_costs_so_far(history: Sequence[Mapping[str, Any]]) -> I
 
 
 def mean_metric_by_round(history: Sequence[Mapping[str, Any]], metric_name: str) -> list[tuple[int, float]]:
-    """Returns (round, mean over clients of the metric `name`) for each evaluated round that has the metric.
+    """Returns (round, mean over clients of the metric `metric_name`) for each evaluated round that has the metric.
 
     >>> mean_metric_by_round([{"round": 2, "summary": {"val_loss": {"mean": 0.5}}}, {"round": 3, "summary": {}}], "val_loss")
     [(2, 0.5)]

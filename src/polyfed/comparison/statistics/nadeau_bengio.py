@@ -9,7 +9,7 @@ import numpy as np
 from polyfed.core.errors import UserError
 
 
-def corrected_variance(differences: Sequence[float], train: float, test: float) -> float:
+def variance_of_mean_over_resplits(differences: Sequence[float], num_train: float, num_test: float) -> float:
     """Returns the variance of the mean of differences over K random splits of one data set, corrected for the overlap
     of the training sets.
 
@@ -22,7 +22,7 @@ def corrected_variance(differences: Sequence[float], train: float, test: float) 
 
     Args:
         differences: of two methods, one per split; at least two.
-        train, test: examples for training and for testing in each split, or their shares.
+        num_train, num_test: examples for training and for testing in each split, or their shares.
 
     Returns:
         The variance, in the square of the differences' unit.
@@ -32,13 +32,13 @@ def corrected_variance(differences: Sequence[float], train: float, test: float) 
 
     Source: C. Nadeau and Y. Bengio, "Inference for the generalization error", Machine Learning 52, 2003, equation 9.
 
-    >>> round(corrected_variance([0.01, 0.03], train=90, test=10), 6)
+    >>> round(variance_of_mean_over_resplits([0.01, 0.03], num_train=90, num_test=10), 6)
     0.000122
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
         raise UserError(f"a variance needs at least two differences that are numbers, one a split, got {differences!r}")
-    for name, size in (("train", train), ("test", test)):
+    for name, size in (("train", num_train), ("test", num_test)):
         if not 0 < size < math.inf:
             raise UserError(f"{name} must be a positive number of examples, got {size!r}")
-    return float((1 / len(values) + test / train) * values.var(ddof=1))
+    return float((1 / len(values) + num_test / num_train) * values.var(ddof=1))

@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 
 from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
-from polyfed.comparison.statistics.nadeau_bengio import corrected_variance
+from polyfed.comparison.statistics.nadeau_bengio import variance_of_mean_over_resplits
 
 
 @final
@@ -33,7 +33,7 @@ class ResplitDifferences:
         """Returns the factor from the variance of one difference to the variance of their mean: 1/K + test/train for K
         splits; 0 if all differences are equal."""
         return (
-            corrected_variance(self.values, self.num_train, self.num_test) / self.sample_variance
+            variance_of_mean_over_resplits(self.values, self.num_train, self.num_test) / self.sample_variance
             if self.sample_variance
             else 0.0
         )

@@ -26,7 +26,7 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.simulation.storage.directory import (
-    list_changed_files,
+    describe_changed_files_of_run,
     read_config,
     read_manifest,
     read_metrics,
@@ -216,7 +216,7 @@ def load_history_if_finished(
         raise UserError(
             f"{folder} does not hold the run that belongs there: {differs}; remove it, or choose another --out"
         )
-    if changed := list_changed_files(folder, include_outputs=False):
+    if changed := describe_changed_files_of_run(folder, include_outputs=False):
         raise UserError(f"{changed[0]}. A comparison reads finished runs: make this one again by removing {folder}")
     history = read_metrics(folder / "metrics.jsonl")
     if manifest and not manifest.get("files"):
@@ -226,7 +226,7 @@ def load_history_if_finished(
         return None
     if not all(isinstance(record.get(part), dict) for record in history for part in ("clients", "summary")):
         return None
-    if list_changed_files(folder):
+    if describe_changed_files_of_run(folder):
         return None  # models or predictions, which are written again
     models = [folder / "models" / f"{safe_file_name(client)}.safetensors" for client in client_ids]
     return history if all(path.is_file() and path.stat().st_size > 0 for path in models) else None

@@ -7,10 +7,10 @@ from polyfed.comparison.statistics.evidence import Evidence, GainsOverBestRival,
 from polyfed.core.evaluation.metrics import Metric
 
 
-def reference_key(name: str) -> str:
+def simple_model_key(name: str) -> str:
     """Returns the name of a simple model in brackets, a key that never equals a method's label.
 
-    >>> reference_key("ridge")
+    >>> simple_model_key("ridge")
     '(ridge)'
     """
     return f"({name})"
@@ -29,7 +29,7 @@ def name_of_method_or_reference(key: str) -> str:
 def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
     """Returns the scores of the simple models that each client can fit alone: key -> seed -> client id -> score."""
     return {
-        reference_key(name): {int(seed): scores for seed, scores in entry["runs"].items()}
+        simple_model_key(name): {int(seed): scores for seed, scores in entry["runs"].items()}
         for name, entry in references.items()
         if entry.get("alone")
     }
@@ -84,4 +84,4 @@ def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: 
 
 
 def _simple_model_keys(content: Mapping[str, Any]) -> Sequence[str]:
-    return [reference_key(name) for name, entry in content["references"].items() if entry.get("alone")]
+    return [simple_model_key(name) for name, entry in content["references"].items() if entry.get("alone")]

@@ -1,7 +1,7 @@
-"""Keeps fingerprints of architectures the same when a file with one of polyfed's layer classes moves.
+"""Keeps fingerprints of architectures the same when one of polyfed's layer classes moves or is renamed.
 
 An architecture's fingerprint contains the path and name of each layer's class, and initial weights derive from the
-fingerprint. So a class keeps the path at which runs first used it, wherever it is defined today.
+fingerprint. So a class keeps the path and name under which runs first used it, wherever it is defined today.
 """
 
 from torch import nn
@@ -30,6 +30,11 @@ _PATHS = {
     "polyfed.simulation.traffic": "Counts",
     "polyfed.testing": "SmallNet",
 }
+_FORMER_NAMES = {
+    "IdentityWithCounters": "Counts",
+    "NearestNeighbourMixture": "Neighbours",
+    "NetworkPair": "Pair",
+}
 _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split()}
 
 
@@ -45,4 +50,14 @@ def module_path_in_fingerprint(layer_class: type[nn.Module]) -> str:
     """
     if layer_class.__module__.partition(".")[0] != "polyfed":
         return layer_class.__module__
-    return _PATH_OF.get(layer_class.__qualname__, "polyfed")
+    return _PATH_OF.get(class_name_in_fingerprint(layer_class), "polyfed")
+
+
+def class_name_in_fingerprint(layer_class: type[nn.Module]) -> str:
+    """Returns the class name that an architecture's fingerprint contains for a layer class, even if it was renamed.
+
+    >>> class_name_in_fingerprint(nn.Linear)
+    'Linear'
+    """
+    name = layer_class.__qualname__
+    return _FORMER_NAMES.get(name, name) if layer_class.__module__.startswith("polyfed.") else name

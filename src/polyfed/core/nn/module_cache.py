@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from polyfed.core.algorithm import Architecture
 from polyfed.core.errors import UserError
-from polyfed.core.nn.class_paths import module_path_in_fingerprint
+from polyfed.core.nn.class_paths import class_name_in_fingerprint, module_path_in_fingerprint
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.tied_weights import (
     check_parameters_share_no_memory,
@@ -261,7 +261,7 @@ def _compute_architecture_hash(module: nn.Module, *, ties: bool = True) -> str:
         (
             name,
             module_path_in_fingerprint(type(part)),
-            type(part).__qualname__,
+            class_name_in_fingerprint(type(part)),
             sorted(_plain_attributes(part).items(), key=repr),
         )
         for name, part in module.named_modules()

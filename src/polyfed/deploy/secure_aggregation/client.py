@@ -238,7 +238,7 @@ class SumParticipation:
     def mask_encoded_reply(self, encoded_reply: Message) -> Message:
         """Returns a site's encoded reply with masks added, so that the server can read only the sum over all sites.
 
-        The reply is encoded by `polyfed.simulation.rounds.secure_aggregation.encode_sum_part`.
+        The reply is encoded by `polyfed.simulation.rounds.secure_aggregation.encode_reply_in_fixed_point`.
         """
         words, layout = parse_sum_message(encoded_reply)
         return build_sum_message(mask_words(self.state, words), layout)

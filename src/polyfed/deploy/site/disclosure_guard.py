@@ -23,7 +23,7 @@ from polyfed.deploy.privacy.accountant import (
 )
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol.wire import first_non_finite_tensor
-from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, encode_sum_part
+from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, encode_reply_in_fixed_point
 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SumParticipation
@@ -145,4 +145,4 @@ class DisclosureGuard:
         body = clip_and_add_noise(reply, message, self.protection, noise_sources=participation.threshold - 1)
         if wrong := first_non_finite_tensor(body):
             raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
-        return participation.mask_encoded_reply(encode_sum_part(body, algorithm, participation.max_sites))
+        return participation.mask_encoded_reply(encode_reply_in_fixed_point(body, algorithm, participation.max_sites))

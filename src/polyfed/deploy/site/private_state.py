@@ -31,7 +31,7 @@ from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree
 from polyfed.simulation.engines.base import TaskResult
 from polyfed.simulation.storage import predictions_parquet
-from polyfed.simulation.storage.model_signature import write_model
+from polyfed.simulation.storage.model_signature import write_model_with_signature
 from polyfed.simulation.storage.paths import safe_file_name
 
 _MAX_LINE_BYTES = 2**20  # bytes of the line that names a state's owner, with the method's fields
@@ -163,11 +163,11 @@ def write_task_results(folder: Path, client: Client, result: TaskResult, record:
     paths: dict[str, str] = {}
     if result.task.phase == "export":
         path = create_private_folder_if_missing(folder / "models") / f"{safe_file_name(client.id)}.safetensors"
-        write_model(path, result.weights or {}, result.description, client)
+        write_model_with_signature(path, result.weights or {}, result.description, client)
         paths["model"] = str(path)
     elif result.predictions:
         path = folder / "predictions" / f"{safe_file_name(client.id)}.parquet"
-        predictions_parquet.write_outputs(path, client, {result.task.round: result.predictions})
+        predictions_parquet.write_outputs_of_client(path, client, {result.task.round: result.predictions})
         paths["predictions"] = str(path)
     append_line_and_flush(folder / "metrics.jsonl", json.dumps({**record, **paths}))
 

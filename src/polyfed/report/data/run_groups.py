@@ -27,7 +27,7 @@ from polyfed.report.data.run_records import (
 )
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.settings import EXECUTION_FIELDS
-from polyfed.simulation.storage.directory import BASELINES, list_changed_files, read_config, read_manifest
+from polyfed.simulation.storage.directory import BASELINES, describe_changed_files_of_run, read_config, read_manifest
 
 _LOCAL = "local"
 # Where it ran, and how often it was looked at, does not change what was asked.
@@ -223,7 +223,7 @@ def read_run_groups(folders: Sequence[Path]) -> RunGroups:
                 f"{folder} has no evaluated round yet; go on with it: polyfed "
                 f"{'compare' if is_comparison else 'resume'} {folder}"
             )
-        notes += [sentence for path in evaluated_runs for sentence in list_changed_files(path)]
+        notes += [sentence for path in evaluated_runs for sentence in describe_changed_files_of_run(path)]
         notes += [
             f"{path} has no evaluated round yet and is left out" for path in run_by_path if path not in evaluated_runs
         ]
@@ -377,7 +377,7 @@ def _runs_of_comparison(
         if path is not None and has_directory:
             try:
                 config = read_config(path)
-                notes += list_changed_files(path)
+                notes += describe_changed_files_of_run(path)
             except UserError as error:  # the scores are in the results
                 notes.append(f"{error}. Only its scores are shown.")
                 has_directory = False

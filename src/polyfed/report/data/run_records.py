@@ -17,7 +17,8 @@ from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.monitoring.update_norms import NORM, norms_by_client
-from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
+from polyfed.simulation.storage.directory import read_config, read_manifest
+from polyfed.simulation.storage.undamaged_metrics import read_undamaged_metrics
 
 DIGITS = 12  # after the point, of means and differences of scores; what is beyond is rounding
 
@@ -213,11 +214,11 @@ def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> l
         UserError: the file cannot be read, or a line of it is not a round.
     """
     names = {*METRICS, *score_names, NORM}
-    return read_metrics(path, strict=lambda record: _round_error(record, names))
+    return read_undamaged_metrics(path, lambda record: _round_error(record, names))
 
 
-def _round_error(record: Any, score_names: Set[str]) -> str:
-    """Returns a text that says why `record` is not a valid `RoundRecord`; empty if it is valid."""
+def _round_error(record: Any, score_names: Set[str]) -> str | None:
+    """Returns a text that says why `record` is not a valid `RoundRecord`; None if it is valid."""
     if not isinstance(record, Mapping):
         return "it is no round"
     number = record.get("round")
@@ -243,7 +244,7 @@ def _round_error(record: Any, score_names: Set[str]) -> str:
         if not isinstance(record.get(name, []), list):
             return f"the {name} of round {number} are no list"
     texts = all(isinstance(sentence, str) for sentence in record.get("warnings", []))
-    return "" if texts else f"a warning of round {number} is no text"
+    return None if texts else f"a warning of round {number} is no text"
 
 
 def _is_number(value: Any) -> bool:

@@ -35,7 +35,7 @@ from polyfed.simulation.storage.model_signature import (
     SIGNATURE_SUFFIX,
     BuiltInNetwork,
     Signature,
-    build_signature,
+    build_model_signature,
     read_signature,
     spec_from_signature,
 )
@@ -120,7 +120,7 @@ def trained_model_of_run(run: Run, client: str) -> TrainedModel:
     preprocessor = transform if isinstance(transform, TablePreprocessor) else None
     return TrainedModel(
         network,
-        build_signature(owner),
+        build_model_signature(owner),
         preprocessor,
         description,
         _class_names(preprocessor, manifest),

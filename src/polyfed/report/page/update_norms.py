@@ -8,7 +8,7 @@ from polyfed.core.io.number_format import count_with_noun
 from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page.elements import html_bullet_list, html_figure, html_legend, html_paragraph, html_table
 from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
-from polyfed.simulation.monitoring.update_norms import find_outlying_norms
+from polyfed.simulation.monitoring.update_norms import outlier_norm_ratios
 
 NORMS_HEADING = "How much each client changes"
 _DRAWN = 12  # clients
@@ -63,7 +63,7 @@ def _outlier_sentences(run: RunRecord) -> list[str]:
     """
     largest: dict[str, tuple[float, int, int]] = {}
     for number in sorted(run.update_norms):
-        for client, times in find_outlying_norms(run.update_norms[number]).items():
+        for client, times in outlier_norm_ratios(run.update_norms[number]).items():
             before, at, count = largest.get(client, (0.0, number, 0))
             largest[client] = (times, number, count + 1) if times > before else (before, at, count + 1)
     return [

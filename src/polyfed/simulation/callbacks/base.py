@@ -24,12 +24,12 @@ class Callback(ABC):
     (1, 'TrafficLimit')
     """
 
-    def on_start(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Runs once before the first round of this session (round 1, or the next round of a resumed run). A callback that
-        keeps values from round to round resets them here.
+    def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
+        """Runs once when a run starts and again each time it is resumed, before the next round; a callback resets here
+        what it keeps from round to round.
 
         Args:
-            records: of the rounds before, empty unless the run is resumed.
+            earlier_records: the records of the rounds before; empty unless the run is resumed.
         """
         return
 

@@ -9,7 +9,7 @@ from polyfed.simulation.rounds.resume import load_kept_checkpoint
 from polyfed.simulation.rounds.run_state import RunState
 from polyfed.simulation.rounds.training_round import write_personal_models
 from polyfed.simulation.storage import integrity
-from polyfed.simulation.storage.checkpoint import Checkpoint, save_checkpoint
+from polyfed.simulation.storage.checkpoint import Checkpoint, save_checkpoint_and_remove_older
 from polyfed.simulation.storage.directory import read_config
 
 
@@ -27,13 +27,13 @@ class CheckpointSaver(Callback):
         self._kept_rounds: tuple[int, ...] = ()
         self._binding: integrity.Binding = {}
 
-    def on_start(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
         """Loads the checkpoint of the round that the setting `keep` selects, if the run is resumed."""
         run, directory = self._run, self._run.directory
         if directory is None:
             return
         if run.settings.keep != "last" and run.checkpoint.round:
-            run.best = load_kept_checkpoint(directory, run.federation, records, run.checkpoint)
+            run.best = load_kept_checkpoint(directory, run.federation, earlier_records, run.checkpoint)
         self._kept_rounds = _rounds_of(run.best)
         self._binding = integrity.run_binding(read_config(directory.path), directory.read_manifest())
         if outdated := {"files", "stopped"} & directory.read_manifest().keys():  # of the end that the run had before
@@ -49,9 +49,9 @@ class CheckpointSaver(Callback):
             run.best = state
         is_end = state.last_recorded_round == run.last_round
         if is_best or is_end or (state.round % run.settings.checkpoint_every == 0 and state.round < run.last_round):
-            self.save()
+            self.save_newest_state()
 
-    def save(self) -> None:
+    def save_newest_state(self) -> None:
         """Saves the run's newest state as a checkpoint, unless it is saved already or the run has no directory."""
         run, directory, state = self._run, self._run.directory, self._run.checkpoint
         if directory is None or state.round <= self._saved_round:
@@ -61,7 +61,7 @@ class CheckpointSaver(Callback):
             binding["records"] = str(state.last_recorded_round)
         # The checkpoint of the round that was the best until now is needed if this one gets damaged.
         kept_rounds = (*_rounds_of(run.best), *self._kept_rounds)
-        save_checkpoint(
+        save_checkpoint_and_remove_older(
             directory.checkpoint_folder, state, run.changed_clients, self._saved_round, kept_rounds, binding
         )
         self._saved_round, self._kept_rounds = state.round, _rounds_of(run.best)
@@ -80,7 +80,7 @@ class CheckpointSaver(Callback):
             )
         if directory is not None:
             write_personal_models(run.federation, run.best or run.checkpoint, run.engine, directory, run.progress)
-        run.predictions.write_client_files()
+        run.predictions.write_one_file_per_client()
         if directory is not None:
             files = integrity.hash_files(directory.path, ("models", "predictions"))
             directory.add_to_manifest({"files": files, **run.stop_manifest_entry()})

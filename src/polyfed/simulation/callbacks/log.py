@@ -16,12 +16,12 @@ class RoundLogger(Callback):
     def __init__(self, run: RunState) -> None:
         self._run = run
 
-    def on_start(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
         """Starts the progress display, and writes the method's initial arrays for plots."""
         run = self._run
-        run.progress.start(registry_name(run.federation.algorithm), run.settings.rounds, len(records))
+        run.progress.start(registry_name(run.federation.algorithm), run.settings.rounds, len(earlier_records))
         if run.checkpoint.round == 0:
-            run.write_analysis(run.checkpoint, run.federation.client_registry.ids)
+            run.write_plot_arrays_and_return_numbers(run.checkpoint, run.federation.client_registry.ids)
 
     def on_round(self, record: Mapping[str, Any]) -> None:
         """Shows the record of the round, and warns once when training losses become infinite or NaN."""

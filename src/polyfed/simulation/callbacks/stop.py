@@ -19,10 +19,10 @@ class UserCallbackRunner(Callback):
     def __init__(self, run: RunState, callbacks: Sequence[Callback]) -> None:
         self._run, self._callbacks = run, callbacks
 
-    def on_start(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
         """Calls `on_start` of every user callback with the records of the rounds before."""
         for callback in self._callbacks:
-            self._call(callback, "on_start", tuple(records))
+            self._call(callback, "on_start", tuple(earlier_records))
 
     def on_aggregated(self, round_number: int) -> None:
         """Calls `on_aggregated` of every user callback with the number of the round."""
@@ -34,7 +34,7 @@ class UserCallbackRunner(Callback):
         returns True. The first callback that returns True is recorded as the one that stopped the run."""
         for callback in self._callbacks:
             if self._call(callback, "on_round", record):
-                self._run.request_stop(type(callback).__name__)
+                self._run.request_stop_after_round(type(callback).__name__)
 
     def on_end(self) -> None:
         """Shows which callback stopped the run, if one did, and calls `on_end` of every user callback."""

@@ -45,16 +45,16 @@ def _describe_loss(client: Client) -> str:
     return "" if client.loss is None else stable_repr(client.loss)
 
 
-def former_version_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str:
+def former_version_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str | None:
     """Returns an error message if an earlier version of polyfed started the run with these clients, so that it cannot be
-    resumed; "" if not."""
+    resumed; None if not."""
     modules = {c.id: cached_module(c.model).module for c in clients if c.model is not None}
     further_names_of = next(filter(None, map(first_name_by_alias, modules.values())), None)
     if not further_names_of:
-        return ""
+        return None
     architecture_by_client = {client: legacy_architecture_hash(module) for client, module in modules.items()}
     if run_fingerprint != data_fingerprint(clients, public, architecture_by_client):
-        return ""
+        return None
     second, first = next(iter(further_names_of.items()))
     return (
         f"its networks have weights under several names ({second!r} is {first!r}), and it was begun by a version of polyfed "

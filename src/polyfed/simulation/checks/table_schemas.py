@@ -9,7 +9,7 @@ classes must agree.
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, final
 
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
@@ -54,11 +54,19 @@ def table_preprocessors_by_part(examples: Examples) -> dict[str, TablePreprocess
     }
 
 
-def column_definitions_by_name(examples: Examples) -> dict[str, tuple[tuple[str, ...] | None, bool]]:
+@final
+class ColumnDefinition(NamedTuple):
+    """Holds the categories of a table's column, None for numbers, and whether its cells may be empty."""
+
+    categories: tuple[str, ...] | None
+    may_be_empty: bool
+
+
+def column_definitions_by_name(examples: Examples) -> dict[str, ColumnDefinition]:
     """Returns the columns of the tables that examples come from: name -> (categories, whether cells may be empty). Columns
     of a part of the inputs are named PART/COLUMN."""
     return {
-        f"{part}/{column.name}" if part else column.name: (column.categories, column.missing)
+        f"{part}/{column.name}" if part else column.name: ColumnDefinition(column.categories, column.missing)
         for part, table in table_preprocessors_by_part(examples).items()
         for column in table.columns
     }
@@ -77,8 +85,8 @@ def have_same_columns(first: Examples, second: Examples) -> bool:
 
 
 def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Checks that the clients' tables agree in the columns and classes that the method needs in common. The module's
-    docstring says which those are.
+    """Checks that the clients' tables agree in the columns and classes that the method needs in common, as the module's
+    docstring defines them.
 
     Tables that have yet to agree on one preprocessing need the same columns only: categories and classes are merged.
 
@@ -110,8 +118,9 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
     }
     if pair := find_deviating_pair(scopes):
         raise UserError(
-            f"the numbers of client {pair[1]!r} are scaled differently from those of {pair[0]!r}: preprocess='federated' "
-            "scales by the rows of all sites, preprocess='site' by each site's own; give one of them to all tables"
+            f"the numbers of client {pair.deviating!r} are scaled differently from those of {pair.typical!r}: "
+            "preprocess='federated' scales by the rows of all sites, preprocess='site' "
+            "by each site's own; give one of them to all tables"
         )
 
 
@@ -142,16 +151,26 @@ def check_public_table(client: Client, public: Examples) -> None:
 _PUBLIC = "take both from one table: pf.data.split_table(..., preprocess='federated', public_fraction=...)"
 
 
-def find_deviating_pair(marks: Mapping[str, Hashable]) -> tuple[str, str] | None:
+@final
+class DeviatingPair(NamedTuple):
+    """Holds the ids of two clients: one with the value that most clients have, and one with another value."""
+
+    typical: str
+    deviating: str
+
+
+def find_deviating_pair(value_by_client: Mapping[str, Hashable]) -> DeviatingPair | None:
     """Returns the ids of two clients with different values: one with the most frequent value, and one that deviates from
     it; None if all values are equal.
 
     >>> find_deviating_pair({"a": 1, "b": 2, "c": 2}), find_deviating_pair({"a": 1})
-    (('b', 'a'), None)
+    (DeviatingPair(typical='b', deviating='a'), None)
     """
-    majority_mark = Counter(marks.values()).most_common(1)[0][0]
-    deviant = next((i for i, mark in marks.items() if mark != majority_mark), None)
-    return None if deviant is None else (next(i for i, mark in marks.items() if mark == majority_mark), deviant)
+    majority_mark = Counter(value_by_client.values()).most_common(1)[0][0]
+    deviant = next((i for i, mark in value_by_client.items() if mark != majority_mark), None)
+    if deviant is None:
+        return None
+    return DeviatingPair(next(i for i, mark in value_by_client.items() if mark == majority_mark), deviant)
 
 
 def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[str, Any]) -> list[str]:
@@ -220,7 +239,9 @@ def _check_same_schema(
             {"columns": column_definitions_by_name(tables[i]), "classes": table_class_names(tables[i])} for i in pair
         )
         sentences = describe_table_differences(reference, deviant)
-    raise UserError(f"client {pair[1]!r} has another table than {pair[0]!r}: {'; '.join(sentences)}; {SCHEMA_ADVICE}")
+    raise UserError(
+        f"client {pair.deviating!r} has another table than {pair.typical!r}: {'; '.join(sentences)}; {SCHEMA_ADVICE}"
+    )
 
 
 def _format_names(names: Sequence[str]) -> str:

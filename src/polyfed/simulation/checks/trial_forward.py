@@ -13,13 +13,13 @@ from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import temporary_rng_seed
 
 
-def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...]:
+def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[int, ...]:
     """Runs a network on one example, and returns the shape of its output, without the batch dimension.
 
     Args:
         module: the network; a copy of it is run, so that nothing in it changes.
         data: its first example is used, twice in a batch.
-        name: of the client, for error messages.
+        client_name: the client, for error messages.
 
     Raises:
         UserError: the network fails, in evaluation or in training; its output is no tensor with a row for each example;
@@ -33,37 +33,41 @@ def output_shape(module: nn.Module, data: Examples, name: str) -> tuple[int, ...
         try:
             output = logits_or_output(_forward(module_copy, x, training))
         except Exception as error:  # whatever the user's network raises
-            raise UserError(f"{name}: {_failure_message(module, x, error, training)}") from error
+            raise UserError(f"{client_name}: {_failure_message(module, x, error, training)}") from error
         if not isinstance(output, Tensor):
             raise UserError(
-                f"{name}: its network must return a tensor of logits, got "
+                f"{client_name}: its network must return a tensor of logits, got "
                 f"{type(output).__name__}{_mode_suffix(training)}; a dict with 'logits' or an object with .logits does "
                 "too"
             )
         if output.dim() == 0 or len(output) != 2:
-            raise UserError(f"{name}: its network turns 2 examples into an output of shape {tuple(output.shape)}")
+            raise UserError(
+                f"{client_name}: its network turns 2 examples into an output of shape {tuple(output.shape)}"
+            )
         if changed_names := names_before ^ module_copy.state_dict().keys():
             raise UserError(
-                f"{name}: its network adds or removes the tensor {min(changed_names)!r} as it runs; build all layers and "
-                "buffers in __init__, and let forward choose among them"
+                f"{client_name}: its network adds or removes the tensor {min(changed_names)!r} as it runs; build all layers "
+                "and buffers in __init__, and let forward choose among them"
             )
         shapes.append(tuple(output.shape[1:]))
     if shapes[0] != shapes[1]:
         raise UserError(
-            f"{name}: its network's output is {('batch', *shapes[0])} in evaluation and {('batch', *shapes[1])} in "
+            f"{client_name}: its network's output is {('batch', *shapes[0])} in evaluation and {('batch', *shapes[1])} in "
             "training; return one form in both"
         )
     return shapes[0]
 
 
-def check_trains_on_one_example(module: nn.Module, data: Examples, name: str, why: str, cure: str) -> None:
+def check_trains_on_one_example(
+    module: nn.Module, data: Examples, client_name: str, batch_reason: str, cure: str
+) -> None:
     """Checks that a network can be trained on a minibatch of one example (BatchNorm cannot). Raises a `UserError` if not.
 
     Args:
         module: the network.
         data: its first example is used.
-        name: of the client, for the error message.
-        why: how such a batch comes about, for the error message.
+        client_name: the client, for the error message.
+        batch_reason: how such a batch comes about, for the error message.
         cure: what to do, other than choosing another normalisation.
     """
     x = data.batch(torch.zeros(1, dtype=torch.int64))[0]
@@ -73,8 +77,9 @@ def check_trains_on_one_example(module: nn.Module, data: Examples, name: str, wh
             raise ValueError(f"its output has the shape {tuple(output.shape)}")
     except Exception as error:  # BatchNorm's, or whatever the user's network raises on a batch of one
         raise UserError(
-            f"{name} {why}, and its network cannot be trained on a batch of one ({type(error).__name__}: {error}); "
-            f"BatchNorm needs two: {cure}, or use another normalisation (nn.GroupNorm, nn.LayerNorm)"
+            f"{client_name} {batch_reason}, and its network cannot be trained on a batch of one "
+            f"({type(error).__name__}: {error}); BatchNorm needs two: "
+            f"{cure}, or use another normalisation (nn.GroupNorm, nn.LayerNorm)"
         ) from error
 
 

@@ -65,16 +65,16 @@ class EngineChoice:
             )
         return f"engine auto: clients are trained one by one ({measurement})"
 
-    def to_manifest(self) -> dict[str, Any]:
+    def to_manifest_entry(self) -> dict[str, Any]:
         """Returns the choice as an entry of `manifest.json`.
 
-        >>> EngineChoice.from_manifest(EngineChoice("cohort", {"ab12": 8.5}, ("cd34",)).to_manifest())
+        >>> EngineChoice.from_manifest_entry(EngineChoice("cohort", {"ab12": 8.5}, ("cd34",)).to_manifest_entry())
         EngineChoice(engine='cohort', gains={'ab12': 8.5}, apart=('cd34',))
         """
         return {**asdict(self), "apart": list(self.apart)}
 
     @staticmethod
-    def from_manifest(entry: Mapping[str, Any]) -> "EngineChoice":
+    def from_manifest_entry(entry: Mapping[str, Any]) -> "EngineChoice":
         """Restores the choice from an entry of `manifest.json`."""
         return EngineChoice(str(entry["engine"]), entry.get("gains"), tuple(entry.get("apart", ())))
 
@@ -84,7 +84,7 @@ def benchmark_engines(
     algorithm: Algorithm[Any, Any],
     clients: Sequence[Client],
     device: torch.device,
-    tasks: Callable[[Sequence[str]], Sequence[ClientTask]],
+    build_tasks_of_clients: Callable[[Sequence[str]], Sequence[ClientTask]],
 ) -> EngineChoice:
     """Measures whether the clients of a run train faster together or one by one, and returns the choice.
 
@@ -93,8 +93,8 @@ def benchmark_engines(
 
     Args:
         settings, algorithm, clients, device: of the run.
-        tasks: returns the tasks of the next round for these client ids. They are started, and abandoned where training
-            begins.
+        build_tasks_of_clients: returns the tasks of the next round for these client ids. They are started, and
+            abandoned where training begins.
     """
     share = settings.cohort_size(len(clients)) / len(clients)
     if settings.engine != "auto":
@@ -106,10 +106,12 @@ def benchmark_engines(
     gains: dict[str, float] = {}
     for members in large_groups:
         engine = InProcessEngine(algorithm, members, device)
-        calls = [_first_fit(engine, task) for task in tasks([client.id for client in members])]
+        calls = [_first_fit(engine, task) for task in build_tasks_of_clients([client.id for client in members])]
         fit_calls = [call for call in calls if call is not None]
         if len(fit_calls) == len(members):
-            gains[architecture_hash(fit_calls[0].module)] = round(measure_cohort_speedup(fit_calls, device), 2)
+            gains[architecture_hash(fit_calls[0].module)] = round(
+                measure_speedup_of_joint_training(fit_calls, device), 2
+            )
     apart = tuple(sorted(name for name, speedup in gains.items() if speedup < MIN_SPEEDUP))
     return EngineChoice("cohort" if len(apart) < len(gains) else "one by one", gains, apart)
 
@@ -127,10 +129,12 @@ def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
 
 
 @grad_enabled()
-def measure_cohort_speedup(calls: Sequence[FitCall], device: torch.device) -> float:
+def measure_speedup_of_joint_training(fit_calls: Sequence[FitCall], device: torch.device) -> float:
     """Returns how many times faster a training step of these clients is together than one by one; 0 if they cannot be
     trained together."""
-    short_calls = [replace(call, options=replace(call.options, local_epochs=1, local_steps=_STEPS)) for call in calls]
+    short_calls = [
+        replace(call, options=replace(call.options, local_epochs=1, local_steps=_STEPS)) for call in fit_calls
+    ]
     first = short_calls[0]
     if len(group_fit_calls(short_calls)) > 1:
         return 0.0
@@ -149,7 +153,7 @@ def measure_cohort_speedup(calls: Sequence[FitCall], device: torch.device) -> fl
         single_seconds = _seconds(train_first, device)
         if device.type == "cpu" and single_seconds / _STEPS > _LONGEST:
             return 0.0
-        return single_seconds * len(calls) / _seconds(lambda: train_cohort(short_calls), device)
+        return single_seconds * len(fit_calls) / _seconds(lambda: train_cohort(short_calls), device)
     except Exception:  # the run itself reports whatever a network raises
         return 0.0
 

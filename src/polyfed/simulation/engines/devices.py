@@ -12,7 +12,7 @@ def check_engine_installed(engine: str) -> None:
         check_extra_installed("ray", "ray", "engine='ray'", "take engine='auto'")
 
 
-def client_device(settings: Settings) -> torch.device:
+def choose_client_device(settings: Settings) -> torch.device:
     """Returns the torch device on which the clients of a run compute.
 
     With Ray the cluster's nodes may differ from this machine, so that it is CUDA if workers have GPUs, else the CPU.

@@ -16,7 +16,7 @@ from polyfed.core.messages.compressors import Compressor, parse_compressor
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.benchmark import EngineChoice
 from polyfed.simulation.engines.cohort import CohortEngine
-from polyfed.simulation.engines.devices import check_engine_installed, client_device
+from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.engines.pool import PoolEngine, can_fork
 from polyfed.simulation.settings import Settings
@@ -100,7 +100,7 @@ def build_engine_for_settings(
     choice: EngineChoice | None = None,
 ) -> Engine:
     """Builds the engine that the settings of a run ask for; `choice` is the measured choice of `engine="auto"`."""
-    device = client_device(settings)
+    device = choose_client_device(settings)
     ray_options = settings.ray_address, settings.gpus_per_worker
     reply_compression = parse_compressor(settings.compress)
     return build_engine(

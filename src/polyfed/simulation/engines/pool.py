@@ -33,7 +33,7 @@ from polyfed.core.training.cohort import MAX_COHORT_SIZE
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, sort_longest_first
 from polyfed.simulation.engines.cohort import CohortEngine
 from polyfed.simulation.engines.inprocess import InProcessEngine
-from polyfed.simulation.engines.result_codec import pack_result, unpack_result
+from polyfed.simulation.engines.result_codec import decode_result, encode_result_or_failure
 
 _ATTEMPTS = 2
 _AHEAD_BYTES = 32 * 1024  # half of a Linux pipe
@@ -167,7 +167,7 @@ class PoolEngine(Engine):
                 if not worker.batches[0].tasks:
                     worker.batches.popleft()
                 _send_tasks(worker, waiting)  # first of all, so that the worker does not wait
-                yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
+                yield replace(decode_result(data, task), incidents=self._take_incidents(task))
 
     def _handle_dead_worker(self, position: int, waiting: deque[_TaskBatch]) -> Iterator[TaskResult]:
         """Replaces a worker that died, and reschedules its tasks or reports them as failed.
@@ -314,7 +314,7 @@ def _run_worker(
             tasks = [_decode_task(part, tensor_by_name) for _, part in sorted(body["tasks"].items())]
             results = {result.task.client: result for result in engine.run(tasks)}
             for task in tasks:
-                pipe.send_bytes(pack_result(results[task.client]))
+                pipe.send_bytes(encode_result_or_failure(results[task.client]))
     except (EOFError, ConnectionError):
         os._exit(0)  # the parent closed the pipe; do not clean up what was inherited from it
     except BaseException:

@@ -40,13 +40,13 @@ from polyfed.simulation.engines.object_store import (
     unflatten_tensor,
 )
 from polyfed.simulation.engines.ray_cluster import (
-    connect_to_ray,
+    connect_to_ray_if_needed,
     count_worker_slots,
     describe_cluster_resources,
     describe_worker_death,
     set_worker_death_logging,
 )
-from polyfed.simulation.engines.result_codec import pack_result, unpack_result
+from polyfed.simulation.engines.result_codec import decode_result, encode_result_or_failure
 
 _ATTEMPTS = 2
 _STARTS = 3  # failed starts in a row, per worker, after which the run ends
@@ -108,7 +108,7 @@ class RayEngine(Engine):
         self._workers: list[_RayWorker] = []
         self._incidents: dict[str, list[str]] = {}  # client -> deaths of workers that are not reported yet
         self._call, self._failed_starts, self._gpus = 0, 0, gpus_per_worker
-        self._owns_ray = connect_to_ray(address, workers)
+        self._owns_ray = connect_to_ray_if_needed(address, workers)
         try:
             count = min(count_worker_slots(gpus_per_worker), len(clients)) if workers == "auto" else int(workers)
             if address == "local" and ray.cluster_resources().get("GPU", 0) < gpus_per_worker:
@@ -166,7 +166,7 @@ class RayEngine(Engine):
             else:
                 worker.tasks.popleft()
                 self._send_tasks(waiting, shared)  # first of all, so that the worker does not wait
-                yield replace(unpack_result(data, task), incidents=self._take_incidents(task))
+                yield replace(decode_result(data, task), incidents=self._take_incidents(task))
 
     def _send_tasks(self, waiting: deque[tuple[ClientTask, int]], shared: SharedTensors) -> None:
         """Sends a task to every idle worker, and a second one ahead while enough tasks are left for all workers."""
@@ -288,7 +288,7 @@ class _Actor:
         body = deserialize_state(data, self._shared_tensors)
         phase, number, client, seed, run_seed = body["task"]
         task = ClientTask(phase, number, client, Message(body["down"], body["scalars"]), body["own"], seed, run_seed)
-        return pack_result(next(iter(self._engine_for(client).run([task]))))
+        return encode_result_or_failure(next(iter(self._engine_for(client).run([task]))))
 
     def _engine_for(self, client: str) -> InProcessEngine:
         if client not in self._engines:

@@ -18,7 +18,7 @@ _ANSWER_SECONDS = 10.0  # that a cluster has to accept a connection
 _RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
 
 
-def connect_to_ray(address: str, workers: int | str) -> bool:
+def connect_to_ray_if_needed(address: str, workers: int | str) -> bool:
     """Joins or starts a Ray cluster, unless this process is connected to one already; returns whether this call
     connected."""
     if ray.is_initialized():

@@ -8,7 +8,7 @@ from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 
-def pack_result(result: TaskResult) -> bytes:
+def encode_result_or_failure(result: TaskResult) -> bytes:
     """Encodes a task result as bytes; a result that cannot be encoded becomes a failure that says why."""
     try:
         return _pack(result)
@@ -36,8 +36,8 @@ def _pack(result: TaskResult) -> bytes:
     )
 
 
-def unpack_result(data: bytes, task: ClientTask) -> TaskResult:
-    """Decodes the result of `task` from the bytes that `pack_result` returned."""
+def decode_result(data: bytes, task: ClientTask) -> TaskResult:
+    """Decodes the result of `task` from the bytes that `encode_result_or_failure` returned."""
     body = deserialize_state(data)
     reply = None if body["reply"] is None else Message(body["reply"]["tensors"], body["reply"]["scalars"])
     failure = None

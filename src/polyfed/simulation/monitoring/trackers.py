@@ -179,7 +179,7 @@ LOGGERS: Mapping[str, type[Logger]] = {"tensorboard": TensorBoard, "mlflow": MLf
 
 
 @final
-class Tracker(Progress):
+class TrackingProgress(Progress):
     """Logs each round of a run to tracking services, and passes all events to another progress display.
 
     A logger that fails is dropped for the rest of the run, with a warning: a server that is down should not end a
@@ -266,7 +266,7 @@ def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress
             logger.check_reachable()
         except Exception as error:  # of any type that the package raises
             raise UserError(f"cannot track with {name}: {_first_line(error)}") from error
-    return Tracker(
+    return TrackingProgress(
         loggers, expand_user_path(out, "out"), build_terminal_progress(lines=False) if display is None else display
     )
 

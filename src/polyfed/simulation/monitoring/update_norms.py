@@ -58,17 +58,17 @@ def _change(sent: Tensor, received: Tensor | None) -> Tensor:
     return sent - first.to(sent) if first.shape == sent.shape else sent
 
 
-def find_outlying_norms(norms: Mapping[str, float]) -> dict[str, float]:
+def outlier_norm_ratios(norm_by_client: Mapping[str, float]) -> dict[str, float]:
     """Finds clients with much larger updates than the others: client id -> its norm divided by the median norm of the
     others, where that is at least `OUTLIER_FACTOR`.
 
-    >>> (find_outlying_norms({"a": 2.0, "b": 1.0, "c": 300.0}), find_outlying_norms({"a": 2.0}),
-    ...  find_outlying_norms({"a": 0.0, "b": 1.0}))
+    >>> (outlier_norm_ratios({"a": 2.0, "b": 1.0, "c": 300.0}), outlier_norm_ratios({"a": 2.0}),
+    ...  outlier_norm_ratios({"a": 0.0, "b": 1.0}))
     ({'c': 200.0}, {}, {})
     """
     outliers = {}
-    for client, norm in norms.items():
-        other_norms = [value for other_client, value in norms.items() if other_client != client]
+    for client, norm in norm_by_client.items():
+        other_norms = [value for other_client, value in norm_by_client.items() if other_client != client]
         median = statistics.median(other_norms) if other_norms else 0.0
         if median > 0 and norm >= OUTLIER_FACTOR * median:
             outliers[client] = norm / median
@@ -126,5 +126,5 @@ def _norm_warnings(record: Mapping[str, Any]) -> list[str]:
     return [
         f"round {record['round']}: the update of {client!r} has a norm of {norms[client]:.4g}, {times:.4g} times the median "
         "of the others"
-        for client, times in find_outlying_norms(norms).items()
+        for client, times in outlier_norm_ratios(norms).items()
     ]

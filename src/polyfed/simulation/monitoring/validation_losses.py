@@ -25,23 +25,25 @@ def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[st
     return losses
 
 
-def pool_losses(losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int]) -> list[tuple[int, float]]:
+def pool_losses(
+    losses_by_client: Mapping[str, Mapping[int, float]], num_validation: Mapping[str, int]
+) -> list[tuple[int, float]]:
     """Returns the mean loss over all clients' validation examples together, as (round, loss), for the rounds in which every
     client has a loss.
 
     Args:
-        losses: client id -> round -> loss.
-        sizes: client id -> number of validation examples; a missing client counts as one example.
+        losses_by_client: client id -> round -> loss.
+        num_validation: client id -> number of validation examples; a missing client counts as one example.
 
     >>> pool_losses({"a": {1: 1.0, 2: 0.5}, "b": {1: 0.0, 2: 0.0}}, {"a": 1, "b": 3})
     [(1, 0.25), (2, 0.125)]
     """
-    if not losses:
+    if not losses_by_client:
         return []
-    weights = {client: sizes.get(client, 1) for client in losses}
+    weights = {client: num_validation.get(client, 1) for client in losses_by_client}
     total = sum(weights.values())
-    common = sorted(set.intersection(*(set(rounds) for rounds in losses.values())))
-    return [(t, math.fsum(weights[c] * rounds[t] for c, rounds in losses.items()) / total) for t in common]
+    common = sorted(set.intersection(*(set(rounds) for rounds in losses_by_client.values())))
+    return [(t, math.fsum(weights[c] * rounds[t] for c, rounds in losses_by_client.items()) / total) for t in common]
 
 
 def round_of_lowest_loss(curve: LossCurve) -> int | None:
@@ -53,7 +55,7 @@ def round_of_lowest_loss(curve: LossCurve) -> int | None:
     return min(curve, key=lambda point: (point[1], point[0]))[0] if curve else None
 
 
-def round_of_lowest_pooled_loss(history: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> int | None:
+def round_of_lowest_pooled_loss(history: Sequence[Mapping[str, Any]], num_validation: Mapping[str, int]) -> int | None:
     """Returns the round with the lowest mean loss over all clients' validation examples, or the first of several equally
     low; None if no client has a loss.
 
@@ -71,7 +73,7 @@ def round_of_lowest_pooled_loss(history: Sequence[Mapping[str, Any]], sizes: Map
             best = record
         elif best is not None and current_losses.keys() == best_losses.keys():
             (_, current_loss), (_, best_loss) = (
-                pool_losses(losses, sizes)[0] for losses in (current_losses, best_losses)
+                pool_losses(losses, num_validation)[0] for losses in (current_losses, best_losses)
             )
             best = record if current_loss < best_loss else best
     return None if best is None else int(best["round"])

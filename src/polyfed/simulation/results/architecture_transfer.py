@@ -86,7 +86,13 @@ def transfer_network(
         adapt_personal_stack(supernet, client, tuning, lr=export_task.message.scalars["lr"], seed=export_task.seed)
     transfer_method = replace(method, local_steps=steps)
     adapt_personal_stack(
-        supernet, task, transfer_method, lr=lr, seed=derive_seed(seed, "transfer"), samplers=False, base=parts == "all"
+        supernet,
+        task,
+        transfer_method,
+        lr=lr,
+        seed=derive_seed(seed, "transfer"),
+        trains_samplers=False,
+        trains_base_stack=parts == "all",
     )
     adapted_network = method.derive_network(client_network, {}, task, export_task.seed)
     return TransferResult(

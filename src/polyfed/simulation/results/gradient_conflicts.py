@@ -2,7 +2,7 @@
 server's parameters θ after the last round."""
 
 from dataclasses import replace
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -21,12 +21,18 @@ from polyfed.simulation.results.run import Run
 _ROWS = 256
 
 
+@final
+class GradientConflicts(NamedTuple):
+    """Holds the ids of a run's clients, ascending, and in this order the weights α_i of their gradients, with the two sides
+    of Proposition 1."""
+
+    client_ids: tuple[str, ...]
+    step_weights: StepWeights
+
+
 @exclusive_single_torch_thread_with_grad()
-def measure_gradient_conflicts(
-    run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0
-) -> tuple[tuple[str, ...], StepWeights]:
-    """Measures how much the averaged gradient of a FedPNAS run agrees with each client's own gradient. Returns the weight
-    α_i of every client, and the two sides of Proposition 1.
+def measure_gradient_conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> GradientConflicts:
+    """Measures how much the averaged gradient of a FedPNAS run agrees with each client's own gradient.
 
     g_i is the gradient on the client's own training examples at the server's θ, g̃_i that after one inner step of the
     method (`eta`, `inner`). All clients draw the same operations, in both passes; BatchNorm uses batch statistics.
@@ -36,9 +42,6 @@ def measure_gradient_conflicts(
         rows: training examples of each client, evenly spaced if it has more.
         draws: number of draws of operations, over which gradients are averaged.
         seed: of the draws.
-
-    Returns:
-        The clients' ids, ascending, and their weights in this order.
 
     Raises:
         UserError: a run of another method, or a number below 1.
@@ -66,9 +69,8 @@ def measure_gradient_conflicts(
         pairs.append(
             _ClientGradients(method, run.federation.clients[client], rows, seed).mean_gradients(message, draws)
         )
-    return ids, compute_step_weights(
-        *(torch.stack(gradients_of_clients) for gradients_of_clients in zip(*pairs, strict=True))
-    )
+    stacked = (torch.stack(gradients_of_clients) for gradients_of_clients in zip(*pairs, strict=True))
+    return GradientConflicts(ids, compute_step_weights(*stacked))
 
 
 @final

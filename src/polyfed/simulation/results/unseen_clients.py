@@ -148,7 +148,9 @@ def load_trained_server(out: str | Path) -> TrainedServer:
     algorithm = _require_flha_ghn(algorithm, str(folder))
     integrity.check_config_unchanged(folder, config, manifest)
     binding = integrity.run_binding(config, manifest)
-    checkpoint, notes = checkpoints.load_newest_checkpoint(folder / "checkpoint", expected=lambda number: binding)
+    checkpoint, notes = checkpoints.load_newest_checkpoint(
+        folder / "checkpoint", expected_binding_of_round=lambda number: binding
+    )
     if checkpoint is None:
         if notes:
             raise UserError(

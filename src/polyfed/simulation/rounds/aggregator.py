@@ -4,7 +4,7 @@ invalid."""
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -13,6 +13,14 @@ from polyfed.core.algorithm import Algorithm, Message, ServerContext
 from polyfed.core.errors import RoundError
 from polyfed.core.state_dict import iter_tensors, state_dict_spec
 from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default_mean
+
+
+@final
+class AggregatedReplies(NamedTuple):
+    """Holds the server's state after aggregation, and the clients whose replies were left out, each with the reason."""
+
+    server_state: Any
+    reason_by_left_out_client: dict[str, str]
 
 
 @final
@@ -57,7 +65,7 @@ class ReplyAggregator:
             self._replies[client] = reply
             self._sum_waiting_replies()
 
-    def mark_missing(self, client: str) -> None:
+    def mark_client_missing(self, client: str) -> None:
         """Marks a client as one that will not reply in this round."""
         self._missing_ids.add(client)
         self._sum_waiting_replies()
@@ -75,15 +83,12 @@ class ReplyAggregator:
                 self._algorithm.add_reply(self._sum, client, self._replies.pop(client))
         self.seconds += time.perf_counter() - started
 
-    def aggregate(self, server: ServerContext, *, drop: bool) -> tuple[Any, dict[str, str]]:
+    def aggregate(self, server: ServerContext, *, leave_out_bad_replies: bool) -> AggregatedReplies:
         """Computes the server's next state from the replies; also returns the clients whose replies were left out.
 
         Args:
             server: what the server knows.
-            drop: whether a reply that breaks the state is left out; otherwise it ends the run.
-
-        Returns:
-            The state, and the clients that were left out, each with the reason.
+            leave_out_bad_replies: whether a reply that breaks the state is left out; otherwise it ends the run.
 
         Raises:
             RoundError: the state is not finite, and no single reply is to blame, or none may be left out.
@@ -94,16 +99,18 @@ class ReplyAggregator:
                 raise RoundError(
                     f"{type(self._algorithm).__name__}: {broken} after the mean; lower lr or set clip_norm"
                 )
-            return next_state, {}
-        dropped = _find_incompatible_replies(self._replies) if drop and uses_default_mean(self._algorithm) else {}
+            return AggregatedReplies(next_state, {})
+        dropped: dict[str, str] = {}
+        if leave_out_bad_replies and uses_default_mean(self._algorithm):
+            dropped = _find_incompatible_replies(self._replies)
         replies = {i: reply for i, reply in self._replies.items() if i not in dropped}
         next_state, flaw, error = self._try_aggregate(replies, server)
         if flaw is None:
-            return next_state, dropped
-        if error is not None and not drop:
+            return AggregatedReplies(next_state, dropped)
+        if error is not None and not leave_out_bad_replies:
             raise error
         bad_replies = self._find_bad_replies(replies, server)
-        if not drop or not bad_replies or len(bad_replies) == len(replies):
+        if not leave_out_bad_replies or not bad_replies or len(bad_replies) == len(replies):
             whose = f" for the replies of {', '.join(map(repr, bad_replies))}" if bad_replies else ""
             raise error or RoundError(f"{type(self._algorithm).__name__}: {flaw} after aggregation{whose}; lower lr or set "
                                       "clip_norm")  # fmt: skip
@@ -111,7 +118,7 @@ class ReplyAggregator:
         next_state, flaw, error = self._try_aggregate(good_replies, server)
         if flaw is not None:
             raise error or RoundError(f"{type(self._algorithm).__name__}: {flaw} after aggregation")
-        return next_state, dropped | bad_replies
+        return AggregatedReplies(next_state, dropped | bad_replies)
 
     def _try_aggregate(
         self, replies: Mapping[str, Message], server: ServerContext

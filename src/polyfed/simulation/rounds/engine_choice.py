@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.benchmark import EngineChoice, benchmark_engines
-from polyfed.simulation.engines.devices import client_device
+from polyfed.simulation.engines.devices import choose_client_device
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ def resolve_auto_engine(
         return EngineChoice()
     manifest = {} if directory is None else directory.read_manifest()
     if "auto" in manifest:
-        return EngineChoice.from_manifest(manifest["auto"])
+        return EngineChoice.from_manifest_entry(manifest["auto"])
 
     def tasks(ids: Sequence[str]) -> list[ClientTask]:
         return [
@@ -37,10 +37,10 @@ def resolve_auto_engine(
             for task in block
         ]
 
-    clients, device = list(federation.clients.values()), client_device(settings)
+    clients, device = list(federation.clients.values()), choose_client_device(settings)
     choice = benchmark_engines(settings, federation.algorithm, clients, device, tasks)
     if choice.gains:
         progress.say(str(choice))
     if directory is not None:
-        directory.add_to_manifest({"auto": choice.to_manifest()})
+        directory.add_to_manifest({"auto": choice.to_manifest_entry()})
     return choice

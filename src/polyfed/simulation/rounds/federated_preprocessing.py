@@ -32,7 +32,7 @@ from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.training_round import run_round
+from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 from polyfed.simulation.settings import Settings
 
 _ROUNDS = 2
@@ -155,7 +155,9 @@ def run_moments_rounds(federation: Federation, engine: Engine, template: TablePr
     """Runs the two rounds, and returns `template` with the means and variances that they computed."""
     checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
     for _ in range(_ROUNDS):
-        next_checkpoint = run_round(federation, checkpoint, history, engine, SilentProgress(), lambda *_: None)
+        next_checkpoint = train_and_aggregate_round(
+            federation, checkpoint, history, engine, SilentProgress(), lambda *_: None
+        )
         history.append(next_checkpoint.unevaluated_record or {})
         checkpoint = replace(next_checkpoint, unevaluated_record=None)  # there is nothing to evaluate
     facts = {

@@ -241,7 +241,7 @@ class Federation:
             client_message = next(message for client_info, message in messages if client_info.id == client)
         return self.build_task(phase, client, checkpoint.round, client_message, checkpoint)
 
-    def decode_reply(self, reply: Any, message: Message) -> Any:
+    def decode_reply_for_server(self, reply: Any, message: Message) -> Any:
         """Returns a client's reply in the form that the server half of the method takes: decompressed, with full adapters.
 
         An object that is no valid message is returned unchanged, for `reply_error` to refuse.
@@ -323,10 +323,10 @@ def build_message_compressor(settings: Settings, round_number: int) -> Broadcast
     )
 
 
-def mean_train_loss(scalars_of: Mapping[str, Mapping[str, float]]) -> float | None:
+def mean_train_loss(scalars_by_client: Mapping[str, Mapping[str, float]]) -> float | None:
     """Returns the mean of the clients' training losses, weighted by their numbers of examples; None if no reply has a
     loss."""
-    reported = [scalars for _, scalars in sorted(scalars_of.items()) if "train_loss" in scalars]
+    reported = [scalars for _, scalars in sorted(scalars_by_client.items()) if "train_loss" in scalars]
     if not reported:
         return None
     weights = [scalars.get("num_examples", 1.0) for scalars in reported]

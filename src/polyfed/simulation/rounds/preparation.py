@@ -18,7 +18,7 @@ from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_publ
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.fingerprints import data_fingerprint, former_version_error
-from polyfed.simulation.engines.devices import check_engine_installed, client_device
+from polyfed.simulation.engines.devices import check_engine_installed, choose_client_device
 from polyfed.simulation.rounds.federated_preprocessing import with_common_preprocessing
 from polyfed.simulation.rounds.federation import Federation, deciding_metric_manifest_entry
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
@@ -29,7 +29,7 @@ from polyfed.simulation.storage.configuration import describe_method_and_setting
 from polyfed.simulation.storage.directory import RunDirectory, to_plain_values
 
 
-def build_federation(
+def check_and_build_federation(
     clients: Iterable[Client],
     algorithm: Algorithm[Any, Any],
     settings: Settings,
@@ -79,7 +79,7 @@ def build_federation(
     if settings.secure:
         check_secure_support(algorithm, cohort_size)
     check_engine_installed(settings.engine)
-    device = client_device(settings)
+    device = choose_client_device(settings)
     if isinstance(algorithm, LocalTraining):
         check_precision(algorithm.precision, device)
         requirements.check_training_options(clients, algorithm)
@@ -138,7 +138,7 @@ def create_run_directory(
     return directory
 
 
-def check_same_clients(directory: RunDirectory, federation: Federation) -> None:
+def check_clients_are_those_of_run(directory: RunDirectory, federation: Federation) -> None:
     """Checks that a run is resumed with the same clients and data as before.
 
     Raises:

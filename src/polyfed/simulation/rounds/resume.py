@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, final
 
 from polyfed.core.errors import UserError
 from polyfed.simulation.rounds.federation import Federation
@@ -13,15 +13,18 @@ from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory, read_config, read_metrics, read_metrics_text
 
 
-def rewind_to_checkpoint(
-    directory: RunDirectory, federation: Federation
-) -> tuple[Checkpoint | None, list[dict[str, Any]]]:
+@final
+class RewoundRun(NamedTuple):
+    """Holds the checkpoint from which a run is resumed, None if it begins anew, and the records of the rounds up to it."""
+
+    checkpoint: Checkpoint | None
+    records: list[dict[str, Any]]
+
+
+def rewind_to_newest_checkpoint(directory: RunDirectory, federation: Federation) -> RewoundRun:
     """Loads the newest usable checkpoint of a run, and removes everything newer from the run directory.
 
     If the run keeps another round than the last, the checkpoint of that round must be whole too.
-
-    Returns:
-        The checkpoint, None if the run has none and begins anew; and the records up to it.
 
     Raises:
         UserError: there are checkpoints, but none is usable.
@@ -44,7 +47,7 @@ def rewind_to_checkpoint(
             [checkpoint] if kept_checkpoint is None or kept_checkpoint is checkpoint else [checkpoint, kept_checkpoint]
         ):
             unevaluated = [] if state.unevaluated_record is None else [state.unevaluated_record]
-            if wrong := validators[0].find_error(state, [*records[: state.last_recorded_round], *unevaluated]):
+            if wrong := validators[0].state_error(state, [*records[: state.last_recorded_round], *unevaluated]):
                 raise UserError(describe_state_error(wrong, directory.checkpoint_folder, federation, state.round))
 
     start, notes = checkpoints.load_newest_checkpoint(
@@ -60,7 +63,7 @@ def rewind_to_checkpoint(
     checkpoints.remove_newer_checkpoints(directory.checkpoint_folder, 0 if start is None else start.round)
     for note in notes:
         warnings.warn(f"{note}; the one before it is used", RuntimeWarning, stacklevel=3)
-    return start, history
+    return RewoundRun(start, history)
 
 
 def load_kept_checkpoint(
@@ -68,7 +71,7 @@ def load_kept_checkpoint(
     federation: Federation,
     history: Sequence[Mapping[str, Any]],
     latest: Checkpoint,
-    expected: Callable[[int], integrity.Binding] | None = None,
+    expected_binding_of_round: Callable[[int], integrity.Binding] | None = None,
 ) -> Checkpoint | None:
     """Loads the checkpoint after the round that the setting `keep` selects; None if it selects no round yet.
 
@@ -76,7 +79,7 @@ def load_kept_checkpoint(
         directory, federation: of the run.
         history: the records up to `latest`.
         latest: the newest checkpoint, which is returned if its round is the one.
-        expected: the binding that a checkpoint of a round must have.
+        expected_binding_of_round: the binding that a checkpoint of a round must have.
 
     Returns:
         The state; None if no round so far is to be kept.
@@ -88,4 +91,4 @@ def load_kept_checkpoint(
     kept_round = keep if isinstance(keep, int) else federation.best_round(history)
     if kept_round is None or kept_round >= latest.round:
         return latest if kept_round == latest.round else None
-    return checkpoints.load_round_checkpoint(directory.checkpoint_folder, kept_round, expected)
+    return checkpoints.load_round_checkpoint(directory.checkpoint_folder, kept_round, expected_binding_of_round)

@@ -86,10 +86,10 @@ class RunState:
         record, outputs = complete_record(
             self.federation, after.unevaluated_record or {}, evaluation_results, self.history
         )
-        record["analysis"] = self.write_analysis(after, record.pop("replied"))
+        record["analysis"] = self.write_plot_arrays_and_return_numbers(after, record.pop("replied"))
         keep = self.settings.keep
         round_to_keep = keep if isinstance(keep, int) else record["best_round"]
-        if too_large := self.predictions.add_round(after.round, outputs, round_to_keep):
+        if too_large := self.predictions.store_round_or_explain(after.round, outputs, round_to_keep):
             if self.directory is not None:
                 self.directory.add_to_manifest({"predictions": too_large})
             warnings.warn(too_large, RuntimeWarning, stacklevel=7)
@@ -100,19 +100,21 @@ class RunState:
         for callback in self.callbacks:
             callback.on_round(record)
 
-    def request_stop(self, name: str) -> None:
+    def request_stop_after_round(self, callback_name: str) -> None:
         """Ends the run after the current round, and records which callback stopped it; only the first call counts."""
         if self.stopped_by is None and self.current_round < self.settings.rounds:
-            self.stopped_by, self.last_round = name, self.current_round
+            self.stopped_by, self.last_round = callback_name, self.current_round
 
     def stop_manifest_entry(self) -> dict[str, Any]:
         """Returns the entry `stopped` of `manifest.json`: which callback stopped the run, and after which round; an empty
         dict if none did."""
         return {} if self.stopped_by is None else {"stopped": {"round": self.last_round, "by": self.stopped_by}}
 
-    def write_analysis(self, checkpoint: Checkpoint, client_ids: Sequence[str]) -> dict[str, float]:
-        """Writes the arrays that the method provides for plots after a round, and returns the numbers that it provides for
-        the round's record.
+    def write_plot_arrays_and_return_numbers(
+        self, checkpoint: Checkpoint, client_ids: Sequence[str]
+    ) -> dict[str, float]:
+        """Writes the arrays that the method provides for plots after a round, and returns the numbers that it provides
+        for the round's record.
 
         Args:
             checkpoint: the state after the round.
@@ -124,5 +126,5 @@ class RunState:
         analysis = self.federation.algorithm.analysis(checkpoint.state, client_ids)
         arrays = {name: value for name, value in analysis.items() if not isinstance(value, int | float)}
         if self.directory is not None and arrays:
-            self.directory.write_analysis(checkpoint.round, arrays)
+            self.directory.write_plot_arrays(checkpoint.round, arrays)
         return {name: value for name, value in analysis.items() if isinstance(value, int | float)}

@@ -85,7 +85,7 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
         )
 
 
-def encode_sum_part(reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int) -> Message:
+def encode_reply_in_fixed_point(reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int) -> Message:
     """Encodes a client's reply in fixed point, as its part of a secure sum, as a site does before masking.
 
     Args:
@@ -109,7 +109,7 @@ def sum_part_error(
     """Returns the reason why a client's part cannot be added to a secure sum, as half a sentence; None if it can.
 
     Args:
-        part: made by `encode_sum_part`, masked or not.
+        part: made by `encode_reply_in_fixed_point`, masked or not.
         algorithm: the method.
         server_state: the state from which the server made `message`.
         message: what was sent to the client.
@@ -147,7 +147,7 @@ class SecureSum(ReplySum):
         return sorted(self._ids)
 
     def add(self, client_id: str, reply: Message) -> None:
-        """Adds a client's reply, encoded in fixed point by `encode_sum_part`.
+        """Adds a client's reply, encoded in fixed point by `encode_reply_in_fixed_point`.
 
         Raises:
             UserError: its layout differs from that of the first.

@@ -46,8 +46,9 @@ class StateValidator:
             with warnings.catch_warnings(action="ignore"):  # they were shown when the run began
                 self._initial_server_state = federation.initial_checkpoint().state
 
-    def find_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str:
-        """Returns how a checkpoint differs from the states that the method creates, as half a sentence; "" if it does not.
+    def state_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str | None:
+        """Returns how a checkpoint differs from the states that the method creates, as half a sentence; None if it does
+        not.
 
         Args:
             checkpoint: the checkpoint.
@@ -68,10 +69,10 @@ class StateValidator:
                         for i, client_state in checkpoint.client_states.items()
                     ),
                 ),
-                "",
+                None,
             )
         if not self._is_registered:
-            return ""
+            return None
         if error_text := _state_difference(
             self._initial_server_state, checkpoint.state, [*_trees(self._initial_server_state)], ids
         ) or nonfinite_state_error(checkpoint.state):
@@ -80,7 +81,7 @@ class StateValidator:
             (i, self._client_state_error(self._federation.clients[i], client_state))
             for i, client_state in checkpoint.client_states.items()
         )
-        return next((f"the private state of {i!r}: {error_text}" for i, error_text in wrongs if error_text), "")
+        return next((f"the private state of {i!r}: {error_text}" for i, error_text in wrongs if error_text), None)
 
     def _client_state_error(self, client: Client, client_state: PyTree) -> str:
         """Returns how a client's private state differs from the initial one; "" if it does not."""
@@ -103,12 +104,12 @@ class StateValidator:
             return self._federation.algorithm.client_init(client, seed)
 
 
-def describe_state_error(wrong: str, folder: object, federation: Federation, round_number: int) -> str:
+def describe_state_error(difference: str, folder: object, federation: Federation, round_number: int) -> str:
     """Returns the error message for a checkpoint whose server or client states do not match those that the method
     creates."""
     return (
         f"the checkpoint of round {round_number} in {folder} is not what {registry_name(federation.algorithm)} wrote "
-        f"for these clients: {wrong}"
+        f"for these clients: {difference}"
     )
 
 

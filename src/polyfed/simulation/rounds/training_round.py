@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -25,11 +25,11 @@ from polyfed.simulation.monitoring.progress import Progress
 from polyfed.simulation.monitoring.update_norms import NORM, describe_round_warnings, update_norm
 from polyfed.simulation.rounds.aggregator import ReplyAggregator
 from polyfed.simulation.rounds.federation import Federation, mean_train_loss
-from polyfed.simulation.rounds.secure_aggregation import encode_sum_part, sum_part_error
+from polyfed.simulation.rounds.secure_aggregation import encode_reply_in_fixed_point, sum_part_error
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.directory import RunDirectory
-from polyfed.simulation.storage.model_signature import write_model
+from polyfed.simulation.storage.model_signature import write_model_with_signature
 from polyfed.simulation.storage.predictions import OutputsByClient
 
 
@@ -146,7 +146,7 @@ def _validate_reply(
         if reply is not None and (flaw := sum_part_error(reply, federation.algorithm, checkpoint.state, task.message)):
             raise ValueError(flaw)
         return reply, reply, None  # no reply of a site that is in no sum of this round
-    decoded = federation.decode_reply(reply, task.message)
+    decoded = federation.decode_reply_for_server(reply, task.message)
     if flaw := federation.reply_error(decoded, checkpoint.state, task.message, task.client):
         raise ValueError(flaw)
     if not federation.settings.secure:
@@ -157,7 +157,9 @@ def _validate_reply(
             else federation.decompress_reply(reply, task.message)
         )
         return decoded, reply, update_norm(uncompressed, task.message, federation.algorithm._differences)
-    part = encode_sum_part(decoded, federation.algorithm, federation.cohort_size)  # as a site does before it masks
+    part = encode_reply_in_fixed_point(
+        decoded, federation.algorithm, federation.cohort_size
+    )  # as a site does before it masks
     return part, part, None
 
 
@@ -194,15 +196,15 @@ def _record_result(
         raise failure
     else:
         if aggregator is not None:
-            aggregator.mark_missing(task.client)
+            aggregator.mark_client_missing(task.client)
         progress.say(f"{failure}; the run goes on without this client")
         reason = {"client": failure.client, "phase": failure.phase, "reason": failure.reason}
         phase_results.failures.append({**reason, "retried": False})
 
 
-def is_evaluation_round(settings: Settings, number: int) -> bool:
+def is_evaluation_round(settings: Settings, round_number: int) -> bool:
     """Returns whether all clients are evaluated after this round."""
-    return number % settings.evaluate_every == 0 or number == settings.rounds
+    return round_number % settings.evaluate_every == 0 or round_number == settings.rounds
 
 
 def evaluate_clients(
@@ -214,22 +216,23 @@ def evaluate_clients(
     )
 
 
-def run_round(
+def train_and_aggregate_round(
     federation: Federation,
     previous: Checkpoint,
     history: Sequence[Mapping[str, Any]],
     engine: Engine,
     progress: Progress,
-    on_evaluated: Callable[[Checkpoint, PhaseResults], object],
+    on_previous_round_evaluated: Callable[[Checkpoint, PhaseResults], object],
 ) -> Checkpoint:
-    """Runs one training round: clients train, and the server aggregates their replies; the round is evaluated later.
+    """Runs one training round: clients train, and the server aggregates their replies; all clients are evaluated with
+    the training of the next round.
 
     Args:
         federation, engine, progress: of the run.
         previous: the state after the round before. If that round is unevaluated, all clients are evaluated beside the
             training.
         history: the records of the rounds before.
-        on_evaluated: gets `previous` and its evaluation, before the replies of this round are aggregated.
+        on_previous_round_evaluated: gets `previous` and its evaluation, before the replies of this round are aggregated.
 
     Returns:
         The state after the round, with the record as far as it is known.
@@ -250,14 +253,16 @@ def run_round(
     evaluation = None if previous.unevaluated_record is None else PhaseResults()
     training = run_phase(federation, engine, "local", trained, number, previous, progress, aggregator, evaluation)
     if evaluation is not None:
-        on_evaluated(previous, evaluation)
+        on_previous_round_evaluated(previous, evaluation)
     reply_ids = [i for i in cohort if i in training.results]
     if len(reply_ids) < settings.min_replies:
         reasons = "; ".join(f"{f['client']}: {f['reason']}" for f in training.failures[:3])
         raise RoundError(f"round {number} has {len(reply_ids)} valid replies of {len(cohort)}, min_replies is "
                          f"{settings.min_replies} ({reasons})")  # fmt: skip
     aggregating = clock()
-    state, dropped = aggregator.aggregate(federation.server_context(), drop=settings.on_error == "skip")
+    state, dropped = aggregator.aggregate(
+        federation.server_context(), leave_out_bad_replies=settings.on_error == "skip"
+    )
     for i, reason in dropped.items():
         training.failures.append({"client": i, "phase": "aggregate", "reason": reason, "retried": False})
         progress.say(f"client {i!r}: {reason}; its reply is left out")
@@ -306,26 +311,31 @@ def _describe_training(
     }
 
 
+@final
+class CompletedRecord(NamedTuple):
+    """Holds the complete record of a round, and the outputs of the evaluated networks by client."""
+
+    record: dict[str, Any]
+    outputs_by_client: OutputsByClient
+
+
 def complete_record(
     federation: Federation,
-    record: Mapping[str, Any],
+    incomplete_record: Mapping[str, Any],
     evaluation_results: PhaseResults | None,
     history: Sequence[Mapping[str, Any]],
-) -> tuple[dict[str, Any], OutputsByClient]:
+) -> CompletedRecord:
     """Completes the record of a round for `metrics.jsonl` with the results of its evaluation.
 
     Args:
         federation: of the run.
-        record: the incomplete record that `run_round` made.
+        incomplete_record: the incomplete record that `train_and_aggregate_round` made.
         evaluation_results: the evaluation of all clients; None in a round without one.
         history: the records of the rounds before.
-
-    Returns:
-        The record, and the outputs of the evaluated networks by client.
     """
-    full_record, outputs = dict(record), dict[str, Mapping[str, Tensor]]()
+    full_record, outputs = dict(incomplete_record), dict[str, Mapping[str, Tensor]]()
     if evaluation_results is not None:
-        rows = dict(record["clients"])
+        rows = dict(incomplete_record["clients"])
         metrics = {i: result.metrics for i, result in sorted(evaluation_results.results.items())}
         for i, values in metrics.items():
             rows[i] = {**rows.get(i, {}), **values}
@@ -333,16 +343,17 @@ def complete_record(
             i: result.predictions for i, result in sorted(evaluation_results.results.items()) if result.predictions
         }
         full_record |= {
-            "seconds": round(record["seconds"] + evaluation_results.seconds, 4),
+            "seconds": round(incomplete_record["seconds"] + evaluation_results.seconds, 4),
             "clients": {i: rows[i] for i in sorted(rows)},
             "summary": summarise_clients(metrics, federation.client_registry.num_examples),
-            "failures": sorted([*record["failures"], *evaluation_results.failures], key=failure_sort_key),
+            "failures": sorted([*incomplete_record["failures"], *evaluation_results.failures], key=failure_sort_key),
         }
     earlier_records: Sequence[Mapping[str, Any]] = history
     if federation.settings.keep == "loss" and history:  # all but the best were worse
         earlier_records = [history[history[-1]["best_round"] - 1]] if history[-1]["best_round"] else []
     best = federation.best_round([*earlier_records, full_record])
-    return {**full_record, "warnings": describe_round_warnings(full_record), "best_round": best}, outputs
+    completed = {**full_record, "warnings": describe_round_warnings(full_record), "best_round": best}
+    return CompletedRecord(completed, outputs)
 
 
 def write_personal_models(
@@ -368,4 +379,4 @@ def write_personal_models(
             continue
         if result.weights is not None:  # at a site they stay there
             owner = federation.clients.get(client)
-            write_model(directory.model_path(client), result.weights, result.description, owner)
+            write_model_with_signature(directory.model_path(client), result.weights, result.description, owner)

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, final
+from typing import Any, NamedTuple, NotRequired, TypedDict, final
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import (
@@ -87,10 +87,10 @@ class Checkpoint:
         return self.round if self.unevaluated_record is None else self.round - 1
 
 
-def save_checkpoint(
+def save_checkpoint_and_remove_older(
     folder: Path,
     checkpoint: Checkpoint,
-    changed: Collection[str],
+    changed_clients: Collection[str],
     previous_round: int,
     kept_rounds: Collection[int] = (),
     binding: Binding | None = None,
@@ -100,7 +100,7 @@ def save_checkpoint(
     Args:
         folder: of the checkpoints.
         checkpoint: to write.
-        changed: clients whose private state differs from that in the previous checkpoint.
+        changed_clients: clients whose private state differs from that in the previous checkpoint.
         previous_round: the round of the checkpoint that was last loaded or saved; 0 if there is none. Other checkpoints
             may lie in `folder`, damaged ones too, but are not relied on.
         kept_rounds: rounds whose checkpoints stay.
@@ -133,7 +133,7 @@ def save_checkpoint(
     sums = {_SERVER: _write(partial / _SERVER, serialize_state(server))}
     for client in sorted(with_tensors):
         name = _client_file(client)
-        checksum = None if client in changed else base_checksums.get(name)
+        checksum = None if client in changed_clients else base_checksums.get(name)
         if checksum is not None and any(_link_if_intact(old / name, partial / name, checksum) for old in expendable):
             sums[name] = checksum
         else:
@@ -149,23 +149,28 @@ def save_checkpoint(
             shutil.rmtree(old)
 
 
+@final
+class NewestCheckpoint(NamedTuple):
+    """Holds the newest usable checkpoint of a run, or None, and for each newer one the reason why it was not used."""
+
+    checkpoint: Checkpoint | None
+    reasons_against_newer: list[str]
+
+
 def load_newest_checkpoint(
     folder: Path,
     last_metrics_round: int | None = None,
-    check: Callable[[Checkpoint], object] = lambda found: None,
-    expected: Callable[[int], Binding] | None = None,
-) -> tuple[Checkpoint | None, list[str]]:
+    check_usable: Callable[[Checkpoint], object] = lambda found: None,
+    expected_binding_of_round: Callable[[int], Binding] | None = None,
+) -> NewestCheckpoint:
     """Loads the newest checkpoint that is intact and belongs to the run; also returns, for each newer one, a sentence that
     says why it was not used.
 
     Args:
         folder: of the checkpoints.
         last_metrics_round: the last round in the metrics; a later checkpoint is not usable. None needs no metrics.
-        check: raises a `UserError` for a checkpoint that is not usable for another reason.
-        expected: returns what a checkpoint after this round must be bound to; None does not check it.
-
-    Returns:
-        (checkpoint or None if none is usable, sentences).
+        check_usable: raises a `UserError` for a checkpoint that is not usable for another reason.
+        expected_binding_of_round: returns what a checkpoint after this round must be bound to; None does not check it.
     """
     notes: list[str] = []
     for candidate in _newest_first(folder):
@@ -179,21 +184,23 @@ def load_newest_checkpoint(
             metrics = folder.parent / "metrics.jsonl"
             notes.append(f"{metrics} does not hold rounds 1 to {last}, which checkpoint {candidate} follows")
             continue
-        reason = expected and binding_error(_read_binding(candidate), expected(last), candidate, last)
+        reason = expected_binding_of_round and binding_error(
+            _read_binding(candidate), expected_binding_of_round(last), candidate, last
+        )
         if reason:
             notes.append(reason)
             continue
         try:
-            check(checkpoint)
+            check_usable(checkpoint)
         except UserError as error:
             notes.append(str(error))
             continue
-        return checkpoint, notes
-    return None, notes
+        return NewestCheckpoint(checkpoint, notes)
+    return NewestCheckpoint(None, notes)
 
 
 def load_round_checkpoint(
-    folder: Path, round_number: int, expected: Callable[[int], Binding] | None = None
+    folder: Path, round_number: int, expected_binding_of_round: Callable[[int], Binding] | None = None
 ) -> Checkpoint:
     """Loads the checkpoint of one round.
 
@@ -205,10 +212,10 @@ def load_round_checkpoint(
         checkpoint = _read_checkpoint(round_folder)
     except (UserError, OSError, ValueError, KeyError) as error:
         raise UserError(f"checkpoint {round_folder} is missing or damaged ({error})") from error
-    if expected and (
+    if expected_binding_of_round and (
         reason := binding_error(
             _read_binding(round_folder),
-            expected(checkpoint.last_recorded_round),
+            expected_binding_of_round(checkpoint.last_recorded_round),
             round_folder,
             checkpoint.last_recorded_round,
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, final
 
 from polyfed.algorithms import get, registry_name
 from polyfed.core.algorithm import Algorithm
@@ -32,9 +32,17 @@ def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
     }
 
 
+@final
+class RestoredConfiguration(NamedTuple):
+    """Holds the settings and the method of a run."""
+
+    settings: Settings
+    method: Algorithm[Any, Any]
+
+
 def restore_settings_and_method(
     config: Mapping[str, Any], algorithm: Algorithm[Any, Any] | None
-) -> tuple[Settings, Algorithm[Any, Any]]:
+) -> RestoredConfiguration:
     """Restores the settings and the method of a run from its `config.yaml`.
 
     Args:
@@ -47,7 +55,7 @@ def restore_settings_and_method(
     settings = build_settings(config)
     saved = read_section(config, "algorithm")
     if not isinstance(algorithm, Algorithm):  # None, or something that `federate` rejects later
-        return settings, build_method(saved) if algorithm is None else algorithm
+        return RestoredConfiguration(settings, build_method(saved) if algorithm is None else algorithm)
     current = _describe_method(algorithm)
     saved = rename_former_fields(saved, current)
     declared_fields = dataclasses.fields(algorithm)  # type: ignore[arg-type]
@@ -63,7 +71,7 @@ def restore_settings_and_method(
             f"{f} was {saved.get(f, _ABSENT)!r} and is now {current.get(f, _ABSENT)!r}" for f in changed_names
         )
         raise UserError(f"algorithm is not that of the run: {changes}; resume with the same, or start another run")
-    return settings, algorithm
+    return RestoredConfiguration(settings, algorithm)
 
 
 def build_settings(config: Mapping[str, Any]) -> Settings:

@@ -3,7 +3,7 @@
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Required, TypedDict, final
@@ -22,7 +22,7 @@ from polyfed.core.io.atomic_files import (
 )
 from polyfed.core.io.atomic_files import write_file_atomically as write_file_atomically  # deployments take it from here
 from polyfed.core.io.validation import parse_json, parse_yaml, validation_error
-from polyfed.simulation.storage.integrity import RunningHash, hash_config, read_newest_binding
+from polyfed.simulation.storage.integrity import RunningHash, hash_settings_that_affect_results, read_newest_binding
 from polyfed.simulation.storage.integrity import describe_changed_files as changes_of
 from polyfed.simulation.storage.paths import safe_file_name
 
@@ -120,7 +120,7 @@ class RunDirectory:
         """Writes the configuration to `config.yaml`. This file makes the folder a run directory, so everything else that
         precedes the first round must be written before."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        self.add_to_manifest({"config_sha256": hash_config(parse_yaml(text))})
+        self.add_to_manifest({"config_sha256": hash_settings_that_affect_results(parse_yaml(text))})
         write_file_atomically(self.path / "config.yaml", text.encode())
 
     def write_manifest(self, facts: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class RunDirectory:
         """Returns the hash of all lines of `metrics.jsonl` so far, which each checkpoint stores."""
         return self._metrics_hash.hexdigest()
 
-    def write_analysis(self, round_number: int, arrays: Mapping[str, Any]) -> None:
+    def write_plot_arrays(self, round_number: int, arrays: Mapping[str, Any]) -> None:
         """Writes the arrays that the method provides for plots after a round to `analysis/round-N.npz`."""
         import numpy as np
 
@@ -193,7 +193,9 @@ class RunDirectory:
         return create_private_folder_if_missing(self.path / "models") / f"{safe_file_name(client)}.safetensors"
 
 
-def write_weights(path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None) -> None:
+def write_weights_and_description(
+    path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None
+) -> None:
     """Writes a network's weights as a safetensors file, and its description, if there is one, beside it."""
     import safetensors.torch  # imported late: it imports torch, which reading a configuration should not need
 
@@ -288,7 +290,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return {} if validation_error(content, Manifest) else dict(content)
 
 
-def list_changed_files(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
+def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
     """Returns a sentence for each file of a run directory that was changed after the run wrote it (see `integrity`).
 
     Args:
@@ -302,37 +304,20 @@ def list_changed_files(folder: str | Path, *, include_outputs: bool = True) -> l
     return changes_of(Path(folder), read_config(folder), read_manifest(folder), newest, include_outputs)
 
 
-def read_metrics(path: Path, strict: Callable[[Any], str] | None = None) -> list[dict[str, Any]]:
-    """Reads all rounds' records from `metrics.jsonl` (see `RoundRecord`); an empty list if the file is missing.
-
-    Args:
-        path: the file.
-        strict: returns why a record is not valid, or an empty text; then a damaged line is an error, except a last line
-            that was cut off while it was written. None reads up to the first damaged line.
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads the rounds' records from `metrics.jsonl` (see `RoundRecord`), up to the first damaged line; an empty list if the
+    file is missing.
 
     Raises:
-        UserError: the file cannot be read, or with `strict` a line is damaged.
+        UserError: the file cannot be read.
     """
-    text = read_metrics_text(path)
-    lines = text.rstrip().split("\n") if text.strip() else []
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
+    for line in read_metrics_text(path).rstrip().split("\n"):
         try:
-            record = parse_json(line) if strict is None else json.loads(line)
+            record = parse_json(line)
         except (ValueError, RecursionError):
-            # Half a record, or the zeros that some file systems leave after a power cut.
-            is_cut_off = number == len(lines) and not text.endswith("\n") and line.startswith(("{", "\0"))
-            error = "" if is_cut_off else "it is not JSON"
-            record = None
-        else:
-            is_record = isinstance(record, dict) and isinstance(record.get("round"), int)
-            error = strict(record) if strict is not None else "" if is_record else "it is no round"
-        if error and strict is not None:
-            raise UserError(
-                f"{path}, line {number}, is damaged: {error}; put back a copy of the file from before, or make the run "
-                "again"
-            )
-        if error or record is None:
+            break
+        if not isinstance(record, dict) or not isinstance(record.get("round"), int):
             break
         records.append(record)
     return records

@@ -26,20 +26,21 @@ _MOST_BYTES = 2**31  # most bytes of models and predictions whose hashes are che
 Binding = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" -> SHA-256 or fingerprint
 
 
-def hash_config(config: Mapping[str, Any]) -> str:
+def hash_settings_that_affect_results(config: Mapping[str, Any]) -> str:
     """Returns the hash of those settings in a configuration that affect results.
 
-    >>> hash_config({"rounds": 3, "workers": 0}) == hash_config({"workers": 8, "rounds": 3}) != hash_config({"rounds": 4})
+    >>> digests = [hash_settings_that_affect_results(config) for config in ({"rounds": 3}, {"workers": 8, "rounds": 3})]
+    >>> digests[0] == digests[1] != hash_settings_that_affect_results({"rounds": 4})
     True
     """
     deciding_fields = {str(key): value for key, value in config.items() if key not in _WHERE}
     return hashlib.sha256(json.dumps(deciding_fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def running_hashes_of_lines(text: str) -> list[str]:
+def hashes_of_first_lines(text: str) -> list[str]:
     """Returns the hash of the first n lines of `metrics.jsonl`, for n = 0, 1, 2, ...
 
-    >>> running_hashes_of_lines("")[0] == hashlib.sha256().hexdigest(), len(running_hashes_of_lines("a\\nb\\n"))
+    >>> hashes_of_first_lines("")[0] == hashlib.sha256().hexdigest(), len(hashes_of_first_lines("a\\nb\\n"))
     (True, 3)
     """
     running = hashlib.sha256()
@@ -64,11 +65,11 @@ def run_binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Bindi
     """Returns the hashes that every checkpoint of a run stores to show that it belongs to the run: of its configuration and
     its data (in a deployment, the run's id)."""
     data = manifest.get("data_fingerprint") or manifest.get("deployment") or ""
-    return {"config": hash_config(config), "data": str(data)}
+    return {"config": hash_settings_that_affect_results(config), "data": str(data)}
 
 
-def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str:
-    """Returns the reason why a checkpoint does not belong to a run, as a sentence; "" if it does."""
+def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str | None:
+    """Returns the reason why a checkpoint does not belong to a run, as a sentence; None if it does."""
     folder = checkpoint.parent.parent
     if bound.get("config") != expected["config"]:
         return (
@@ -82,14 +83,14 @@ def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_num
             f"{folder / 'metrics.jsonl'} was changed in rounds 1 to {round_number} since checkpoint {checkpoint} was "
             "written, or is of another run"
         )
-    return ""
+    return None
 
 
 def expected_binding_by_round(
     config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str
 ) -> Callable[[int], Binding]:
     """Returns a function that takes a round, and returns the hashes that a checkpoint after that round must store."""
-    constant_binding, lines = run_binding(config, manifest), running_hashes_of_lines(metrics)
+    constant_binding, lines = run_binding(config, manifest), hashes_of_first_lines(metrics)
     return lambda round_number: {
         **constant_binding,
         "metrics": lines[round_number] if round_number < len(lines) else "",
@@ -112,8 +113,9 @@ def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Ma
 
 
 def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
-    """Checks that `manifest.json` has not been changed, when a run is resumed with other data than it names. Raises an
-    error if the checkpoints store the hash of the given data, so that the manifest was changed.
+    """Checks that `manifest.json` was not changed, after a run was resumed with other data than the manifest names.
+
+    Raises an error if the checkpoints store the hash of the given data: then the manifest was changed, not the data.
 
     Raises:
         UserError: `manifest.json` was changed.
@@ -127,7 +129,7 @@ def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
 
 def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     """Returns a sentence if the configuration is not the one with which the run began; "" if it is."""
-    if manifest.get("config_sha256") in (None, hash_config(config)):
+    if manifest.get("config_sha256") in (None, hash_settings_that_affect_results(config)):
         return ""
     return (
         f"{folder / 'config.yaml'} was changed since the run began; put it back as it was, or start another run with it: "
@@ -149,11 +151,11 @@ def describe_changed_files(
     sentences = [sentence] if (sentence := _config_change(folder, config, manifest)) else []
     if newest:
         try:
-            lines = running_hashes_of_lines(
+            lines = hashes_of_first_lines(
                 read_file(folder / "metrics.jsonl", MAX_ROUNDS_BYTES).decode(errors="surrogateescape")
             )
         except OSError:
-            lines = running_hashes_of_lines("")  # there is none before the first round has been evaluated
+            lines = hashes_of_first_lines("")  # there is none before the first round has been evaluated
         records_text = newest.get("records", "")
         number = int(records_text if records_text.isdecimal() and len(records_text) < 10 else newest["round"])
         if number >= len(lines) or lines[number] != newest.get("metrics"):
@@ -161,7 +163,7 @@ def describe_changed_files(
                 f"{folder / 'metrics.jsonl'} was changed in rounds 1 to {number} since they were written; put back a copy "
                 "of it, or make the run again"
             )
-        if newest.get("config") != hash_config(config) and not sentences:
+        if newest.get("config") != hash_settings_that_affect_results(config) and not sentences:
             sentences.append(
                 f"the checkpoints of {folder} are of a run with another configuration; put back the run's own"
             )
@@ -191,27 +193,28 @@ def _is_file_within(path: Path, folder: Path) -> bool:
         return False
 
 
-def hash_files(folder: Path, parts: Sequence[str]) -> dict[str, str]:
+def hash_files(folder: Path, subfolders: Sequence[str]) -> dict[str, str]:
     """Returns relative path -> SHA-256 hash, for all files in these subfolders of a run directory."""
-    paths = [path for part in parts for path in sorted((folder / part).glob("[!.]*")) if path.is_file()]
+    paths = [path for part in subfolders for path in sorted((folder / part).glob("[!.]*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}
 
 
-def read_checkpoint_hashes(folder: Path, part: str) -> dict[str, str]:
+def read_checkpoint_hashes(folder: Path, section: str) -> dict[str, str]:
     """Returns the hashes in one section of a checkpoint's `complete.json`: name -> hash; an empty dict if the file is
     missing or damaged."""
     try:
         content = parse_json(read_file(folder / COMPLETE_FILE))
     except (OSError, ValueError):
         return {}
-    hashes = content.get(part) if isinstance(content, dict) else None
+    hashes = content.get(section) if isinstance(content, dict) else None
     sound = isinstance(hashes, dict) and all(isinstance(value, str) for value in hashes.values())
     return hashes if isinstance(hashes, dict) and sound else {}
 
 
 def read_newest_binding(folder: Path) -> Binding:
-    """Returns the hashes that the newest checkpoint stores of the run that it belongs to, with its round as "round"; an
-    empty dict if no checkpoint has any."""
+    """Returns the hashes by which the newest checkpoint identifies its run, and under "round" the checkpoint's round;
+    an empty dict if no checkpoint has any.
+    """
     for candidate in sorted(folder.glob("round-*"), reverse=True):
         number = candidate.name.removeprefix("round-")
         if number.isdecimal() and (bound := read_checkpoint_hashes(candidate, "bound")):

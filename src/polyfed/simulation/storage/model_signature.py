@@ -20,7 +20,12 @@ from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.data.formats.lazy_images import LazyImageDecoder
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.models import ModelSpec
-from polyfed.simulation.storage.directory import encode_json, to_plain_values, write_file_atomically, write_weights
+from polyfed.simulation.storage.directory import (
+    encode_json,
+    to_plain_values,
+    write_file_atomically,
+    write_weights_and_description,
+)
 
 SIGNATURE_SUFFIX = ".signature.json"
 PREPROCESSING_SUFFIX = ".preprocessing.json"
@@ -78,11 +83,11 @@ class Signature(TypedDict):
     examples: dict[str, int]
 
 
-def build_signature(client: Client) -> Signature:
+def build_model_signature(client: Client) -> Signature:
     """Builds the description of a client's saved network from the client's examples and its model factory.
 
     >>> client = Client("north", None, (torch.zeros(3, 4), torch.tensor([0, 1, 1])), (torch.zeros(1, 4), torch.tensor([1])))
-    >>> build_signature(client)["inputs"], build_signature(client)["examples"]
+    >>> build_model_signature(client)["inputs"], build_model_signature(client)["examples"]
     ([{'name': 'x', 'shape': [4], 'dtype': 'float32', 'normalise': None}], {'train': 3, 'test': 1})
     """
     train, transform_name, name = client.train, None, "x"
@@ -176,7 +181,9 @@ def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
     return ModelSpec(network["name"], network["arguments"], tuple(network["input_shape"]), network["num_classes"])
 
 
-def write_model(path: Path, weights: Mapping[str, Tensor], description: Any, client: Client | None) -> None:
+def write_model_with_signature(
+    path: Path, weights: Mapping[str, Tensor], description: Any, client: Client | None
+) -> None:
     """Writes a personal network to `path` (`ID.safetensors`), and beside it the files that are needed to use it.
 
     Args:
@@ -185,10 +192,10 @@ def write_model(path: Path, weights: Mapping[str, Tensor], description: Any, cli
         description: of the network, if the method brings its own; else None.
         client: the owner; None if it is elsewhere.
     """
-    write_weights(path, weights, description)
+    write_weights_and_description(path, weights, description)
     if client is None:
         return
-    write_file_atomically(path.with_name(f"{path.stem}{SIGNATURE_SUFFIX}"), encode_json(build_signature(client)))
+    write_file_atomically(path.with_name(f"{path.stem}{SIGNATURE_SUFFIX}"), encode_json(build_model_signature(client)))
     if isinstance(client.train.transform, TablePreprocessor):
         described = client.train.transform.to_json_dict()
         write_file_atomically(path.with_name(f"{path.stem}{PREPROCESSING_SUFFIX}"), encode_json(described))

@@ -72,7 +72,7 @@ def read_predictions(folder: str | Path, client: str, *, split: str = "test", ro
         UserError: there are none for this client, split or round, or the file is damaged.
     """
     file = _predictions_file(folder, client)
-    available = predictions_parquet.list_rounds(file, split)
+    available = predictions_parquet.list_rounds_in_file(file, split)
     chosen_round = _default_round(Path(folder), available) if round is None else round
     if chosen_round not in available:
         raise UserError(missing_predictions_message(client, split, chosen_round, available))
@@ -86,7 +86,7 @@ def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test
     Raises:
         UserError: there are none for this client, or the file is damaged.
     """
-    return predictions_parquet.list_rounds(_predictions_file(folder, client), split)
+    return predictions_parquet.list_rounds_in_file(_predictions_file(folder, client), split)
 
 
 def missing_predictions_message(client: str, split: str, round: int | None, available: Sequence[int]) -> str:
@@ -136,7 +136,7 @@ class PredictionStore:
         self._keeps_all = True  # whether all evaluated rounds are kept
         self._has_warned = False
 
-    def load_rounds_of_history(self, history: Sequence[Mapping[str, Any]]) -> None:
+    def load_history_and_remove_later_rounds(self, history: Sequence[Mapping[str, Any]]) -> None:
         """Loads the stored predictions of the rounds in `history` from the run directory, and removes those of later
         rounds."""
         if self._folder is None:
@@ -156,16 +156,16 @@ class PredictionStore:
         evaluated = {r["round"] for r in history if any("loss" in row for row in r["clients"].values())}
         self._keeps_all = evaluated <= self._sizes.keys() and sum(self._sizes.values()) <= LIMIT_BYTES
 
-    def add_round(self, number: int, outputs_by_client: OutputsByClient, best: int | None) -> str | None:
-        """Stores the predictions of an evaluated round, and removes those of other rounds if there is no room.
+    def store_round_or_explain(
+        self, round_number: int, outputs_by_client: OutputsByClient, best_round: int | None
+    ) -> str | None:
+        """Stores the predictions of an evaluated round, and removes those of other rounds if there is no room. Returns
+        a sentence the first time that a round is too large to store; None otherwise.
 
         Args:
-            number: the round.
+            round_number: the round.
             outputs_by_client: of each client that could be evaluated.
-            best: the round with the best validation score so far.
-
-        Returns:
-            A sentence the first time that a round is too large to keep; else None.
+            best_round: the round with the best validation score so far.
         """
         size = sum(t.nbytes for outputs in outputs_by_client.values() for t in outputs.values())
         if not size:
@@ -175,11 +175,11 @@ class PredictionStore:
         if too_large := size > LARGEST_BYTES or rows > predictions_parquet.MOST_ROWS // 2:
             self._keeps_all = False
         else:
-            self._write(number, outputs_by_client)
-            self._sizes[number] = size
+            self._write(round_number, outputs_by_client)
+            self._sizes[round_number] = size
             self._keeps_all = self._keeps_all and sum(self._sizes.values()) <= LIMIT_BYTES
         if not self._keeps_all:
-            for dropped_round in [n for n in self._sizes if n not in (number, best)]:
+            for dropped_round in [n for n in self._sizes if n not in (round_number, best_round)]:
                 self._drop(dropped_round)
         if not too_large or self._has_warned:
             return None
@@ -190,7 +190,7 @@ class PredictionStore:
             "of this run"
         )
 
-    def write_client_files(self) -> None:
+    def write_one_file_per_client(self) -> None:
         """Writes the predictions to one Parquet file for each client, and removes the files for each round."""
         if self._folder is None or not (self._folder / _SPOOL).is_dir():
             return  # nothing was kept, or everything is written already
@@ -202,7 +202,7 @@ class PredictionStore:
             }
             if client_outputs:
                 files.append(self._folder / f"{safe_file_name(client.id)}.parquet")
-                predictions_parquet.write_outputs(files[-1], client, client_outputs)
+                predictions_parquet.write_outputs_of_client(files[-1], client, client_outputs)
         flush_files_to_disk(files)
         # Renamed first: a folder that is removed half must not be mistaken for a complete one.
         (self._folder / _SPOOL).rename(self._folder / _OLD)
@@ -272,7 +272,7 @@ class PredictionStore:
                 continue
             try:
                 for split in predictions_parquet.SPLITS:
-                    for number in predictions_parquet.list_rounds(file, split):
+                    for number in predictions_parquet.list_rounds_in_file(file, split):
                         outputs = predictions_parquet.read_outputs_and_targets(file, split, number)[0]
                         outputs_by_round.setdefault(number, {}).setdefault(client.id, {})[split] = outputs
             except UserError as error:

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, final
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ MOST_BYTES = 2 * 256 * 2**20  # most bytes of predictions that a run keeps: two 
 MOST_ROWS = 20_000_000  # a larger file takes minutes to read
 
 
-def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Mapping[str, Tensor]]) -> None:
+def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Writes the outputs of a client's networks, by round, to the client's Parquet file. The file is written atomically but
     not synced: `flush_files_to_disk` does that for all files together.
 
@@ -76,7 +76,7 @@ def write_outputs(path: Path, client: Client, outputs_by_round: Mapping[int, Map
         pq.write_table(table, file)
 
 
-def list_rounds(path: Path, split: str) -> list[int]:
+def list_rounds_in_file(path: Path, split: str) -> list[int]:
     """Lists the rounds for which the file holds predictions of a split, in ascending order.
 
     Raises:
@@ -89,7 +89,16 @@ def list_rounds(path: Path, split: str) -> list[int]:
     return sorted(set(numbers))
 
 
-def read_outputs_and_targets(path: Path, split: str, round: int) -> tuple[Tensor, Tensor, dict[str, NDArray[Any]]]:
+@final
+class StoredOutputs(NamedTuple):
+    """Holds the outputs of a client's network for its examples of a split, with their targets and further columns."""
+
+    outputs: Tensor
+    targets: Tensor
+    columns: dict[str, NDArray[Any]]
+
+
+def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutputs:
     """Reads the network's outputs after a round for a split, with the targets and further columns of the examples.
 
     Raises:
@@ -107,7 +116,7 @@ def read_outputs_and_targets(path: Path, split: str, round: int) -> tuple[Tensor
             raise ValueError("outputs and targets do not fit")
     except (*DAMAGED_FILE_ERRORS, pa.ArrowException) as error:
         raise UserError(_damaged(path, error)) from error
-    return outputs, targets, columns
+    return StoredOutputs(outputs, targets, columns)
 
 
 def _read_table(path: Path, split: str, round: int | None, columns: list[str] | None) -> "pyarrow.Table":

@@ -30,11 +30,13 @@ NETWORK_FACTS = ("width", "depth", "layer types")
 
 
 @final
-class Counts(nn.Module):
+class IdentityWithCounters(nn.Module):
     """Passes its inputs on unchanged, and counts minibatches and examples in buffers, to show whether a method sends
-    buffers. The buffers are of each kind: integer, boolean and floating-point, one outside the state dict.
+    buffers.
 
-    >>> Counts().train()(torch.zeros(5, 2)).shape
+    The buffers are of each kind: integer, boolean and floating-point, one outside the state dict.
+
+    >>> IdentityWithCounters().train()(torch.zeros(5, 2)).shape
     torch.Size([5, 2])
     """
 
@@ -66,7 +68,7 @@ def audit_network(
 
     `tied` adds two layers that share their weight.
     """
-    sizes, layers = [inputs, *[width] * depth], list[nn.Module]([Counts()])
+    sizes, layers = [inputs, *[width] * depth], list[nn.Module]([IdentityWithCounters()])
     for k in range(depth):
         norms = [nn.BatchNorm1d(width), nn.LayerNorm(width)] if norm else []
         layers += [nn.Linear(sizes[k], sizes[k + 1]), *norms, nn.ReLU()]
