@@ -33,7 +33,7 @@ def clients_of(pool, seed):
     shifts = [Shift(rotation=angle) for angle in (0, 90, 180, 270)]
     split = Split(clients=10, examples_per_client=2000, test_fraction=0.3)
     data, _ = make_clients(pool, split, IID(), seed=seed, shifts=shifts)
-    spec = ModelSpec("cnn_pfedla", {"batch_norm": True}, pool.input_shape, pool.num_classes)
+    spec = ModelSpec("cnn_pfedla", {"batch_norm": True}, pool.input_shape, pool.num_outputs)
     return [pf.Client(d.id, spec, d.train, d.test) for d in data]
 
 

@@ -33,7 +33,7 @@ STARTS = {"before": "architecture", "after": "form"}
 def clients(seed):
     pool = SOURCES["digits"]().load()
     data, _ = make_clients(pool, Split(clients=6, test_fraction=0.5), Dirichlet(0.5), seed=seed)
-    nets = [ModelSpec("mlp", {"hidden": hidden}, pool.input_shape, pool.num_classes) for hidden in HIDDEN]
+    nets = [ModelSpec("mlp", {"hidden": hidden}, pool.input_shape, pool.num_outputs) for hidden in HIDDEN]
     return [pf.Client(d.id, nets[k % len(nets)], d.train, d.test) for k, d in enumerate(data)]
 
 

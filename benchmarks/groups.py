@@ -31,10 +31,10 @@ def clients_of(seed, clients):
     pool = SOURCES["digits"]().load()
     split = Split(clients=clients, test_fraction=0.3, val_fraction=0.15)
     data, _ = make_clients(pool, split, IID(), seed=seed)
-    spec = ModelSpec("cnn_small", {}, pool.input_shape, pool.num_classes)
+    spec = ModelSpec("cnn_small", {}, pool.input_shape, pool.num_outputs)
 
     def shifted(part, by):
-        return pf.Examples(part.x, (part.y + by) % pool.num_classes, part.index, part.transform)
+        return pf.Examples(part.x, (part.y + by) % pool.num_outputs, part.index, part.transform)
 
     return [
         pf.Client(d.id, spec, *(shifted(part, i % 2) for part in (d.train, d.test, d.val))) for i, d in enumerate(data)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from polyfed.comparison.compare import compare
     from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
     from polyfed.core.errors import ClientError, RoundError, UserError
-    from polyfed.core.evaluation.metrics import Metric
+    from polyfed.core.evaluation.metric import Metric
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
     from polyfed.report.export.folder import export_model

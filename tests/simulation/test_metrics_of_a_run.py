@@ -8,7 +8,8 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, Local, PFedMe
-from polyfed.core.evaluation.metrics import METRICS, Metric
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.engines.pool import PoolEngine
 from polyfed.simulation.monitoring.progress import LineProgress

@@ -33,7 +33,8 @@ from polyfed.comparison.verdicts.verdict_sentences import (
     target_sentence,
     verdict_sentences,
 )
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.task import get_task
 from polyfed.simulation.monitoring.validation_losses import pool_losses, validation_losses_by_client
 
 Run = tuple[str, int]
@@ -156,7 +157,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     leader, why_not = _leader_and_doubt(content, ranks, criteria.budget)
     content["leader"] = leader
     by_class = (
-        metric.per_example is None and description["task"] != "regression"
+        metric.per_example is None and get_task(description["task"]).rarest_limits_score
     )  # few examples of one class limit the score
     content["answers"], content["mean_answer"] = build_answers(
         content, leader, why_not, leader_gain_over_alternatives(content, evidence, leader), metric, by_class=by_class

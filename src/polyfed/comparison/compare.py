@@ -18,11 +18,11 @@ from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELE
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import compared_rounds_of_local_runs, freeze_history_after
 from polyfed.comparison.tuning.grid import EXTEND
-from polyfed.comparison.verdicts.answer_basis import count_rarest_class
 from polyfed.core.algorithm import Client
 from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.errors import RunInterrupt, UserError
-from polyfed.core.evaluation.metrics import COMPARISON_METRICS, Metric, resolve_metrics
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.io.plain_values import numpy_to_python
@@ -234,7 +234,7 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set)
     )  # dealing may read and decode whole data sets
     task = plan.build_client_set(plan.seeds[0]).clients[0].task
-    metrics = resolve_metrics(plan.metrics or COMPARISON_METRICS.get(task), task)
+    metrics = resolve_metrics(plan.metrics or task.comparison_metrics, task)
     plan = dataclasses.replace(plan, metrics=metrics)
     plan.criteria.check_target(metrics[0].unit)
     hyperparameter_search.validate_search(plan)
@@ -329,7 +329,7 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
     check_equal_training(methods)
     settings_kept = {k: v for k, v in dataclasses.asdict(plan.settings).items() if k not in _NOT_RESULTS}
     description = {
-        "format": RESULTS_FORMAT, "choices": SELECTION_RULE, "title": plan.title, "task": client_set.clients[0].task,
+        "format": RESULTS_FORMAT, "choices": SELECTION_RULE, "title": plan.title, "task": client_set.clients[0].task.spec,
         "metrics": [_metric_entry(metric) for metric in plan.metrics], "seeds": list(plan.seeds),
         "methods": {label: _method_fields(method) for label, method in methods.items()},
         "evaluated": {label: describe_evaluated_network(method) for label, method in methods.items()},
@@ -384,7 +384,7 @@ def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) 
 
 
 def _client_sizes(client_set: ClientSet) -> dict[str, Any]:
-    counted = client_set.clients[0].task == "classification"
+    counted = client_set.clients[0].task.one_class_per_example
     most = max(int(c.train.labels.max()) for c in client_set.clients) + 1 if counted else 0
     size = max(most, len(client_set.class_names or ()))
     return {
@@ -392,8 +392,8 @@ def _client_sizes(client_set: ClientSet) -> dict[str, Any]:
             "train": len(c.train),
             "val": 0 if c.val is None else len(c.val),
             "test": len(c.test),
-            "classes": c.train.labels.bincount(minlength=size).tolist() if counted else None,
-            "rarest": None if c.task == "regression" else list(count_rarest_class(c.test.labels.cpu())),
+            "classes": list(c.task.class_counts(c.train.labels, size) or ()) if counted else None,
+            "rarest": None if (rarest := c.task.rarest_class(c.test.labels.cpu())) is None else list(rarest),
         }
         for c in sorted(client_set.clients, key=lambda c: c.id)
     }

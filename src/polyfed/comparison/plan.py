@@ -17,7 +17,7 @@ from polyfed.comparison.process_pool import default_parallel_runs, run_in_proces
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_history_if_finished
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.serialization import deserialize_state, serialize_state
 from polyfed.simulation.callbacks.base import Callback

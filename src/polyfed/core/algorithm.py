@@ -39,24 +39,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import isabstract
-from typing import Any, ClassVar, Generic, Literal, TypeVar, final, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, final
 
-import torch
 from torch import Tensor, nn
 
 from polyfed.core.declared_words import check_declared_words_are_known
-from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.errors import UserError
 from polyfed.core.examples.as_examples import as_examples
-from polyfed.core.examples.converters import describe_wrong_class_labels, describe_wrong_multilabel_targets
 from polyfed.core.examples.examples import Examples
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
+from polyfed.core.task import DEFAULT_TASK, Loss, Task, TaskSpec, get_task
 
 ServerState = TypeVar("ServerState")  # the server's: nested dicts of tensors and plain scalars
 ClientState = TypeVar("ClientState")  # a client's private state: the same, and it never leaves the client
-Task = Literal["classification", "multilabel", "regression"]
 Architecture = Callable[[], nn.Module]
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @final
@@ -95,7 +92,8 @@ class Client:
         train, test, val, global_test: (x, y) tensors, a torch `Dataset`, a Hugging Face dataset, or `Examples`; see
             `polyfed.data.as_examples` for types and images. `test` follows the client's own distribution,
             `global_test` is the common one; `val` chooses the best round.
-        task: "classification" (labels integers (n,)), "multilabel" (0 or 1, (n, labels)) or "regression" (numbers
+        task: the name of a task of `polyfed.tasks`, or an object, also of the user's own class on `Task`:
+            "classification" (labels integers (n,)), "multilabel" (0 or 1, (n, labels)), "regression" (numbers
             (n, outputs); (n,) is kept as (n, 1), for a network with outputs (batch, 1)). The targets of the last two
             are kept as floats.
         loss: what training minimises in place of the task's loss, in every method: from outputs and targets of a minibatch
@@ -122,7 +120,7 @@ class Client:
         test: Any,
         val: Any = None,
         global_test: Any = None,
-        task: Task = "classification",
+        task: Task | TaskSpec = DEFAULT_TASK,
         loss: Loss | None = None,
     ) -> None:
         if not isinstance(id, str) or not id:
@@ -130,8 +128,10 @@ class Client:
         if model is not None and (isinstance(model, nn.Module) or not callable(model)):
             raise UserError(f"client {id!r}: model must be a callable that builds a network, got {type(model).__name__}; "
                             "write model=lambda: MyNet() instead of model=MyNet()")  # fmt: skip
-        if task not in get_args(Task):
-            raise UserError(f"client {id!r}: unknown task {task!r}; {did_you_mean(str(task), get_args(Task))}")
+        try:
+            task = get_task(task)
+        except UserError as error:
+            raise UserError(f"client {id!r}: {error}") from error
         if loss is not None and not callable(loss):
             raise UserError(f"client {id!r}: loss must be a function of outputs and targets, got {type(loss).__name__}")
         id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
@@ -141,47 +141,16 @@ class Client:
             if examples is None and name in ("train", "test"):
                 raise UserError(f"client {id!r}: {name} examples are missing")
             if examples is not None:
-                examples = _with_integer_labels(examples) if task == "classification" else examples
-                _check_labels(examples, task, f"client {id!r}: {name}")
-                examples = _with_task_targets(examples, task)
+                if not len(examples):
+                    raise UserError(
+                        f"client {id!r}: {name} has no examples; give at least one, or leave this client out"
+                    )
+                y = task.prepare_targets(examples.y)
+                examples = examples if y is examples.y else replace(examples, y=y)
+                task.check_targets(examples.labels, f"client {id!r}: {name}")
             object.__setattr__(self, name, examples)
         for name, value in {"id": id, "model": model, "task": task, "loss": loss}.items():
             object.__setattr__(self, name, value)
-
-
-def _with_integer_labels(examples: Examples) -> Examples:
-    """Converts labels of a whole-number type that torch's loss refuses, such as bytes, to one that it accepts."""
-    y = examples.y
-    fits = y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype in (torch.int64, torch.uint8)
-    return examples if fits else replace(examples, y=y.to(torch.int64))
-
-
-def _check_labels(examples: Examples, task: Task, name: str) -> None:
-    labels = examples.labels
-    if not len(labels):
-        raise UserError(f"{name} has no examples; give at least one, or leave this client out")
-    if task == "classification":
-        if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
-            raise UserError(f"{name} labels must be integers of shape (n,), {describe_wrong_class_labels(labels)}")
-        if int(labels.min()) < 0:
-            raise UserError(f"{name} labels must count from 0, found {int(labels.min())}")
-    elif task == "multilabel" and (labels.dim() != 2 or not bool(((labels == 0) | (labels == 1)).all())):
-        raise UserError(
-            f"{name} labels must be 0 or 1 of shape (n, labels), {describe_wrong_multilabel_targets(labels)}"
-        )
-
-
-def _with_task_targets(examples: Examples, task: Task) -> Examples:
-    """Returns the examples with targets in the type and shape that the task's loss needs.
-
-    Inputs stay the shared store, and targets a view of it unless their type changes.
-    """
-    y = examples.y
-    if task == "regression" and y.dim() == 1:
-        y = y.unsqueeze(1)
-    if task != "classification" and not y.is_floating_point():
-        y = y.to(torch.float32)
-    return examples if y is examples.y else replace(examples, y=y)
 
 
 @final

@@ -21,6 +21,9 @@ REQUIREMENTS = {
 }
 """The words of `Algorithm.requires`: what a method may require of the clients."""
 
+ONE_CLASS = "classification"
+"""The word of `Algorithm.requires` that asks for one class per example, which some tasks have."""
+
 MODEL_REQUIREMENTS = frozenset({"model", "one_architecture", "architectures", "layer_catalogue"})
 """The words of `Algorithm.requires` that each imply that the clients bring networks."""
 

@@ -82,7 +82,8 @@ def make_clients(
     >>> clients[5].id, len(clients[5].train), len(clients[5].test), public
     ('client-005', 209, 90, None)
     """
-    rows, public = split_rows_by_client(pool.train.labels.numpy(), config, partition, seed, pool.columns, pool.group)
+    strata = pool.task.strata(pool.train.labels)
+    rows, public = split_rows_by_client(strata, config, partition, seed, pool.columns, pool.group)
     train = pool.train
     if pool.columns and train.index is None and train.columns is None:
         train = replace(train, columns=pool.columns, group=pool.group)
@@ -92,7 +93,7 @@ def make_clients(
     if augment is not None and isinstance(train.transform, LazyImageDecoder):
         augmentation = DecodeAndAugment(train.transform, augment)
     common_test = _draw_global_test(pool, config.global_test, seed)
-    classes = pool.num_classes if pool.task == "classification" else None
+    classes = pool.num_outputs if pool.task.one_class_per_example else None
     clients = []
     for i, client_rows in enumerate(rows):
         shift = partial((shifts[i % len(shifts)] if shifts else Shift()).apply, num_classes=classes)
@@ -138,9 +139,9 @@ def _build_table_clients(
         )
     rows_in_training = rows[: len(rows) - config.unseen]
     is_fitted_later = template.scope == "federated" and (not fit or len(rows) == 1)
-    if pool.task == "regression" and is_fitted_later:
-        template = replace(template, target=((0.0, 1.0),) * pool.num_classes)
-    elif pool.task == "regression":
+    if pool.task.standardises_targets and is_fitted_later:
+        template = replace(template, target=((0.0, 1.0),) * pool.num_outputs)
+    elif pool.task.standardises_targets:
         train_targets = store.y[
             torch.from_numpy(np.concatenate([client_rows.train for client_rows in rows_in_training]))
         ].double()
@@ -188,7 +189,8 @@ def _draw_global_test(pool: PooledDataset, size: int, seed: int) -> Examples | N
     if size == -1:
         return pool.test
     # Renaming this purpose would change the draw, and with it published results.
-    return _select(pool.test, draw_stratified_rows(pool.test.labels.numpy(), size, derive_seed(seed, "balanced_test")))
+    rows = draw_stratified_rows(pool.task.strata(pool.test.labels), size, derive_seed(seed, "balanced_test"))
+    return _select(pool.test, rows)
 
 
 def _select(examples: Examples, rows: NDArray[Any]) -> Examples:

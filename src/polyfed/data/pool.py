@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import flatten_inputs, input_spec_of
+from polyfed.core.task import Task, get_task
 from polyfed.data.tabular.preprocessing import TablePreprocessor
+from polyfed.tasks import Classification, Multilabel
 
 Columns = Mapping[str, NDArray[Any]]
 
@@ -29,9 +30,8 @@ class PooledDataset:
     Args:
         train: the examples that clients (and the public pool) get.
         test: the source's common test set, for an evaluation that is the same for everyone; None if it has none.
-        class_names: one per class, or per label of a multi-label task; their number is `num_classes`.
-        task: "classification" (labels int64, shape (num,)), "multilabel" (labels float of 0 and 1, shape (num,
-            num_classes)), or "regression" (targets float, shape (num, num_classes)).
+        class_names: the name of each class, label or target, in the order of the outputs.
+        task: the task of the targets, or its name; `train.y` and `test.y` have the form that it needs.
         columns: further columns of `train` (users, patients), each of shape (num_train,), for `Natural`.
         vocabulary: the tokens of a text data set by their number in the inputs; empty otherwise.
         preprocessor: converts the rows of a table to inputs; not fitted yet, since that needs training rows.
@@ -43,14 +43,14 @@ class PooledDataset:
 
     >>> import torch
     >>> pool = PooledDataset(Examples(torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])), None, ("a", "b"))
-    >>> pool.num_classes, pool.input_shape
+    >>> pool.num_outputs, pool.input_shape
     (2, (1, 8, 8))
     """
 
     train: Examples
     test: Examples | None
     class_names: tuple[str, ...]
-    task: Task = "classification"
+    task: Task = field(default_factory=Classification)
     columns: Columns = field(default_factory=dict, repr=False)  # a `repr` must not show a patient's data
     vocabulary: tuple[str, ...] = ()
     preprocessor: TablePreprocessor | None = None
@@ -58,21 +58,20 @@ class PooledDataset:
     test_set_in_train: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "task", get_task(self.task))
         if len(self.train) == 0:
             raise UserError("the data has no training examples")
         for name, examples in (("training", self.train), ("test", self.test)):
-            if examples is not None:
-                _check_labels(examples.labels, name, self.num_classes, self.task)
+            if examples is not None and len(examples):
+                self.task.check_targets(examples.labels, name, self.num_outputs)
         for name, column in self.columns.items():
             if len(column) != len(self.train):
                 raise UserError(f"column {name!r} has {len(column)} values for {len(self.train)} training examples")
 
     @property
-    def num_classes(self) -> int:
-        """Returns the size of a model's output: the number of classes, of labels of a multi-label task, or of
-        regression targets.
-        """
-        return len(self.class_names)
+    def num_outputs(self) -> int:
+        """Returns the number of outputs that a network needs: one for each class, label or target."""
+        return self.task.num_outputs(self.train.labels, self.class_names)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -132,7 +131,7 @@ def build_pooled_dataset(
         train=Examples(*train, transform=transform),
         test=None if test is None else Examples(*test, transform=transform),
         class_names=tuple(class_names),
-        task="multilabel" if train[1].dim() == 2 else "classification",
+        task=Multilabel() if train[1].dim() == 2 else Classification(),
         columns=columns or {},
         vocabulary=vocabulary,
     )
@@ -192,26 +191,3 @@ def encode_labels(
         unique_names, numbers = np.unique(labels.astype(str), return_inverse=True)
         return numbers.astype(np.int64), tuple(str(name) for name in unique_names)
     raise UserError(f"labels must be whole numbers or names, got type {labels.dtype}")
-
-
-def _check_labels(labels: Tensor, name: str, num_classes: int, task: str) -> None:
-    if task == "regression":
-        if labels.dim() != 2 or labels.shape[1] != num_classes or not labels.is_floating_point():
-            raise UserError(
-                f"{name} targets have type {labels.dtype} and shape {tuple(labels.shape)}; {num_classes} targets need "
-                f"floats of shape (num, {num_classes})"
-            )
-    elif task == "multilabel":
-        if labels.dim() != 2 or labels.shape[1] != num_classes:
-            raise UserError(
-                f"{name} labels have shape {tuple(labels.shape)}; {num_classes} labels need (num, {num_classes})"
-            )
-        if not bool(((labels == 0) | (labels == 1)).all()):
-            raise UserError(f"{name} labels of a multi-label task must be 0 or 1")
-    elif labels.dim() != 1 or labels.is_floating_point():
-        raise UserError(f"{name} labels must be one whole number per example, got {labels.dtype} {tuple(labels.shape)}")
-    elif len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
-        raise UserError(
-            f"{name} labels run from {int(labels.min())} to {int(labels.max())}; with {num_classes} classes they must "
-            f"run from 0 to {num_classes - 1}"
-        )

@@ -41,7 +41,7 @@ class ClientTables:
     @property
     def num_outputs(self) -> int:
         """Returns the number of outputs that a network for this table needs: one per class, label or target."""
-        return self.dataset.num_classes
+        return self.dataset.num_outputs
 
     @property
     def class_names(self) -> tuple[str, ...]:

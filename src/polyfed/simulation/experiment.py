@@ -247,8 +247,9 @@ def load_participants(experiment: Experiment) -> Participants:
         for i, d in enumerate(data)
     )
     classes = {}
-    if pool.task == "classification":
-        classes = {c.id: tuple(c.train.labels.bincount(minlength=pool.num_classes).tolist()) for c in clients}
+    if pool.task.one_class_per_example:
+        counts_by_client = {c.id: pool.task.class_counts(c.train.labels, pool.num_outputs) for c in clients}
+        classes = {client: counts for client, counts in counts_by_client.items() if counts is not None}
     num_federating, preparation = len(clients) - experiment.split.unseen, dict[str, int]()
     if pool.preprocessor is not None and pool.preprocessor.scope == "federated":
         settings = experiment.settings
@@ -277,7 +278,7 @@ def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelS
         UserError: an unknown name or argument, or a vocabulary smaller than that of the data.
     """
     arguments = {k: v for k, v in model.items() if k != "name"}
-    spec = ModelSpec(model["name"], arguments, pool.input_shape, pool.num_classes)
+    spec = ModelSpec(model["name"], arguments, pool.input_shape, pool.num_outputs)
     size = spec.arguments.get("vocabulary", len(pool.vocabulary))
     if pool.vocabulary and size < len(pool.vocabulary):
         raise UserError(

@@ -22,7 +22,7 @@ def clients():
     """Eight clients with 40 examples each; every second one has its labels shifted by one."""
     pool = SOURCES["digits"]().load()
     data, _ = make_clients(pool, Split(clients=8, examples_per_client=40, test_fraction=0.6), IID(), seed=0)
-    spec = ModelSpec("cnn_small", {}, pool.input_shape, pool.num_classes)
+    spec = ModelSpec("cnn_small", {}, pool.input_shape, pool.num_outputs)
 
     def shifted(part, by):
         return pf.Examples(part.x, (part.y + by) % 10, part.index, part.transform)

@@ -17,7 +17,7 @@ from polyfed.models import ModelSpec
 def clients(partition, number, examples):
     pool = SOURCES["digits"](common_test=0.3).load()
     split = Split(clients=number, examples_per_client=examples, test_fraction=0.4, global_test=-1)
-    spec = ModelSpec("cnn_small", {}, pool.input_shape, pool.num_classes)
+    spec = ModelSpec("cnn_small", {}, pool.input_shape, pool.num_outputs)
     data, _ = make_clients(pool, split, partition, seed=0)
     return [pf.Client(d.id, spec, d.train, d.test, global_test=d.global_test) for d in data]
 

@@ -20,7 +20,7 @@ def clients(classes=10, examples=20):
     pool = SOURCES["digits"]().load()
     split = Split(clients=10, examples_per_client=examples, test_fraction=0.6)
     data, _ = make_clients(pool, split, ClassesPerClient(classes), seed=0)
-    nets = [ModelSpec("mlp", {"hidden": hidden}, pool.input_shape, pool.num_classes) for hidden in HIDDEN]
+    nets = [ModelSpec("mlp", {"hidden": hidden}, pool.input_shape, pool.num_outputs) for hidden in HIDDEN]
     return tuple(pf.Client(d.id, nets[k % len(nets)], d.train, d.test) for k, d in enumerate(data))
 
 

@@ -13,7 +13,7 @@ def test_learns_what_no_client_can_alone():
     pool, networks = SOURCES["digits"]().load(), [("mlp", (32,)), ("mlp", (24, 24)), ("cnn_small", (8, 16))]
     data, _ = make_clients(pool, Split(clients=9, examples_per_client=20, test_fraction=0.6), IID(), seed=0)
     specs = [
-        ModelSpec(name, {"hidden" if name == "mlp" else "channels": sizes}, pool.input_shape, pool.num_classes)
+        ModelSpec(name, {"hidden" if name == "mlp" else "channels": sizes}, pool.input_shape, pool.num_outputs)
         for name, sizes in networks
     ]
     clients = [pf.Client(d.id, specs[k % 3], d.train, d.test) for k, d in enumerate(data)]

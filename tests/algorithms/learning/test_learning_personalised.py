@@ -24,7 +24,7 @@ def clients(partition, examples, network="mlp"):
     split = Split(clients=10, examples_per_client=examples, test_fraction=0.6)
     data, _ = make_clients(pool, split, partition, seed=0)
     fields = {"hidden": (32,)} if network == "mlp" else {"norm": "batch", "channels": (8, 16)}
-    spec = ModelSpec(network, fields, pool.input_shape, pool.num_classes)
+    spec = ModelSpec(network, fields, pool.input_shape, pool.num_outputs)
     return tuple(pf.Client(d.id, spec, d.train, d.test) for d in data)
 
 

@@ -28,7 +28,7 @@ def clients(partition, examples, *hidden):
     pool = SOURCES["digits"](common_test=0.3).load()
     split = Split(clients=10, examples_per_client=examples, test_fraction=0.5, public_fraction=0.2, global_test=-1)
     data, public = make_clients(pool, split, partition, seed=0)
-    nets = [ModelSpec("mlp", {"hidden": one}, pool.input_shape, pool.num_classes) for one in hidden]
+    nets = [ModelSpec("mlp", {"hidden": one}, pool.input_shape, pool.num_outputs) for one in hidden]
     people = [pf.Client(d.id, nets[k % len(nets)], d.train, d.test, None, d.global_test) for k, d in enumerate(data)]
     return people, public
 

@@ -25,7 +25,7 @@ from polyfed.models import ModelSpec
 def clients(partition, number, examples=None):
     pool = SOURCES["digits"](common_test=0.3).load()
     split = Split(clients=number, examples_per_client=examples, test_fraction=0.4, global_test=-1)
-    spec = ModelSpec("mlp", {"hidden": (32,)}, pool.input_shape, pool.num_classes)
+    spec = ModelSpec("mlp", {"hidden": (32,)}, pool.input_shape, pool.num_outputs)
     data, _ = make_clients(pool, split, partition, seed=0)
     return tuple(pf.Client(d.id, spec, d.train, d.test, global_test=d.global_test) for d in data)
 
@@ -97,7 +97,7 @@ def in_two_groups(method):
     """Mean accuracy of eight clients with 40 examples each, of which every second one has its labels shifted by one."""
     pool = SOURCES["digits"]().load()
     data, _ = make_clients(pool, Split(clients=8, examples_per_client=40, test_fraction=0.6), IID(), seed=0)
-    spec = ModelSpec("mlp", {"hidden": (32,)}, pool.input_shape, pool.num_classes)
+    spec = ModelSpec("mlp", {"hidden": (32,)}, pool.input_shape, pool.num_outputs)
 
     def shifted(part, by):
         return pf.Examples(part.x, (part.y + by) % 10, part.index, part.transform)

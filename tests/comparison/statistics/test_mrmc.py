@@ -23,7 +23,8 @@ from polyfed.comparison.statistics.mrmc import (
     mean_score_with_interval,
 )
 from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
-from polyfed.core.evaluation.metrics import METRICS, Metric, resolve_metrics
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import METRICS, resolve_metrics
 
 ACCURACY, AUC, R2 = METRICS["accuracy"], METRICS["auc"], METRICS["r2"]
 

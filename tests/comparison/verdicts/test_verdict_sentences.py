@@ -6,8 +6,9 @@ import torch
 
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
-from polyfed.comparison.verdicts.answer_basis import count_examples_behind_answer, count_rarest_class
+from polyfed.comparison.verdicts.answer_basis import count_examples_behind_answer
 from polyfed.core.evaluation.metrics import METRICS
+from polyfed.tasks import Classification, Multilabel, infer_task_of_targets
 
 SEEDS = (0, 1, 2)
 
@@ -51,7 +52,12 @@ def made(right, *, metric="accuracy", losses=None, validation=None, simple=None,
         "tuning": {"sentence": "", "by": "validation", "methods": {}, "edge": []},
     }  # fmt: skip
     sizes = {
-        c: {"train": 50, "test": len(targets[c]), "classes": None, "rarest": count_rarest_class(targets[c])}
+        c: {
+            "train": 50,
+            "test": len(targets[c]),
+            "classes": None,
+            "rarest": infer_task_of_targets(targets[c]).rarest_class(targets[c]),
+        }
         for c in clients
     }
     fitted = {(m, c): outputs_of(rows) for m, of in (simple or {}).items() for c, rows in of.items()}
@@ -353,7 +359,8 @@ def test_dealt_anew_the_rivals_count_too():
     ([[1, 0], [1, 0], [1, 1]], (1, 1)), ([[1, 1], [1, 1]], (0, 0)),
 ])  # fmt: skip
 def test_the_rarest_class_is_counted(targets, rarest):
-    assert count_rarest_class(torch.tensor(targets)) == rarest
+    task = Multilabel() if isinstance(targets[0], list) else Classification()
+    assert task.rarest_class(torch.tensor(targets)) == rarest
 
 
 def test_events_are_told_where_they_limit_the_score():

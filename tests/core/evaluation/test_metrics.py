@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import polyfed as pf
-from polyfed.core.evaluation.metrics import METRICS, Metric, metric_by_name, resolve_metrics, unpicklable_metric_error
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import METRICS, metric_by_name, resolve_metrics, unpicklable_metric_error
 from polyfed.core.seeds import torch_generator
 
 G = torch_generator(5)

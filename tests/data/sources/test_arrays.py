@@ -146,7 +146,7 @@ def test_npz_keeps_types_and_columns(tmp_path):
     np.savez(file, x_train=images, y_train=np.arange(6) % 3, x_test=images[:2], y_test=[0, 1], user=np.arange(6))
     pool = Npz(path=str(file)).load()
     assert torch.equal(pool.train.x, torch.from_numpy(images.copy()))
-    assert pool.num_classes == 3
+    assert pool.num_outputs == 3
     assert len(pool.test) == 2
     assert list(pool.columns) == ["user"]
     np.savez(file, x_train=np.ones((2, 5)), y_train=np.array([[0, 1], [1, 1]]))

@@ -43,7 +43,7 @@ def test_the_source_keeps_training_and_test_pictures_apart(tmp_path, write_idx):
         write_idx(tmp_path / f"{name}-images-idx3-ubyte", np.full((30, 28, 28), level))
         write_idx(tmp_path / f"{name}-labels-idx1-ubyte", np.arange(30) % 10)
     pool = FashionMosaics(path=str(tmp_path), num_train=50, num_test=20).load()
-    assert (pool.task, pool.num_classes, pool.input_shape, len(pool.train)) == ("multilabel", 10, (1, 28, 28), 50)
+    assert (pool.task, pool.num_outputs, pool.input_shape, len(pool.train)) == ("multilabel", 10, (1, 28, 28), 50)
     assert pool.train.x.unique().tolist() == [0, 100]
     assert pool.test.x.unique().tolist() == [0, 200]
     assert len(pool.test) == 20

@@ -54,7 +54,7 @@ def test_mnist_from_idx_files(tmp_path, write_idx, suffix):
         assert torch.equal(pool.train.x, torch.from_numpy(GREY)[:, None])
         assert pool.train.x.dtype == torch.uint8
         assert pool.test.y.tolist() == [0, 1]
-        assert pool.num_classes == 10
+        assert pool.num_outputs == 10
         assert pool.input_shape == (1, 28, 28)
         assert isinstance(pool.train.transform, Normalise)
 
@@ -105,7 +105,7 @@ def test_cifar100_keeps_the_coarse_labels_as_a_column(tmp_path, write_images_par
     file = tmp_path / "train-00000-of-00001.parquet"
     write_images_parquet(file, COLOUR, [0, 99, 5, 5, 7, 8], "img", "fine_label", coarse_label=[1, 2, 3, 3, 1, 0])
     pool = CIFAR100(path=str(tmp_path)).load()
-    assert pool.num_classes == 100
+    assert pool.num_outputs == 100
     assert pool.columns["coarse_label"].tolist() == [1, 2, 3, 3, 1, 0]
     write_images_parquet(file, COLOUR, [0, 100, 5, 5, 7, 8], "img", "fine_label")
     with pytest.raises(UserError, match="labels run from 0 to 100; with 100 classes"):

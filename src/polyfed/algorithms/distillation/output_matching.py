@@ -3,17 +3,16 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Task
 from polyfed.core.examples.examples import Examples
+from polyfed.core.task import DEFAULT_TASK, Task, get_task
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import ForwardPass, fit
 
 
 def softened_kl_divergence(
-    teacher: Tensor, student: Tensor, temperature: float, task: Task = "classification"
+    teacher: Tensor, student: Tensor, temperature: float, task: Task | str = DEFAULT_TASK
 ) -> Tensor:
     """Computes the divergence KL(teacher ‖ student) of two networks' outputs at a temperature, averaged over the
     minibatch (and over labels or outputs).
@@ -27,12 +26,7 @@ def softened_kl_divergence(
     """
     dtype = torch.promote_types(student.dtype, torch.float32)  # autocast's logits are too coarse for a comparison
     teacher, student = teacher.to(dtype), student.to(dtype)
-    if task == "regression":
-        return (teacher - student).square().mean() / (2 * temperature**2)
-    if task == "multilabel":  # each label is a binary choice with logits z and 0
-        teacher, student = (F.pad(z.unsqueeze(-1), (0, 1)) for z in (teacher, student))
-    log_p, log_q = (F.log_softmax(z / temperature, dim=-1) for z in (teacher, student))
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    return get_task(task).output_distance(teacher, student, temperature)
 
 
 def fit_to_targets(

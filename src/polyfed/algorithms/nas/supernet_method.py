@@ -274,7 +274,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
                     for k, (_, sampler) in enumerate(supernet.cells_with_samplers())
                     if sampler is not None
                 }
-            derived = Sampled(supernet, noise, client.task == "classification").to(client.train.device)
+            derived = Sampled(supernet, noise, client.task.one_class_per_example).to(client.train.device)
         elif self.context == "free":
             derived = most_probable_network(supernet)
         if self.buffers == "recompute" or (self.buffers == "local" and not client_state.get("buffers")):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.evaluation.evaluate import evaluate
 from polyfed.core.examples.examples import Examples
 from polyfed.core.method_card import MethodCard
@@ -24,6 +24,7 @@ from polyfed.core.nn.buffers import (
 from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
+from polyfed.core.task import Loss
 from polyfed.core.training.client_loss import client_training_loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from polyfed.algorithms.base.personal_network import PersonalNetworkMethod
-from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Loss, Message, ServerContext
+from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.module_cache import copy_trained_weights_and_buffers
 from polyfed.core.state_dict import StateDict
+from polyfed.core.task import Loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit
 

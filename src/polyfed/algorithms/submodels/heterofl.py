@@ -19,6 +19,7 @@ from polyfed.algorithms.submodels.widths import (
     width_ratio_by_layer,
 )
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.declared_words import ONE_CLASS
 from polyfed.core.method_card import MethodCard
 from polyfed.core.nn.buffers import BufferPolicy, load_client_model, load_model_for_eval, tensors_to_send
 from polyfed.core.nn.module_cache import cached_module, initial_state
@@ -78,7 +79,7 @@ class HeteroFL(Averaging):
         static = self.buffers != "average"
         self._require(static, "buffers", "'recompute' or 'local': statistics of different widths are not averaged")
         if not self.mask:
-            object.__setattr__(self, "requires", self.requires - {"classification"})
+            object.__setattr__(self, "requires", self.requires - {ONE_CLASS})
 
     # -- server ---------------------------------------------------------------------------------------------------
 

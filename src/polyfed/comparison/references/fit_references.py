@@ -21,7 +21,7 @@ from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes
 from polyfed.comparison.references.reference_models import fit_client_references_with_notes, train_pooled_reference
 from polyfed.core.algorithm import Client
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
 from polyfed.core.serialization import deserialize_state, serialize_state
 
 Scores = dict[str, float | None]

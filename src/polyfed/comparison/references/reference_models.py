@@ -6,18 +6,18 @@ For simulations only: they need all clients' examples.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.algorithms import Local
-from polyfed.comparison.references.simple_models import Floats, fit_simple_models, label_share_logits
+from polyfed.comparison.references.simple_models import fit_simple_models
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.evaluation.simple_model import ConstantModel, Floats
 from polyfed.core.examples.examples import Examples
 from polyfed.core.nn.module_cache import build_module
 from polyfed.core.training.config import TRANSFERABLE_FIELDS, LocalTraining
@@ -93,14 +93,16 @@ def fit_client_references_with_notes(
             "Clients train by a loss of their own, which simple models do not minimise, so that none is an alternative.",
         )
     outputs = {c.id: requirements.num_outputs_needed(c) for c in clients}
-    if clients[0].task == "classification":
+    if clients[0].task.outputs_are_classes:
         outputs = dict.fromkeys(outputs, max(outputs.values()))
     simple_models = fit_simple_models(list(clients), outputs, seed)
     simple = [
         ReferenceModel(name, words, _as_float32(client_outputs))
         for name, (words, client_outputs) in simple_models.outputs_by_model.items()
     ]
-    return [_constant_reference(clients, outputs), *simple], simple_models.left_out_notes
+    constant = clients[0].task.constant_model()
+    constants = [] if constant is None else [_constant_reference(constant, clients, outputs)]
+    return [*constants, *simple], simple_models.left_out_notes
 
 
 def train_pooled_reference(
@@ -136,7 +138,7 @@ def train_pooled_reference(
     task, architecture_of = clients[0].task, requirements.architecture_keys_by_client(clients)
     client_of_architecture = {architecture_of[c.id]: c for c in reversed(clients)}  # the first client of each
     placeholder_test = train.select(torch.zeros(1, dtype=torch.int64, device=train.device))
-    if task == "classification":
+    if task.outputs_are_classes:
         networks = (
             build_module(c.model, seed=0).to(train.device)
             for c in client_of_architecture.values()
@@ -184,29 +186,14 @@ def _pool_training_examples(clients: Sequence[Client]) -> Examples | None:
 # -- the constant model -----------------------------------------------------------------------------------------------------
 
 
-def _constant_reference(clients: Sequence[Client], outputs: Mapping[str, int]) -> ReferenceModel:
-    """Builds the model that always outputs the shares of the classes or labels, or the mean, of the client's training
-    examples."""
-    task = clients[0].task
-    rows = {}
-    for client in clients:
-        labels = client.train.labels.cpu().numpy()
-        if task == "classification":
-            row = _log_class_shares(labels, outputs[client.id])
-        elif task == "multilabel":
-            row = label_share_logits(labels)
-        else:
-            row = labels.astype(np.float64).mean(axis=0)
-        rows[client.id] = np.tile(row, (len(client.test), 1))
-    whose = {"classification": "share of each class", "multilabel": "share of each label", "regression": "mean"}[task]
-    sentence = f"the {whose} in the client's own training examples, whatever the input"
-    return ReferenceModel("mean" if task == "regression" else "majority", sentence, _as_float32(rows))
-
-
-def _log_class_shares(labels: NDArray[Any], classes: int) -> Floats:
-    """Returns the logarithm of each class's share; one pseudo-example, spread over all classes, keeps it finite."""
-    counts = np.bincount(labels, minlength=classes) + 1 / classes
-    return np.asarray(np.log(counts / counts.sum()))
+def _constant_reference(model: ConstantModel, clients: Sequence[Client], outputs: Mapping[str, int]) -> ReferenceModel:
+    """Builds the task's constant model from each client's own training targets."""
+    rows = {
+        client.id: np.tile(model.outputs(client.train.labels.cpu().numpy(), outputs[client.id]), (len(client.test), 1))
+        for client in clients
+    }
+    sentence = f"the {model.content} in the client's own training examples, whatever the input"
+    return ReferenceModel(model.name, sentence, _as_float32(rows))
 
 
 def _as_float32(outputs: Mapping[str, Floats]) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ from polyfed.comparison.statistics.mrmc import (
     variance_components_of_difference,
 )
 from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
-from polyfed.core.evaluation.metrics import Metric, is_built_in_metric
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import is_built_in_metric
 
 ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # method -> seed -> client -> score
 

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.evaluation.metrics import Metric
-from polyfed.core.evaluation.score_functions import split_into_binary_problems
+from polyfed.core.evaluation.metric import Metric
+from polyfed.tasks.score_functions import split_into_binary_problems
 
 NUM_GROUPS = 50
 """Most groups of examples that are left out in turn, for metrics without a closed form: one example each up to this

@@ -8,7 +8,7 @@ import numpy as np
 
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL, Estimate
 from polyfed.comparison.statistics.evidence import Evidence, MethodEvidence, interval_ends
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
 
 _DIGITS = 12  # digits after the decimal point of a difference; what is beyond is rounding error
 

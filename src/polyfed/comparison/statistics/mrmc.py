@@ -43,8 +43,8 @@ from polyfed.comparison.statistics.jackknife import (
     example_class_of_each_pseudo_value,
     score_with_pseudo_values,
 )
-from polyfed.core.evaluation.metrics import Metric
-from polyfed.core.evaluation.score_functions import split_into_binary_problems
+from polyfed.core.evaluation.metric import Metric
+from polyfed.tasks.score_functions import split_into_binary_problems
 
 
 @final

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from torch import Tensor
+from polyfed.core.task import get_task
 
 
 @final
@@ -21,36 +21,6 @@ class AnswerBasis:
     num_examples: int
     num_rarest: int | None
     sentence: str
-
-
-def count_rarest_class(labels: Tensor) -> tuple[int, int]:
-    """Returns the number of examples of the rarest class among the labels, and that class.
-
-    Classes without examples are ignored, unless there is only one class: then (0, that class). With several labels,
-    the rarer value of a label counts as a class, and the label with the fewest is returned; (0, 0) if no label takes
-    both values.
-
-    Args:
-        labels: (n,) classes, or (n, labels) of 0 and 1.
-
-    >>> import torch
-    >>> count_rarest_class(torch.tensor([0, 2, 2, 2])), count_rarest_class(torch.tensor([1, 1]))
-    ((1, 0), (0, 1))
-    """
-    if labels.dim() > 1:
-        positive = (labels > 0).reshape(len(labels), -1).sum(0)
-        least = positive.minimum(len(labels) - positive)
-        two_sided = (least > 0).nonzero()[:, 0]
-        if not len(two_sided):
-            return 0, 0
-        label = int(two_sided[least[two_sided].argmin()])
-        return int(least[label]), label
-    counts = labels.bincount()
-    present = counts.nonzero()[:, 0]
-    if len(present) < 2:
-        return 0, int(present[0])
-    rarest = int(present[counts[present].argmin()])
-    return int(counts[rarest]), rarest
 
 
 def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[str], *, by_class: bool) -> AnswerBasis:
@@ -79,14 +49,10 @@ def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[s
 
 def _rarest_class_words(content: Mapping[str, Any], number: int, which: int) -> str:
     """Describes in words how many examples the rarest class has."""
-    names = content["class_names"]
-    if content["task"] == "multilabel":
-        return "no label both ways" if not number else f"{number} on the rarer side of a label"
-    if not number:
-        return "all of one class"
-    several = len(names) > 2 if names else any(len(row["classes"] or ()) > 2 for row in _client_rows(content))
-    class_suffix = f" ({names[which]})" if names and which < len(names) else ""
-    return f"{number} of the {'rarest' if several else 'rarer'} class{class_suffix}"
+    names = content["class_names"] or ()
+    num_classes = len(names) or max((len(row["classes"] or ()) for row in _client_rows(content)), default=0)
+    class_name = names[which] if which < len(names) else ""
+    return get_task(content["task"]).describe_rarest(number, class_name, num_classes)
 
 
 def _client_rows(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.comparison.statistics.evidence import Evidence, GainsOverBestRival, ScoresByMethod, interval_ends
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
 
 
 def simple_model_key(name: str) -> str:

@@ -8,7 +8,8 @@ from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import GainOverRivals, interval_ends
 from polyfed.comparison.verdicts.answer_basis import AnswerBasis, count_examples_behind_answer
 from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.task import TaskSpec, get_task
 
 _DIGITS = 6  # most digits after the decimal point
 _ROUNDED = 12  # digits after the decimal point of a gain; what is beyond is rounding error
@@ -181,7 +182,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
     return f"{subject}: {first}not decided: {leader} is between {low} and {high} than {rival} {rests}{because}"
 
 
-def describe_alternative(name: str, reference: str | None, task: str) -> str:
+def describe_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
     """Describes in words an alternative to federation that a client has alone: training alone, or a simple model.
 
     >>> describe_alternative("ridge", "local", "regression"), describe_alternative("local", "local", "regression")
@@ -189,11 +190,11 @@ def describe_alternative(name: str, reference: str | None, task: str) -> str:
     """
     if name == reference:
         return "training alone"
-    if name == "majority":
-        return "always answering the most frequent class" if task == "classification" else "the share of each label"
-    if name == "mean":
-        return "always answering the mean"
-    return f"{name.replace('_', ' ')}{' regression' if name == 'ridge' else ''} alone"
+    constant = get_task(task).constant_model()
+    if constant is not None and name == constant.name:
+        return constant.words
+    labels = {model.name: model.label for model in get_task(task).simple_models() if not model.is_trees}
+    return f"{labels.get(name, name.replace('_', ' '))} alone"
 
 
 def verdict_sentences(

@@ -2,40 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Client, Loss, Task
-from polyfed.core.evaluation.metrics import DEFAULT_METRICS, Metric, resolve_metrics
+from polyfed.core.algorithm import Client
+from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
+from polyfed.core.task import Loss, Task, get_task
 from polyfed.core.vectorized.deferred_calls import PredictCall, copy_all_parameters_and_buffers, current_deferred_run
 
-DEFAULT_METRIC: Mapping[Task, str] = DEFAULT_METRICS  # type: ignore[assignment]  # its keys are those of Task
-"""Default metric of each task, which names its column in tables; higher is better."""
-
 MetricValues = dict[str, float | None]
-
-
-def loss_function(task: Task, label_smoothing: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the function that computes a task's mean loss of a batch from outputs and targets.
-
-    This is cross-entropy, binary cross-entropy on logits, or half the mean squared error.
-    """
-    if task == "classification":
-        return partial(F.cross_entropy, label_smoothing=label_smoothing)
-    return F.binary_cross_entropy_with_logits if task == "multilabel" else _half_squared_error
-
-
-def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    return 0.5 * F.mse_loss(outputs, targets)
 
 
 def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tensor:
@@ -69,7 +51,7 @@ def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
 
 
 def compute_metrics(
-    outputs: Tensor, targets: Tensor, task: Task, metrics: Sequence[Metric] = (), loss: Loss | None = None
+    outputs: Tensor, targets: Tensor, task: Task | str, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
     """Computes metrics and mean loss from a network's outputs; a value that is undefined or not finite becomes None.
 
@@ -84,19 +66,19 @@ def compute_metrics(
     ...                 resolve_metrics(["accuracy", "auc"], "classification"))
     {'accuracy': 0.5, 'auc': None, 'loss': 0.813...}
     """
-    values = {metric.name: metric(outputs, targets) for metric in metrics or resolve_metrics(None, task)}
+    task = get_task(task)
+    values = {metric.name: metric(outputs, targets) for metric in metrics or (task.default_metric,)}
     with torch.no_grad():
-        value = float((loss_function(task) if loss is None else loss)(outputs, targets))
+        value = float((task.loss if loss is None else loss)(outputs, targets))
     return {name: _finite_or_none(value) for name, value in {**values, "loss": value}.items()}
 
 
 def evaluate(
-    model: nn.Module, examples: Examples, task: Task, metrics: Sequence[Metric] = (), loss: Loss | None = None
+    model: nn.Module, examples: Examples, task: Task | str, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
     """Computes metrics and mean loss of a network on examples; a value that is undefined or not finite becomes None.
 
-    Without `metrics` the task's default is computed: accuracy; the mean AUC of the labels that have both values; the
-    coefficient of determination R².
+    Without `metrics` the task's default is computed.
 
     >>> even = Examples(torch.eye(2), torch.tensor([0, 1]))
     >>> evaluate(nn.Identity(), even, "classification")
@@ -156,7 +138,7 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
     """
     val = client.val
     assert val is not None  # callers check this
-    labels = val.labels.cpu().numpy()
+    labels = client.task.strata(val.labels)
     fold_of_row: NDArray[np.int64] = np.zeros(len(val), dtype=np.int64)
     if val.group is not None:
         fold_of_row[:] = np.unique(val.column(val.group), return_inverse=True)[1] % 2

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 NumberUnit = Literal["%", "", "count"]
 """Names the format of a number: a share in per cent, with three decimals, or as a whole number."""
+_SHOWN_ROWS = 5  # in a sentence
 
 
 def format_number(value: float | None, unit: NumberUnit = "", signed: bool = False) -> str:
@@ -81,6 +82,18 @@ def join_first_and_count_rest(values: Sequence[object], limit: int) -> str:
     """
     more = f" and {len(values) - limit} more" if len(values) > limit else ""
     return f"{', '.join(map(str, values[:limit]))}{more}"
+
+
+def format_row_numbers(rows: Any) -> str:
+    """Returns row numbers as text for a sentence, counted from 1.
+
+    >>> format_row_numbers([0]), format_row_numbers([1, 4]), format_row_numbers(range(10))
+    ('row 1', 'rows 2 and 5', 'rows 1, 2, 3, 4, 5 and 5 more')
+    """
+    shown = [str(int(row) + 1) for row in rows[:_SHOWN_ROWS]]
+    if len(rows) > _SHOWN_ROWS:
+        return f"rows {', '.join(shown)} and {len(rows) - _SHOWN_ROWS} more"
+    return f"row {shown[0]}" if len(shown) == 1 else f"rows {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def shorten_name(name: str, max_length: int = 16) -> str:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polyfed.core.algorithm import Client, Loss, Task
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, split_into_batches
 from polyfed.core.examples.pytree import call_network, logits_of
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.seeds import derive_seed, torch_generator
+from polyfed.core.task import Loss, Task, has_elementwise_loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import build_early_stopping, build_loss, sampling_weights
 from polyfed.core.vectorized.cohort_batches import CohortBatches, Minibatch
@@ -284,7 +285,8 @@ def fit_with_cohort(
 
     Returns:
         The loss and the number of steps, with the trained weights already in `model`; None if it must be trained alone:
-        `train_alone`, a client's own loss, inputs of several parts, or a term that is no `PerClientTerm`.
+        `train_alone`, a client's own loss, a task whose loss is no mean over examples, inputs of several parts, or a term
+        that is no `PerClientTerm`.
     """
     if (deferred_run := current_deferred_run()) is None:
         return None
@@ -300,6 +302,7 @@ def fit_with_cohort(
             or has_client_loss
             or is_structured
             or not trained
+            or not has_elementwise_loss(task)
             or not all(isinstance(term, PerClientTerm) for term in terms)
         ):
             return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from polyfed.core.evaluation.evaluate import loss_function, predict
+from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import input_spec_of, logits_of
 from polyfed.core.nn.grad_mode import grad_enabled
@@ -126,7 +126,7 @@ def train_cohort(calls: Sequence[FitCall]) -> list[FitCallResult]:
     dropout_rngs = [DropoutRNG(derive_seed(seed, "dropout"), first.examples.device) for seed in seeds]
     with Stacked(first.module, [call.state for call in ordered], first.trained_names, dropout_rngs) as networks:
         fit(
-            networks, streams, first.options, lr=first.lr, seed=0, task=first.task,  # type: ignore[arg-type]
+            networks, streams, first.options, lr=first.lr, seed=0, task=first.task,
             penalty=penalty, gradient=gradient, batches_per_step=first.batches_per_step,
             reported_loss=first.reported_loss,  # type: ignore[arg-type]
         )  # fmt: skip
@@ -197,7 +197,7 @@ def _try_training_together(calls: Sequence[FitCall]) -> str | None:
         call.examples.batch(torch.arange(number, device=call.examples.device))
         for call, number in zip(calls, rows, strict=True)
     ]
-    loss = loss_function(calls[0].task)  # type: ignore[arg-type]
+    loss = calls[0].task.loss
     before = {name: p.requires_grad for name, p in module.named_parameters()}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trained)

@@ -11,13 +11,14 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from polyfed.core.algorithm import Client, Loss
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.frozen_mapping import FrozenMapping
 from polyfed.core.io.plain_values import convert_numpy_fields_in_place
 from polyfed.core.nn.buffers import BufferPolicy
 from polyfed.core.nn.optimizers import check_optimizer
 from polyfed.core.nn.precision import Precision
+from polyfed.core.task import Loss
 from polyfed.core.training.losses import ClassWeights, build_loss
 
 Schedule = Literal["constant", "cosine", "exponential"]

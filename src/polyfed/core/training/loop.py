@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from polyfed.core.algorithm import Client, Task
+from polyfed.core.algorithm import Client
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import Inputs, first_leaf
 from polyfed.core.nn.grad_mode import grad_enabled
@@ -18,6 +18,7 @@ from polyfed.core.nn.optimizers import ParameterGroup, build_optimizer
 from polyfed.core.nn.precision import autocast_context
 from polyfed.core.nn.tied_weights import all_names_by_first_name
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
+from polyfed.core.task import DEFAULT_TASK, Task, get_task
 from polyfed.core.training.backends import create_backend, fit_with_cohort
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.vectorized.cohort_batches import CohortBatches, Minibatch
@@ -69,7 +70,7 @@ def fit(
     *,
     lr: float,
     seed: int,
-    task: Task = "classification",
+    task: Task | str = DEFAULT_TASK,
     penalty: Callable[[], Tensor] | PerClientTerm | None = None,
     gradient: Callable[[Callable[[int], Tensor]], Tensor] | PerClientTerm | None = None,
     batches_per_step: int = 1,
@@ -114,7 +115,7 @@ def fit(
     >>> found.loss < 0.01, found.steps
     (True, 500)
     """
-    task = examples.task if isinstance(examples, Client) else task
+    task = examples.task if isinstance(examples, Client) else get_task(task)
     if not isinstance(examples, CohortBatches):
         train_alone = (
             loss is not None or representation is not None or lr_factor is not None or not _supports_cohort(options)

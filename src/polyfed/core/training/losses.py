@@ -6,24 +6,24 @@ The loss is the task's, with class weights, or the client's own; examples are dr
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyfed.core.algorithm import Client, Loss, Task
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.evaluate import loss_function, predict
+from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.trusted_code import import_trusted_callable
+from polyfed.core.task import Loss, Task, get_task
 
 ClassWeights = Literal["balanced"] | tuple[float, ...] | None
 
 
 def build_loss(
     examples: Examples,
-    task: Task,
+    task: Task | str,
     client_loss: Loss | None = None,
     label_smoothing: float = 0.0,
     class_weights: ClassWeights = None,
@@ -53,34 +53,7 @@ def build_loss(
             raise UserError("class_weights and label_smoothing are of the task's loss, and a client has a loss of its own; "
                             "leave them out, or put them into that loss")  # fmt: skip
         return _checked_client_loss(client_loss, examples.device)
-    if class_weights is None:
-        return loss_function(task, label_smoothing)
-    if task == "regression":
-        raise UserError(f"class_weights={class_weights!r}: the task is regression, which has no classes; leave it out")
-    labels = examples.labels
-
-    def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
-        w = _resolve_class_weights(class_weights, labels, outputs.shape[1], task).to(outputs.device, outputs.dtype)
-        if task == "classification":
-            return F.cross_entropy(outputs, targets, weight=w, label_smoothing=label_smoothing)
-        return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=w)
-
-    return weighted
-
-
-def _resolve_class_weights(class_weights: Any, labels: Tensor, outputs: int, task: Task) -> Tensor:
-    if class_weights != "balanced":
-        if len(class_weights) != outputs:
-            raise UserError(
-                f"class_weights has {len(class_weights)} numbers, but the network has {outputs} outputs; give one each"
-            )
-        return torch.tensor(class_weights, dtype=torch.float64)
-    number = len(labels)
-    if task == "classification":
-        counts = torch.bincount(labels, minlength=outputs).to(torch.float64)
-        return torch.where(counts > 0, number / (int((counts > 0).sum()) * counts), 1.0)
-    positive = labels.sum(0, dtype=torch.float64)
-    return torch.where((positive > 0) & (positive < number), (number - positive) / positive, 1.0)
+    return get_task(task).training_loss(examples.labels, class_weights, label_smoothing)
 
 
 def import_loss(path: str) -> Loss:
@@ -123,7 +96,7 @@ def _checked_client_loss(loss: Loss, device: torch.device) -> Loss:
     return checked_loss
 
 
-def sampling_weights(examples: Examples, task: Task, sampler: str) -> Tensor | None:
+def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tensor | None:
     """Returns the weights by which examples are drawn with replacement, float64 of shape (n,); None if each example is
     drawn once an epoch.
 
@@ -141,7 +114,7 @@ def sampling_weights(examples: Examples, task: Task, sampler: str) -> Tensor | N
     if sampler == "shuffle":
         return None
     if sampler == "balanced":
-        if task != "classification":
+        if not get_task(task).one_class_per_example:
             raise UserError(
                 f"sampler='balanced' draws classes alike, but the task is {task}; name a column with weights"
             )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.examples.examples import Examples
+from polyfed.core.task import Task
 
 Tensors = Sequence[Tensor]
 
@@ -68,7 +69,7 @@ class FitCall:
     options: Any
     lr: float
     seed: int
-    task: str
+    task: Task
     penalty: PerClientTerm | None
     gradient: PerClientTerm | None
     batches_per_step: int

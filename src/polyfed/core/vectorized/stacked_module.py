@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polyfed.core.algorithm import Task
 from polyfed.core.nn.optimizers import Optimizer
 from polyfed.core.seeds import DropoutRNG, get_rng_state, set_rng_state
+from polyfed.core.task import Task
 from polyfed.core.vectorized.cohort_batches import ValidRows
 from polyfed.core.vectorized.stacked_layers import STACKED_LAYERS, USES_BATCH_STATISTICS, max_pool_channels_last
 
@@ -175,12 +174,8 @@ class Stacked(nn.Module):
         """Returns the function that computes the mean loss of each client's examples in a batch, shape (k,)."""
 
         def loss_by_client(outputs: Tensor, targets: Tensor) -> Tensor:
-            if task == "classification":
-                losses = F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
-            elif task == "multilabel":
-                losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
-            else:
-                losses = 0.5 * F.mse_loss(outputs, targets, reduction="none")
+            losses = task.elementwise_loss(outputs, targets, label_smoothing)
+            assert losses is not None  # others are not stacked
             by_client = losses.reshape(self.num_clients, -1)
             if self.valid_rows is None:
                 return by_client.mean(1)

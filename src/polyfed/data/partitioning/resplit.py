@@ -141,7 +141,7 @@ def _concat_sets(client: Client) -> Examples:
 
 
 def _redraw_sets(client: Client, pool: Examples, seed: int, set_of_group: dict[str, str]) -> Client:
-    labels = pool.labels.cpu().numpy()
+    labels = client.task.strata(pool.labels)
     if pool.group is not None:
         return _redraw_sets_by_group(client, pool, labels, seed, set_of_group)
     remaining: NDArray[np.int64] = np.arange(len(pool))

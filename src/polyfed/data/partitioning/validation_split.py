@@ -39,7 +39,7 @@ def _hold_out_validation(client: Client, seed: int, set_of_group: dict[str, str]
     size = round(VALIDATION_SHARE * number)
     if not size or number < 1 / VALIDATION_SHARE:
         return client
-    labels, client_seed = client.train.labels.cpu().numpy(), derive_seed(seed, "held out", client.id)
+    labels, client_seed = client.task.strata(client.train.labels), derive_seed(seed, "held out", client.id)
     if client.train.group is None:
         val_rows = draw_stratified_rows(labels, size, client_seed, leave_one_per_class=True)
         train_rows = np.setdiff1d(np.arange(number), val_rows)

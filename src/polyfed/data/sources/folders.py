@@ -12,18 +12,18 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import resolve_existing_path
 from polyfed.data.formats.images import Mode, measure_normalisation, read_images
 from polyfed.data.formats.lazy_images import build_image_keys_and_decoder, index_image_files
 from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset
 from polyfed.data.sources.table_file import parse_column_names
-from polyfed.data.tabular.columns import TaskName, has_few_values, read_targets
+from polyfed.data.tabular.columns import check_task_option, has_few_values, read_targets
 from polyfed.data.tabular.table_reader import (
     check_columns_exist,
     check_no_missing_values,
     column_as_texts,
-    format_row_numbers,
     read_table,
 )
 
@@ -154,7 +154,7 @@ class ImageTable(Source):
     site: str | None = None
     image: str = "path"
     folder: str | None = None
-    task: TaskName = "auto"
+    task: str = "auto"
     group: str | None = None
     positive: str | None = None
     image_size: int = 32
@@ -163,7 +163,8 @@ class ImageTable(Source):
 
     def __post_init__(self) -> None:
         check_image_size(self.image_size)
-        check_field_types(self, "task")
+        check_field_types(self)
+        check_task_option(self.task)
 
     def load(self) -> PooledDataset:
         """Reads the data set from the table and its images."""

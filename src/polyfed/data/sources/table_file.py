@@ -13,7 +13,7 @@ from polyfed.core.io.validation import check_field_types
 from polyfed.data.formats.files import Table
 from polyfed.data.pool import PooledDataset, Source
 from polyfed.data.tabular.columns import (
-    TaskName,
+    check_task_option,
     has_few_values,
     infer_feature_column,
     read_targets,
@@ -66,7 +66,7 @@ class TableFile(Source):
     path: str = ""
     target: list[str] | str = ""
     site: str | None = None
-    task: TaskName = "auto"
+    task: str = "auto"
     group: str | None = None
     columns: list[str] | str = ""
     drop: list[str] | str = ""
@@ -80,7 +80,8 @@ class TableFile(Source):
     schema: str | None = None
 
     def __post_init__(self) -> None:
-        check_field_types(self, "task", "preprocess")
+        check_field_types(self, "preprocess")
+        check_task_option(self.task)
         if self.decimal not in (".", ","):
             raise UserError(f"decimal must be '.' or ',', got {self.decimal!r}")
         if self.delimiter != "auto" and len(self.delimiter) != 1:

@@ -57,7 +57,7 @@ class Digits(Source):
         common_test: share of the digits that becomes the common test set, stratified and the same in every run.
 
     >>> pool = Digits().load()
-    >>> len(pool.train), pool.input_shape, pool.num_classes
+    >>> len(pool.train), pool.input_shape, pool.num_outputs
     (1797, (1, 8, 8), 10)
     """
 

@@ -3,15 +3,16 @@
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
+from polyfed.core.io.number_format import format_row_numbers
+from polyfed.core.task import Task, get_task
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
@@ -21,7 +22,6 @@ from polyfed.data.tabular.table_reader import (
     column_as_arrow_array,
     column_as_numbers,
     column_as_texts,
-    format_row_numbers,
     has_no_letter_or_digit,
     is_empty_non_numeric_column,
     is_numeric_column,
@@ -29,14 +29,13 @@ from polyfed.data.tabular.table_reader import (
     is_numeric_type,
     is_text_type,
 )
+from polyfed.tasks import infer_table_task
 
 _MOST_CATEGORIES = 50
-_MOST_CLASSES = 20  # different whole numbers that are taken as classes by default
 _MOST_SUBGROUP_VALUES = 10  # different values of a column of numbers that is kept for scores of subgroups
 _PRECISE = 1e-5  # of a column's standard deviation: with a larger rounding error it is kept as float64
 _IDENTIFIERS = frozenset({"id", "nr", "no", "number", "mrn"})
 _DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
-TaskName = Literal["auto", "classification", "regression", "multilabel"]
 
 
 def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
@@ -191,7 +190,7 @@ def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
 
 
 def read_targets(
-    table: Table, names: Sequence[str], task: TaskName, positive: str | None
+    table: Table, names: Sequence[str], task: str, positive: str | None
 ) -> tuple[Tensor, tuple[str, ...], Task]:
     """Returns the targets of a table, the names of its classes, labels or targets, and the task.
 
@@ -200,16 +199,16 @@ def read_targets(
     """
     for name in names:
         check_no_missing_values(column_as_texts(table, name), name, "target")
-    resolved_task = _infer_task(table, names) if task == "auto" else task
-    if resolved_task == "classification":
+    resolved_task = _infer_task(table, names) if task == "auto" else get_task(task)
+    if resolved_task.one_class_per_example:
         if len(names) > 1:
             raise UserError(
-                f"classification has one target, got {', '.join(names)}; give --data.task multilabel for several"
+                f"{resolved_task} has one target, got {', '.join(names)}; give --data.task multilabel for several"
             )
         column = column_as_texts(table, names[0])
         classes = _infer_classes(column, names[0], positive)
         code = {value: number for number, value in enumerate(classes)}
-        return torch.tensor([code[value] for value in column.tolist()]), classes, "classification"
+        return torch.tensor([code[value] for value in column.tolist()]), classes, resolved_task
     if positive is not None:
         raise UserError(f"positive={positive!r} is for two classes, and the task is {resolved_task}; leave it out")
     columns = []
@@ -220,33 +219,20 @@ def read_targets(
                 "that is what the texts mean"
             )
         column = column_as_numbers(table, name)
-        odd = np.flatnonzero((column != 0) & (column != 1))
-        if resolved_task == "multilabel" and len(odd):
-            raise UserError(
-                f"target {name!r} of several labels must be 0 or 1, got {column[odd[0]]:g} in {format_row_numbers(odd)}"
-            )
+        resolved_task.check_table_column(column, name)
         columns.append(column)
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)), tuple(names), resolved_task
 
 
 def _infer_task(table: Table, names: Sequence[str]) -> Task:
-    numeric = all(is_numeric_type(column_as_arrow_array(table, name).type) for name in names)
-    if len(names) > 1:
-        if not numeric:
-            raise UserError(f"several targets must be numbers, got {', '.join(names)}; give one")
-        labels = all(np.isin(column_as_numbers(table, name), (0, 1)).all() for name in names)
-        return "multilabel" if labels else "regression"
-    if not numeric:
-        return "classification"
-    column = column_as_numbers(table, names[0])
-    if not bool((column == np.floor(column)).all()):
-        return "regression"
-    if (different := len(np.unique(column))) > _MOST_CLASSES:
-        raise UserError(
-            f"target {names[0]!r} has {different} different whole numbers: give --data.task regression if they are amounts, "
-            "or --data.task classification if they are classes"
-        )
-    return "classification"
+    is_numeric = all(is_numeric_type(column_as_arrow_array(table, name).type) for name in names)
+    return infer_table_task(names, {name: column_as_numbers(table, name) for name in names} if is_numeric else None)
+
+
+def check_task_option(task: str) -> None:
+    """Raises a `UserError` if the option `task` of a table is neither "auto" nor the name of a task, or `module:Class`."""
+    if task != "auto" and ":" not in task:
+        get_task(task)
 
 
 def _infer_classes(column: NDArray[Any], name: str, positive: str | None) -> tuple[str, ...]:

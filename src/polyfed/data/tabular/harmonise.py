@@ -44,7 +44,7 @@ def count_and_sum_columns_and_targets(train: Examples, mean: Tensor | None = Non
     count, total = count_and_sum_numeric_columns(
         train, preprocessor.columns, None if mean is None else mean[:num_numeric]
     )
-    if preprocessor.task != "regression":
+    if not preprocessor.task.standardises_targets:
         return count, total
     y = _unscale_targets(train.labels, preprocessor)
     y = y if mean is None else (y - mean[num_numeric:]) ** 2
@@ -103,7 +103,7 @@ def _table_difference(first: TablePreprocessor, second: TablePreprocessor) -> st
         return ", and ".join([*parts, *([f"it has {', '.join(more[:5])} more"] if more else [])])
     if names[0] != names[1]:
         return "its columns are in another order"
-    if first.task != second.task or (first.task != "classification" and first.classes != second.classes):
+    if first.task != second.task or (not first.task.one_class_per_example and first.classes != second.classes):
         return "its targets are others"
     pairs = zip(first.columns, second.columns, strict=True)
     odd = [a.name for a, b in pairs if (a.categories is None) != (b.categories is None)]
@@ -167,7 +167,7 @@ def _code_translation(before: Column, after: Column) -> Tensor:
 
 
 def _recode_targets(y: Tensor, preprocessor: TablePreprocessor, common: TablePreprocessor) -> Tensor:
-    if preprocessor.task != "regression":
+    if not preprocessor.task.standardises_targets:
         return (
             y
             if preprocessor.classes == common.classes

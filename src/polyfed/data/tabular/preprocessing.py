@@ -11,7 +11,7 @@ and in a form that can be saved as JSON.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypedDict, final
 
@@ -19,22 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.number_format import format_row_numbers
 from polyfed.core.io.validation import validation_error
+from polyfed.core.task import Task, TaskSpec, get_task
 from polyfed.data.tabular.table_reader import (
     check_columns_exist,
     column_as_arrow_array,
     column_as_numbers,
     column_as_texts,
-    format_row_numbers,
     is_empty_non_numeric_column,
     is_numeric_column,
     is_numeric_text,
     is_text_type,
     read_table,
 )
+from polyfed.tasks import Classification
 
 MISSING_CATEGORY = "(missing)"
 _CONSTANT = 1e-9  # relative to the mean; numbers with a smaller standard deviation do not vary
@@ -67,7 +68,7 @@ class _PreprocessorJSON(TypedDict):
     target: list[list[float]]
     scope: Scope
     classes: list[str]
-    task: Task
+    task: TaskSpec
 
 
 @final
@@ -105,9 +106,10 @@ class TablePreprocessor:
     target: tuple[tuple[float, float], ...] = ()
     scope: Scope = "site"
     classes: tuple[str, ...] = ()
-    task: Task = "classification"
+    task: Task = field(default_factory=Classification)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "task", get_task(self.task))
         count = sum(column.categories is None for column in self.columns)
         if len(self.mean) != count or len(self.spread) != count:
             raise UserError(f"{count} columns of numbers need as many means and spreads, got {len(self.mean)} and "
@@ -228,7 +230,7 @@ class TablePreprocessor:
         return {
             "columns": columns, "mean": list(self.mean), "spread": list(self.spread),
             "target": [list(pair) for pair in self.target], "scope": self.scope, "classes": list(self.classes),
-            "task": self.task,
+            "task": self.task.spec,
         }  # fmt: skip
 
 
@@ -256,7 +258,7 @@ def preprocessor_from_json(content: Any) -> TablePreprocessor:
     )
     target = tuple((pair[0], pair[1]) for pair in content["target"])
     return TablePreprocessor(columns, tuple(content["mean"]), tuple(content["spread"]), target, content["scope"],
-                    tuple(content["classes"]), content["task"])  # fmt: skip
+                    tuple(content["classes"]), get_task(content["task"]))  # fmt: skip
 
 
 def _category_names(column: Column) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_json
+from polyfed.core.task import Task, get_task
 from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, preprocessor_from_json
 
@@ -74,7 +75,7 @@ def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | Non
     schemas = [read_schema(source) for source in sources]
     if not schemas:
         raise UserError("merge_schemas needs schemas to merge, got none")
-    if len(tasks := sorted({schema.task for schema in schemas})) > 1:
+    if len(tasks := sorted({str(schema.task) for schema in schemas})) > 1:
         raise UserError(f"tables of one federation have one task, and these schemas are of {' and '.join(tasks)}")
     columns_by_name = [{column.name: column for column in schema.columns} for schema in schemas]
     columns = tuple(
@@ -117,7 +118,9 @@ def _union(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
     )
 
 
-def recode_targets_to_schema(y: Tensor, class_names: Sequence[str], schema: TablePreprocessor, task: str) -> Tensor:
+def recode_targets_to_schema(
+    y: Tensor, class_names: Sequence[str], schema: TablePreprocessor, task: Task | str
+) -> Tensor:
     """Converts a table's class indices to the indices that the same classes have in a schema; returns targets of other
     tasks unchanged.
 
@@ -128,11 +131,12 @@ def recode_targets_to_schema(y: Tensor, class_names: Sequence[str], schema: Tabl
     >>> recode_targets_to_schema(torch.tensor([0, 1]), ["no", "yes"], schema, "classification")
     tensor([0, 2])
     """
+    task = get_task(task)
     if task != schema.task:
         raise UserError(
             f"the task of the table is {task}, that of the schema {schema.task}; give --data.task {schema.task}"
         )
-    if task != "classification":
+    if not task.one_class_per_example:
         if tuple(class_names) != schema.classes:
             raise UserError(
                 f"the schema has the targets {', '.join(schema.classes)}, and this table has {', '.join(class_names)}"

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
+from polyfed.core.io.number_format import format_row_numbers
 from polyfed.data.formats.files import Table, read_parquet_splits, resolve_existing_path
 
 PATH_ADVICE = "give --data.path with a CSV or Parquet file that has one row per example"
 _DELIMITERS = (",", ";", "\t", "|")
-_SHOWN = 5  # rows or values shown in a sentence
 MAX_MISSING_WORDS = 3  # different words among numbers that may all stand for no value
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
@@ -342,18 +342,6 @@ def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
             f"{role}: column {name!r} has no value in {format_row_numbers(rows)} (the first row below the names is 1); "
             f"fill it in, or drop the {which}"
         )
-
-
-def format_row_numbers(rows: NDArray[Any]) -> str:
-    """Returns row numbers as text for a sentence, counted from 1.
-
-    >>> format_row_numbers(np.array([0])), format_row_numbers(np.array([1, 4])), format_row_numbers(np.arange(10))
-    ('row 1', 'rows 2 and 5', 'rows 1, 2, 3, 4, 5 and 5 more')
-    """
-    shown = [str(int(row) + 1) for row in rows[:_SHOWN]]
-    if len(rows) > _SHOWN:
-        return f"rows {', '.join(shown)} and {len(rows) - _SHOWN} more"
-    return f"row {shown[0]}" if len(shown) == 1 else f"rows {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def has_no_letter_or_digit(text: str) -> bool:

@@ -12,6 +12,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
 from polyfed.core.nn.module_cache import cached_module
+from polyfed.core.task import get_task
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.simulation.checks.trial_forward import output_shape
 
@@ -75,7 +76,7 @@ def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name
     outputs = {i: _parse_data_spec(i, answer.get("form")).outputs for i, answer in sorted(introductions.items())}
     first = next(iter(outputs))
     odd_site = next((i for i in outputs if outputs[i] != outputs[first]), None)
-    if odd_site is not None and introductions[first].get("task") != "classification":
+    if odd_site is not None and not get_task(introductions[first]["task"]).outputs_are_classes:
         raise UserError(
             f"{name} needs labels of one form, but {odd_site!r} has {outputs[odd_site]} a row, {first!r} {outputs[first]}"
         )

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.validation import validation_error
+from polyfed.core.task import Task, get_task
 from polyfed.data.tabular.harmonise import merge_table_definitions
 from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 from polyfed.data.tabular.schema import read_schema
@@ -107,12 +108,10 @@ def agree_on_preprocessing(
 
 def _collect_schema_summaries(
     server: DeploymentServer, sites: list[str], engine: EnvelopeEngine
-) -> dict[str, tuple[SchemaSummary, str]]:
+) -> dict[str, tuple[SchemaSummary, Any]]:
     """Requests from each site a summary of its table, and returns (summary, kind of task) by site."""
-    summaries: dict[str, tuple[SchemaSummary, str]] = {}
-    envelopes = {
-        site: Envelope({**server.build_introduction_head(), "kind": "prepare", "client": site}) for site in sites
-    }
+    summaries: dict[str, tuple[SchemaSummary, Any]] = {}
+    envelopes = {site: Envelope({**server.build_introduction_head(), "kind": "prepare", "client": site}) for site in sites}
     for site, answer in engine.exchange(envelopes, 0):
         try:
             head: dict[str, Any] = {"refused": answer} if isinstance(answer, str) else parse_head(answer.head)
@@ -121,7 +120,7 @@ def _collect_schema_summaries(
             reason = sanitize_line(error)
         if reason:
             raise UserError(f"site {site!r} does not take part: {reason}")
-        summaries[site] = head["table"], str(head.get("task"))
+        summaries[site] = head["table"], head.get("task")
     return dict(sorted(summaries.items()))
 
 
@@ -148,7 +147,7 @@ def _schema_summary_error(table: Any) -> str:
     return ""
 
 
-def _merge_tables(tables: Mapping[str, tuple[SchemaSummary, str]]) -> tuple[TablePreprocessor, bool]:
+def _merge_tables(tables: Mapping[str, tuple[SchemaSummary, Any]]) -> tuple[TablePreprocessor, bool]:
     """Builds one common table description from those of all sites, and returns it with a flag: whether the sites'
     tables differ, so that they must be sent the common column names.
     """
@@ -170,14 +169,15 @@ def _merge_tables(tables: Mapping[str, tuple[SchemaSummary, str]]) -> tuple[Tabl
     targets = tuple(map(str, range(first["targets"])))
     task = next(iter(tables.values()))[1]
     common_table = TablePreprocessor(
-        columns, (0.0,) * len(columns), (1.0,) * len(columns), (), "federated", targets, _validate_task(task)
+        columns, (0.0,) * len(columns), (1.0,) * len(columns), (), "federated", targets, _task_of_sites(task)
     )
     return common_table, False
 
 
-def _validate_task(task: str) -> Any:
-    if task not in ("classification", "multilabel", "regression"):
+def _task_of_sites(spec: Any) -> Task:
+    try:
+        return get_task(spec)
+    except UserError as error:
         raise UserError(
-            f"a site's task must be classification, multilabel or regression, and one reports {task[:40]!r}"
-        )
-    return task
+            f"a site reports the task {str(spec)[:200]!r}, which this server cannot build: {error}"
+        ) from error

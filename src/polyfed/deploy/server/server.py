@@ -9,15 +9,15 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final, get_args
+from typing import Any, final
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture
-from polyfed.core.algorithm import Task as TaskKind
 from polyfed.core.capabilities import manifest_entry_of_resolved_fields
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.task import Task, get_task
 from polyfed.deploy.protocol.handshake import (
     CLAIM_KEYS,
     check_same_input_specs,
@@ -175,9 +175,7 @@ class DeploymentServer:
         """
         ids = tuple(sorted(self.deployment.sites))
         needs, name = self.algorithm.requires, registry_name(self.algorithm)
-        tasks = {i: str(introductions[i].get("task")) for i in ids}
-        if len(set(tasks.values())) > 1 or tasks[ids[0]] not in get_args(TaskKind):
-            raise UserError(f"sites of one federation must have one task, got {tasks}")
+        task = _common_task({i: introductions[i].get("task") for i in ids})
         if table_difference := describe_table_difference(introductions):
             raise UserError(table_difference)
         is_new_run = not self.deployment.resume  # a resumed run may be older than these checks
@@ -208,7 +206,7 @@ class DeploymentServer:
             check_width_family(self.models, architecture_by_site, data_spec.inputs, name)
         roster = ClientRegistry(
             ids=ids,
-            task=tasks[ids[0]],  # type: ignore[arg-type]
+            task=task,
             num_examples={i: introductions[i]["num_examples"] for i in ids if "num_examples" in introductions[i]},
             architectures=architecture_by_site,
             models=self.models,
@@ -273,3 +271,15 @@ class DeploymentServer:
         fields = dataclasses.asdict(self.deployment)
         fields = {n: str(v) if isinstance(v, Path) else v for n, v in fields.items() if n not in ("out", "resume")}
         return dict(to_plain_values(fields, "deployment"))
+
+
+def _common_task(spec_by_site: Mapping[str, Any]) -> Task:
+    """Builds the task that all sites report; raises a `UserError` if they differ, or this server cannot build it."""
+    specs = list(spec_by_site.values())
+    shown = {site: str(spec)[:200] for site, spec in spec_by_site.items()}
+    if any(spec != specs[0] for spec in specs):
+        raise UserError(f"sites of one federation must have one task, got {shown}")
+    try:
+        return get_task(specs[0])
+    except UserError as error:
+        raise UserError(f"sites of one federation must have one task, got {shown}, and {error}") from error

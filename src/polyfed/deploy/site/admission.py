@@ -137,7 +137,7 @@ def build_introduction_fields(
         reveals_example_count: whether the server learns the number of training examples.
     """
     needs = algorithm.requires
-    fields: dict[str, Any] = {"client": client.id, "task": client.task}
+    fields: dict[str, Any] = {"client": client.id, "task": client.task.spec}
     if reveals_example_count:
         fields["num_examples"] = len(client.train)
     if "architectures" in needs:

@@ -174,7 +174,7 @@ class Site:
         client = self._load_client()
         check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
         table = summarize_schema(client, head["run"], with_names=self._sends_column_names)
-        return Envelope({"client": self.name, "run": head["run"], "task": client.task, "table": table})
+        return Envelope({"client": self.name, "run": head["run"], "task": client.task.spec, "table": table})
 
     def _run_folder(self, head: Mapping[str, Any]) -> Path:
         if not (isinstance(head["run"], str) and _RUN_PATTERN.fullmatch(head["run"])):
@@ -225,7 +225,7 @@ class Site:
         if uses_federated_preprocessing(client):
             check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
             if "prepared" not in head:
-                return Envelope({"client": client.id, "task": client.task, "prepares": True})
+                return Envelope({"client": client.id, "task": client.task.spec, "prepares": True})
             check_and_save_common_preprocessing(folder, head["prepared"], client)
             client = apply_common_preprocessing(client, folder)
         table |= build_table_head_field(

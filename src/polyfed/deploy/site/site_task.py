@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, final, get_args
 
 from polyfed.core.algorithm import Message
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation.metrics import Metric, is_built_in_metric, resolve_metrics
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import is_built_in_metric, resolve_metrics
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.messages.message_compression import decompress_message
 from polyfed.core.state_dict import StateDict
+from polyfed.core.task import Task
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.wire import Envelope, first_non_finite_tensor, parse_compressors
 from polyfed.deploy.site.private_state import read_private_state
@@ -128,12 +130,12 @@ def check_phase(head: Mapping[str, Any]) -> None:
         raise RefusalError(f"{phase!r} is no phase of a round; {did_you_mean(str(phase), get_args(Phase))}")
 
 
-def resolve_requested_metrics(names: Any, task: str) -> tuple[Metric, ...]:
+def resolve_requested_metrics(names: Any, task: Task) -> tuple[Metric, ...]:
     """Returns the metrics whose names a header lists, or refuses if one is not built into polyfed.
 
     Args:
         names: the header's list of names.
-        task: "classification", "multilabel" or "regression".
+        task: of the site's client.
 
     Raises:
         RefusalError: a metric is not built in, or does not suit this kind of task.

@@ -7,14 +7,13 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from polyfed.core.algorithm import Task
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.score_functions import outputs_to_probabilities
+from polyfed.core.task import Task
 from polyfed.report.data.binary_stats import BinaryPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
 from polyfed.simulation.storage.predictions import FOLDER, Predictions, read_predictions
+from polyfed.tasks import infer_task_of_targets
 
 MAX_METHODS = 4  # that a reader can choose among: training alone and the leader first
 _MANY_CLIENTS = 100  # clients from which only these two are read
@@ -37,7 +36,7 @@ class GroupPredictions:
     """Holds the stored predictions of several methods for the clients' test examples, by method, seed and client.
 
     Attributes:
-        task: "classification", "multilabel" or "regression".
+        task: of the clients.
         methods: labels, the leader first.
         local_label: the label of training alone; None without it.
         seeds: that all of the methods have.
@@ -61,16 +60,14 @@ class GroupPredictions:
     @property
     def is_binary(self) -> bool:
         """Returns whether the task is a classification into exactly two classes."""
-        return self.task == "classification" and len(self.class_names) == 2
+        return self.task.one_class_per_example and len(self.class_names) == 2
 
     @cached_property
     def binary_questions(self) -> tuple[BinaryQuestion, ...]:
         """Returns the yes/no questions of the task: for two classes, whether an example is of the second; otherwise one
         question per class or label.
         """
-        if self.task == "regression":
-            return ()
-        columns = [1] if self.is_binary else range(len(self.class_names))
+        columns = self.task.yes_no_columns(len(self.class_names))
         return tuple(BinaryQuestion(self.class_names[k], k) for k in columns)
 
     def binary_predictions(
@@ -86,7 +83,7 @@ class GroupPredictions:
         tables = [self.prediction_tables[method, seed, client] for client in clients]
         outputs, targets = torch.cat([p.outputs for p in tables]), torch.cat([p.targets for p in tables])
         finite_rows = torch.isfinite(outputs).all(1)
-        score = outputs_to_probabilities(outputs[finite_rows], self.task)[:, question.column]
+        score = self.task.to_predictions(outputs[finite_rows])[:, question.column]
         finite_targets = targets[finite_rows]
         positive = (
             finite_targets[:, question.column] > 0.5 if finite_targets.dim() == 2 else finite_targets == question.column
@@ -173,14 +170,14 @@ def _group_predictions(
     seeds: tuple[int, ...], clients: tuple[str, ...], class_names: Sequence[str] | None, notes: list[str],
 ) -> tuple[GroupPredictions | None, str]:  # fmt: skip
     first = next(iter(tables.values()))
-    task = _task_of_targets(first.targets)
+    task = infer_task_of_targets(first.targets)
     width = first.outputs.shape[1]
-    if any(t.outputs.shape[1] != width or _task_of_targets(t.targets) != task for t in tables.values()):
+    if any(t.outputs.shape[1] != width or infer_task_of_targets(t.targets) != task for t in tables.values()):
         return None, "The predictions of the runs are not of one form, so that there are no curves by example."
     names = [str(name) for name in class_names or ()]
     if len(names) != width:
         names = [str(k) for k in range(width)]
-    names = [f"class {name}" if name.isdigit() and task == "classification" else name for name in names]
+    names = [f"class {name}" if name.isdigit() and task.one_class_per_example else name for name in names]
     if first_nonfinite := sum(int((~torch.isfinite(t.outputs).all(1)).sum()) for t in tables.values()):
         notes.append(f"{first_nonfinite} predictions are not finite numbers (the training diverged) and are left out.")
     same_clients = (run_group.same_clients or len(seeds) == 1) and all(
@@ -220,10 +217,3 @@ def _predictions_of_method(method: MethodRuns) -> tuple[dict[tuple[int, str], Pr
             except UserError as error:
                 return {}, f"{method.label} has no curves: {error}."
     return client_tables, "" if client_tables else f"{method.label} has kept no predictions."
-
-
-def _task_of_targets(targets: Tensor) -> Task:
-    if targets.dim() == 2:
-        is_binary = bool(((targets == 0) | (targets == 1)).all())
-        return "multilabel" if is_binary else "regression"
-    return "regression" if targets.is_floating_point() else "classification"

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, final
 
 from polyfed.comparison.statistics.learning_curve import iterate_records_with_costs_so_far
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
-from polyfed.core.evaluation.metrics import METRICS
+from polyfed.core.evaluation.metrics import METRICS, default_metric_names
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.monitoring.update_norms import NORM, norms_by_client
 from polyfed.simulation.storage.directory import read_config, read_manifest
@@ -141,7 +140,7 @@ def read_run_record(folder: Path) -> RunRecord | None:
     stored_score = read_manifest(folder).get("score")
     score_fields = stored_score if isinstance(stored_score, Mapping) else {}
     score_names = [
-        name for name in (score_fields.get("name"), deciding_metric, *DEFAULT_METRIC.values()) if isinstance(name, str)
+        name for name in (score_fields.get("name"), deciding_metric, *default_metric_names()) if isinstance(name, str)
     ]
     records = read_checked_round_records(folder / "metrics.jsonl", score_names)
     names = {name for record in records for row in record["clients"].values() for name in row}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.metrics import METRICS, resolve_metrics
+from polyfed.core.evaluation.metrics import metric_by_name
 from polyfed.core.io.number_format import NumberUnit, format_number
 
 
@@ -89,10 +89,8 @@ def score_format_of(name: str, overrides: Mapping[str, Any] | None = None) -> Sc
 
 
 def _default_format(name: str) -> ScoreFormat:
-    metric = METRICS.get(name)
-    if metric is None:
-        try:  # those that are made when they are asked for, such as sensitivity_at_95
-            (metric,) = resolve_metrics([name], "classification")
-        except UserError:
-            return ScoreFormat(name, name)
+    try:
+        metric = metric_by_name(name)
+    except UserError:
+        return ScoreFormat(name, name)
     return ScoreFormat(name, metric.label, metric.unit, metric.higher_is_better)

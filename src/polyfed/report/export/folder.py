@@ -24,6 +24,7 @@ from polyfed.core.io.atomic_files import (
 from polyfed.core.io.trusted_code import is_code_trusted
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.task import TaskSpec, get_task
 from polyfed.data.tabular.preprocessing import TablePreprocessor, encode_table
 from polyfed.report.export.formats import NETWORK_FILES, Format, serialize_network, validate_format
 from polyfed.report.export.model_card import build_model_card
@@ -46,18 +47,13 @@ SIGNATURE, PREPROCESSING, WEIGHTS, CARD, INPUTS_SCRIPT = (
     "signature.json", "preprocessing.json", "weights.safetensors", "README.md", "inputs.py"
 )  # fmt: skip
 DESCRIPTION = "description.json"
-_MEANINGS = {
-    "classification": "logits, whose softmax is the probability of each class.",
-    "multilabel": "logits, whose sigmoid is the probability of each label.",
-    "regression": "the targets.",
-}
 
 
 class ExportedSignature(TypedDict):
     """Describes the fields of an exported folder's `signature.json` that polyfed reads again."""
 
     client: str
-    task: str
+    task: TaskSpec
     inputs: list[ModelInput]
     network: BuiltInNetwork | None
     algorithm: dict[str, Any] | None
@@ -124,7 +120,7 @@ def _folder_contents(trained: TrainedModel, format: Format) -> dict[str, bytes]:
     """Builds the content of each file of the exported folder, by file name."""
     content, shape, checked = serialize_network(trained, format)
     file, version_by_package = NETWORK_FILES[format], package_versions()
-    meaning = _MEANINGS[trained.signature["task"]]
+    meaning = get_task(trained.signature["task"]).outputs_meaning
     if trained.preprocessor is not None and trained.preprocessor.target:
         meaning = "the targets, in the unit of the table."
     outputs = {"name": "outputs", "shape": list(shape), "dtype": "float32", "meaning": meaning}

@@ -18,7 +18,8 @@ from polyfed.core.algorithm import Algorithm, Architecture
 from polyfed.core.capabilities import BringsNetwork, WrapsNetwork
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json

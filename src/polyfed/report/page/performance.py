@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import count_with_noun, format_count, join_with_and
+from polyfed.core.io.number_format import capitalize_first, count_with_noun, format_count, join_with_and
 from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
     auc_interval,
@@ -57,7 +57,7 @@ def performance_numbers_for_script(predictions: GroupPredictions, level: float) 
         for _, clients in sites
     ]
     matrices = None
-    if predictions.task == "classification" and not predictions.is_binary and len(predictions.class_names) <= _MATRIX:
+    if predictions.task.one_class_per_example and not predictions.is_binary and len(predictions.class_names) <= _MATRIX:
         matrices = [
             [_mean_confusion_matrix(predictions, m, clients) for m in predictions.methods] for _, clients in sites
         ]
@@ -106,7 +106,7 @@ def binary_performance(
         _round_values([g.mean_probability, g.positive_share, g.low, g.high, g.examples])
         for g in calibration_points(parts, level)
     ]
-    if predictions.is_binary or predictions.task == "multilabel":
+    if predictions.is_binary or not predictions.task.one_class_per_example:
         positives_by_part = [count_true_and_false_positives(part) for part in parts]
         performance |= {name: [_round_number(v) for v in np.mean([pair[k] for pair in positives_by_part], axis=0)]
                   for k, name in enumerate(("hits", "alarms"))}  # fmt: skip
@@ -139,7 +139,7 @@ def html_performance_section(predictions: GroupPredictions, level: float, key: s
     one sentence.
     """
     if not predictions.binary_questions:
-        return html_paragraph("ROC curves and counts are of classes; these networks predict numbers.")
+        return html_paragraph(predictions.task.no_curves_reason)
     page_data = performance_numbers_for_script(predictions, level)
     shown_methods = [0, *([page_data["reference"]] if page_data["reference"] > 0 else [])]
     slots = [
@@ -154,7 +154,7 @@ def html_performance_section(predictions: GroupPredictions, level: float, key: s
         "performance",
         key=key,
         data=page_data,
-        class_label="Label" if predictions.task == "multilabel" else "Class",
+        class_label=capitalize_first(predictions.task.target_word),
         basis=_test_examples_sentence(page_data, page_data["cells"][0][0][0]),
         styles=[style for _, _, style in slots],
         roc=_roc_figure(slots, key, page_data, predictions),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from polyfed.comparison.statistics.mrmc import mean_gain_with_interval, mean_score_with_interval
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.number_format import format_number
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.score_format import ScoreFormat

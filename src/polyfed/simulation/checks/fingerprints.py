@@ -95,7 +95,7 @@ def data_fingerprint(
         architecture_keys_by_client(clients) if architecture_by_client is None else architecture_by_client
     )
     for client in sorted(clients, key=lambda c: c.id):
-        total.update(repr((client.id, client.task, architecture_by_client.get(client.id))).encode())
+        total.update(repr((client.id, client.task.spec, architecture_by_client.get(client.id))).encode())
         total.update(_describe_loss(client).encode())
         for name, data in example_sets(client).items():
             total.update(

@@ -8,14 +8,14 @@ from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polyfed.algorithms import REGISTRY, registry_name
 from polyfed.algorithms.submodels.widths import widest_shape_by_tensor
 from polyfed.alignment.representations import compute_representations
 from polyfed.core.algorithm import Algorithm, Architecture, Client, DataSpec
 from polyfed.core.capabilities import BringsNetwork
-from polyfed.core.declared_words import MODEL_REQUIREMENTS, check_declared_words_are_known
+from polyfed.core.declared_words import MODEL_REQUIREMENTS, ONE_CLASS, check_declared_words_are_known
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples, PartwiseTransform
 from polyfed.core.examples.pytree import input_spec_of as form_of_inputs
@@ -32,6 +32,7 @@ from polyfed.core.nn.module_cache import (
     frozen_parameters,
     hash_tensors,
 )
+from polyfed.core.task import Task
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import sampling_weights
 from polyfed.simulation.checks.client_init import check_client_init
@@ -59,7 +60,7 @@ def check_clients(clients: Sequence[Client]) -> None:
     twice = [i for i, count in Counter(client.id for client in clients).items() if count > 1]
     if twice:
         raise UserError(f"two clients have the id {twice[0]!r}; ids must differ")
-    tasks = sorted({client.task for client in clients})
+    tasks = sorted({str(client.task) for client in clients})
     if len(tasks) > 1:
         raise UserError(f"clients of one federation must have one task, got {' and '.join(tasks)}")
     warn_of_test_leakage(clients)
@@ -88,7 +89,7 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
     requirements, name = algorithm.requires, registry_name(algorithm)
     check_declared_words_are_known(algorithm, type(algorithm).__name__)
     check_table_schemas(clients, algorithm)
-    if "classification" in requirements and (unsuited := [c for c in clients if c.task != "classification"]):
+    if ONE_CLASS in requirements and (unsuited := [c for c in clients if not c.task.one_class_per_example]):
         raise UserError(f"{name} needs one class per example, but the task of {unsuited[0].id!r} is {unsuited[0].task}")
     if "one_input_spec" in requirements:
         forms = {client.id: _describe_inputs(client.train) for client in clients}
@@ -187,9 +188,7 @@ def client_data_spec(client: Client) -> DataSpec:
 
 def num_outputs_needed(client: Client) -> int:
     """Returns the number of logits that a client's network needs for its labels."""
-    if client.task == "classification":
-        return 1 + max(int(data.labels.max()) for data in example_sets(client).values())
-    return client.train.labels.shape[1]
+    return max(client.task.num_outputs(data.labels) for data in example_sets(client).values())
 
 
 def _first_input(client: Client) -> Any:
@@ -210,7 +209,7 @@ def common_data_spec(clients: Sequence[Client], name: str = "the method") -> Dat
         if form.inputs != forms[first.id].inputs:
             raise UserError(f"{name} needs inputs of one shape, but those of {i!r} are {form.inputs}, those of {first.id!r} "
                             f"{forms[first.id].inputs}")  # fmt: skip
-        if first.task != "classification" and form.outputs != forms[first.id].outputs:
+        if not first.task.outputs_are_classes and form.outputs != forms[first.id].outputs:
             raise UserError(f"{name} needs labels of one form, but {i!r} has {form.outputs} a row, {first.id!r} "
                             f"{forms[first.id].outputs}")  # fmt: skip
     return DataSpec(forms[first.id].inputs, max(form.outputs for form in forms.values()))
@@ -309,7 +308,7 @@ def check_networks_run(
                     f"client {client.id!r}: its network has {_describe_outputs(outputs[key])}, but the data have "
                     f"{num_outputs} classes; the network's output must have one logit per class"
                 )
-            _check_output(outputs[key], data.labels, f"client {client.id!r}: {name}", client.task)
+            client.task.check_outputs(outputs[key], data.labels, f"client {client.id!r}: {name}")
 
 
 def _common_tensor(first: nn.Module, second: nn.Module) -> str | None:
@@ -361,20 +360,6 @@ def example_sets(client: Client) -> dict[str, Examples]:
     return {name: data for name, data in sets.items() if data is not None}
 
 
-def _check_output(output: tuple[int, ...], labels: Tensor, name: str, task: str) -> None:
-    if task == "classification":
-        if len(output) != 1:
-            raise UserError(f"{name}: the network must give logits of shape (batch, classes), got {('batch', *output)}")
-        if int(labels.max()) >= output[0]:
-            raise UserError(
-                f"{name} has label {int(labels.max())}, but the network has {output[0]} outputs (classes 0 to "
-                f"{output[0] - 1}); change the network's output size or the labels"
-            )
-    elif output != tuple(labels.shape[1:]):
-        raise UserError(f"{name}: the network's output is {('batch', *output)}, the labels are "
-                        f"{tuple(labels.shape)}; they must have the same form")  # fmt: skip
-
-
 # Class names in data fingerprints, which manifest.json stores: renaming a class must not change a fingerprint.
 _FINGERPRINT_NAMES = {"TablePreprocessor(": "Prepared(", "LazyImageDecoder(": "Decoded("}
 
@@ -387,6 +372,8 @@ def stable_repr(transform: Any) -> str:
     if not is_dataclass(transform):
         return str(getattr(transform, "__qualname__", type(transform).__name__))
     text = repr(transform)
+    if isinstance(task := getattr(transform, "task", None), Task):
+        text = text.replace(f"task={task!r}", f"task={task.spec!r}")
     for name, fingerprint_name in _FINGERPRINT_NAMES.items():
         text = text.replace(name, fingerprint_name)
     return text

@@ -144,7 +144,7 @@ def measure_speedup_of_joint_training(fit_calls: Sequence[FitCall], device: torc
     def train_first() -> None:
         fit(
             first.module, first.examples, first.options, lr=first.lr, seed=first.seed, penalty=first.penalty,
-            task=first.task, gradient=first.gradient,  # type: ignore[arg-type]
+            task=first.task, gradient=first.gradient,
             batches_per_step=first.batches_per_step,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from polyfed.core.algorithm import Algorithm, Client
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.core.training.cohort import (

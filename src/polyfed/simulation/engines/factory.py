@@ -9,7 +9,7 @@ import torch
 
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import unpicklable_metric_error as unsendable_metric
 from polyfed.core.machine.threads import num_usable_cores
 from polyfed.core.messages.compressors import Compressor, parse_compressor

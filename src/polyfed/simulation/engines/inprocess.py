@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms import REGISTRY
-from polyfed.core.algorithm import Algorithm, Client, Loss, Message
+from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.capabilities import BringsNetwork
 from polyfed.core.errors import ClientError
 from polyfed.core.evaluation.evaluate import (
@@ -21,7 +21,7 @@ from polyfed.core.evaluation.evaluate import (
     out_of_fold_outputs,
     predict,
 )
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.nan_checks import nonfinite_state_error
 from polyfed.core.machine.allocator import make_malloc_keep_freed_memory
@@ -34,6 +34,7 @@ from polyfed.core.nn.module_cache import restore_all_but_weights_and_set_eval
 from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.serialization import check_serializable
 from polyfed.core.state_dict import PyTree
+from polyfed.core.task import Loss
 from polyfed.core.training.client_loss import client_training_loss
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, move_clients_to_device
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Algorithm, Client, Message
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.evaluation.metrics import Metric
+from polyfed.core.evaluation.metric import Metric
 from polyfed.core.io.trusted_code import add_trusted_names, trusted_names
 from polyfed.core.messages.compressors import Compressor
 from polyfed.core.serialization import deserialize_state, serialize_state

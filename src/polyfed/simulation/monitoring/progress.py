@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO, final
 
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.evaluation.metrics import default_metric_names
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.simulation.monitoring.update_norms import norms_by_client
 
@@ -45,7 +45,7 @@ class Progress(ABC):
 
 def _mean_score(record: Mapping[str, Any]) -> str:
     """Formats a round's mean score over clients, in the metric that decides; returns "" if the round has no score."""
-    for score in [record["score"]] if "score" in record else DEFAULT_METRIC.values():
+    for score in [record["score"]] if "score" in record else default_metric_names():
         if score in record.get("summary", {}):
             return f"{score} {record['summary'][score]['mean']:.3f}"
     return ""

@@ -15,7 +15,6 @@ from polyfed.core.algorithm import Algorithm
 from polyfed.core.capabilities import BringsNetwork, wrap_network_if_method_wraps
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation.score_functions import outputs_to_probabilities
 from polyfed.core.io.array_files import read_safetensors
 from polyfed.core.io.atomic_files import expand_user_path, read_file
 from polyfed.core.io.validation import parse_json
@@ -69,17 +68,9 @@ class SavedModel:
 def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str, list[Any]]:
     """Converts a network's outputs to the columns of a table of predictions: name -> one value for each row.
 
-    For classes these are `predicted` and a probability each; for labels a probability each; for regression the
-    targets, which are in their unit already.
+    The task decides which; regression outputs are in the unit of the table already.
     """
-    names = prepared.classes
-    if prepared.task == "regression":
-        return {name: outputs[:, i].tolist() for i, name in enumerate(names)}
-    shares = outputs_to_probabilities(outputs, prepared.task)
-    columns: dict[str, list[Any]] = {}
-    if prepared.task == "classification":
-        columns["predicted"] = [names[i] for i in shares.argmax(axis=1)]
-    return columns | {f"probability of {name}": shares[:, i].tolist() for i, name in enumerate(names)}
+    return prepared.task.prediction_columns(outputs, prepared.classes)
 
 
 def load_saved_model(folder: str | Path, client: str | None = None) -> SavedModel:

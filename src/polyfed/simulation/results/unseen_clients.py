@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.algorithms import FLHAGHN, registry_name
-from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Task
+from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation.evaluate import DEFAULT_METRIC, MetricValues, evaluate_client, predict
+from polyfed.core.evaluation.evaluate import MetricValues, evaluate_client, predict
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import expand_user_path
@@ -30,6 +30,7 @@ from polyfed.core.nn.module_cache import build_module, cached_module, fill_modul
 from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
+from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
 from polyfed.core.training.client_loss import client_training_loss
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit
@@ -179,7 +180,7 @@ def build_unseen_client(
     *,
     test: Any = None,
     id: str = "unseen",
-    task: Task = "classification",
+    task: Task | TaskSpec = DEFAULT_TASK,
     seed: int = 0,
 ) -> tuple[Client, int]:
     """Builds a client that took no part in training; also returns how many examples of `data` were held out for testing.
@@ -368,7 +369,7 @@ def compare_with_scratch(
         UserError: as for `training_curve`.
     """
     settings, client = server.settings, start.client
-    score = DEFAULT_METRIC[client.task]
+    score = client.task.default_metric.name
     warm, cold = (
         training_curve(client, weights, server.algorithm, epochs, lr=rate, seed=settings.seed, device=settings.device)
         for weights, rate in (

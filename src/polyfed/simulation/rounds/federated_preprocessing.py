@@ -143,7 +143,7 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
 
 def build_moments_method(template: TablePreprocessor) -> Moments:
     """Builds the method that computes the means and variances for tables with the columns of `template`."""
-    return Moments(size=len(template.mean) + (len(template.classes) if template.task == "regression" else 0))
+    return Moments(size=len(template.mean) + (len(template.classes) if template.task.standardises_targets else 0))
 
 
 def build_moments_settings(seed: int, secure: bool) -> Settings:

@@ -8,8 +8,8 @@ from typing import Any, final
 
 from polyfed.algorithms import registry_name
 from polyfed.core.algorithm import Algorithm, Architecture, Client, ClientInfo, Message, ServerContext
-from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
-from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import default_metric_names, resolve_metrics
 from polyfed.core.examples.examples import Examples
 from polyfed.core.messages import lora
 from polyfed.core.messages.compressors import Compressor, parse_compressor
@@ -349,7 +349,7 @@ def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | N
     >>> round_of_best_score(records, METRICS["brier"])
     2
     """
-    names = {f"val_{name}" for name in ([metric.name] if metric else DEFAULT_METRIC.values())}
+    names = {f"val_{name}" for name in ([metric.name] if metric else default_metric_names())}
     sign = 1 if metric is None or metric.higher_is_better else -1
     scores = {
         record["round"]: sign * statistics["mean"]

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, final
 from polyfed.algorithms import get, registry_name
 from polyfed.core.algorithm import Algorithm
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.metrics import Metric, is_built_in_metric, resolve_metrics
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import is_built_in_metric, resolve_metrics
 from polyfed.core.evaluation.metrics import metric_path_or_name as written_metric
 from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import import_trusted_dataclass, recorded_import_path
 from polyfed.core.io.validation import build_dataclass, validation_error
+from polyfed.core.task import Task, TaskSpec
 from polyfed.simulation.settings import Settings
 from polyfed.simulation.storage.directory import to_plain_values
 
@@ -125,7 +127,7 @@ def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
     return method_class
 
 
-def restore_metrics(settings: Settings, metrics: Any, task: str, out: Any) -> tuple[Metric, ...]:
+def restore_metrics(settings: Settings, metrics: Any, task: Task | TaskSpec, out: Any) -> tuple[Metric, ...]:
     """Restores the metrics of a run from their names in its `config.yaml`.
 
     Args:

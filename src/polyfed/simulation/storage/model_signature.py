@@ -12,11 +12,12 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from polyfed.core.algorithm import Client, Task
+from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform
 from polyfed.core.io.atomic_files import read_file
 from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.task import TaskSpec
 from polyfed.data.formats.lazy_images import LazyImageDecoder
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.models import ModelSpec
@@ -75,7 +76,7 @@ class Signature(TypedDict):
     """
 
     client: str
-    task: Task
+    task: TaskSpec
     inputs: list[ModelInput]
     tree: Any
     transform: str | None
@@ -120,7 +121,7 @@ def build_model_signature(client: Client) -> Signature:
     sets = {"train": train, "val": client.val, "test": client.test, "global_test": client.global_test}
     counts = {name: len(part) for name, part in sets.items() if isinstance(part, Examples)}
     return {
-        "client": client.id, "task": client.task, "inputs": inputs, "tree": tree, "transform": transform_name,
+        "client": client.id, "task": client.task.spec, "inputs": inputs, "tree": tree, "transform": transform_name,
         "network": _network(client.model), "examples": counts,
     }  # fmt: skip
 

@@ -154,7 +154,7 @@ def _build_plan(
     def clients_of_seed(seed: int) -> ClientSet:
         data_seed = seeds[0] if description["same_data"] or resplit is not None else seed
         experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
-        check_networks_run(experiment_data.clients, experiment_data.pool.num_classes)
+        check_networks_run(experiment_data.clients, experiment_data.pool.num_outputs)
         if resplit is not None:
             seed_clients = resplit_clients(experiment_data.clients, resplit)[seeds.index(seed)]
             experiment_data = replace(
@@ -165,7 +165,7 @@ def _build_plan(
             data_seed = -1  # no file describes these clients
         # A run's `config.yaml` describes its clients only if its own seed deals them.
         run_config = config if data_seed == seed else {k: v for k, v in config.items() if k not in ("data", "model")}
-        names = experiment_data.pool.class_names if experiment_data.pool.task == "classification" else None
+        names = experiment_data.pool.class_names if experiment_data.pool.task.one_class_per_example else None
         return ClientSet(
             experiment_data.clients, experiment_data.public, names, run_config, describe_participants(experiment_data)
         )

@@ -14,7 +14,7 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands.papers.paper_tables import PaperCell
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
-from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
+from polyfed.core.evaluation.metrics import default_metric_names
 from polyfed.core.io.atomic_files import read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.data import Shift
@@ -86,7 +86,7 @@ def _score_metric(prefix: str) -> Callable[[PaperCell, Any], float | None]:
 def _scores(prefix: str, folder: Path) -> list[float | None]:
     """Returns each client's score of the metric with this prefix, after the last round."""
     rows = read_metrics(folder / "metrics.jsonl")[-1]["clients"]
-    names = [f"{prefix}{score}" for score in DEFAULT_METRIC.values()]
+    names = [f"{prefix}{score}" for score in default_metric_names()]
     return [next((row[n] for n in names if n in row), None) for _, row in sorted(rows.items())]
 
 

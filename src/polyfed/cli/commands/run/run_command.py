@@ -16,7 +16,8 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.errors import ClientError, RoundError, UserError
-from polyfed.core.evaluation.metrics import Metric, resolve_metrics
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
 from polyfed.data import draw_class_counts
 from polyfed.data.tabular.columns import sorted_unique_texts
@@ -110,7 +111,7 @@ def _check_methods_and_models(experiment: Experiment, experiment_data: Participa
     """
     resolve_metrics(experiment.settings.metrics, experiment_data.pool.task)
     check_clients(experiment_data.clients)
-    check_networks_run((*experiment_data.clients, *experiment_data.unseen), experiment_data.pool.num_classes)
+    check_networks_run((*experiment_data.clients, *experiment_data.unseen), experiment_data.pool.num_outputs)
     for method in (experiment.algorithm, *experiment.baselines.values()):
         check_method(experiment_data.clients, method, experiment_data.public)
 
@@ -356,33 +357,27 @@ def show_class_counts(experiment: Experiment, plot: Path, console: Console | Non
         (*_sorted_by_name(experiment_data.clients), *_sorted_by_name(experiment_data.unseen)),
         len(experiment_data.clients),
     )
-    grouping_text = {
-        "classification": "by class",
-        "multilabel": "that have each label",
-        "regression": "and their targets",
-    }[task]
     table = PlainTable(
-        title=f"training examples {grouping_text} (partition {experiment_data.partition_fingerprint})",
+        title=f"training examples {task.counts_title} (partition {experiment_data.partition_fingerprint})",
         title_justify="left",
     )
     table.add_column("client")
     for name in (*names, "all", "test"):
         table.add_column(name, justify="right")
-    counts = {
-        c.id: experiment_data.classes.get(c.id) or tuple(c.train.labels.sum(0).long().tolist()) for c in all_clients
-    }
+    counts = {c.id: task.class_counts(c.train.labels, len(names)) or () for c in all_clients}
     for position, client in enumerate(all_clients):
         cells = [str(n) if n else "·" for n in counts[client.id]]
         mark = " (unseen client)" if position >= participant_count else ""
-        if task == "regression":
+        if task.has_target_moments:
             cells = [f"{mean:.4g} ± {spread:.2g}" for mean, spread in _target_moments(client)]
         table.add_row(f"{client.id}{mark}", *cells, str(len(client.train)), str(len(client.test)))
     # Drawn first: if the picture cannot be written, there is an error and nothing else.
-    if task != "regression":
+    has_counts = any(counts.values())
+    if has_counts:
         draw_class_counts(np.array([counts[c.id] for c in all_clients]), names, plot, unseen=len(experiment_data.unseen),
                          clients=[c.id for c in all_clients])  # fmt: skip
     console.print(table)
-    if task != "regression":
+    if has_counts:
         print_line(console, f"drawn in {plot}")
 
 

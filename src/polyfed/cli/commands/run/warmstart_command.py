@@ -16,7 +16,6 @@ from polyfed.cli.commands.options import configuration_parser
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation.evaluate import DEFAULT_METRIC
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, read_file, write_file_atomically
 from polyfed.core.io.validation import parse_json, validation_error
 from polyfed.core.seeds import derive_seed
@@ -159,7 +158,7 @@ def _unseen_clients(
     if has_other_model:
         spec = model_spec_for_data(model, experiment_data.pool)
         clients = [Client(c.id, spec, c.train, c.test, c.val, c.global_test, c.task, c.loss) for c in clients]
-    check_networks_run(clients, experiment_data.pool.num_classes)
+    check_networks_run(clients, experiment_data.pool.num_outputs)
     return clients, 0
 
 
@@ -221,7 +220,7 @@ def _client_with_own_data(
             f"no example of {data['name']} is left to score on; give --data.test_fraction, above 0, and at least 2 examples"
         )
     client = Client(_UNSEEN_ID, model_spec_for_data(model, pool), client_data.train, test, task=pool.task)
-    return client, pool.num_classes, 0 if common_test is not None else len(test)
+    return client, pool.num_outputs, 0 if common_test is not None else len(test)
 
 
 def _weights_file(folder: Path, client: str, out: Path | None, number: int) -> Path:
@@ -263,7 +262,7 @@ def _save_weights(file: Path, start: WarmStart) -> None:
 def _show_scores(
     folder: Path, server: TrainedServer, starts: Sequence[WarmStart], files: Sequence[Path], console: Console
 ) -> None:
-    score, epochs = DEFAULT_METRIC[starts[0].client.task], server.algorithm.refine_epochs
+    score, epochs = starts[0].client.task.default_metric.name, server.algorithm.refine_epochs
     after = "+ 1 head epoch" if epochs == 1 else f"+ {epochs} head epochs"
     parts = [part for part in ("", "global_") if f"{part}{score}" in starts[0].before]
     table = PlainTable(title=f"{score} of unseen clients on test examples, from {folder} after round {server.round}",

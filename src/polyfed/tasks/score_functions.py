@@ -12,19 +12,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ScoreFunction = Callable[[Tensor, Tensor], float]
+from polyfed.core.evaluation.metric import ScoreFunction
+
 _BINS = 10  # bins of the calibration error
 
 
-def outputs_to_probabilities(outputs: Tensor, task: str) -> NDArray[np.float64]:
-    """Converts logits to probabilities: softmax over classes, or a sigmoid per label; shape (n, classes) or (n, labels).
+def class_probabilities(logits: Tensor) -> NDArray[np.float64]:
+    """Returns the probability of each class, the softmax of the logits, shape (n, classes).
 
-    >>> outputs_to_probabilities(torch.zeros(1, 2), "classification")
+    >>> class_probabilities(torch.zeros(1, 2))
     array([[0.5, 0.5]])
     """
-    logits = outputs.double()
-    values = logits.softmax(1) if task == "classification" else logits.sigmoid()
-    return np.asarray(values.numpy(), dtype=np.float64)
+    return np.asarray(logits.double().softmax(1).numpy(), dtype=np.float64)
+
+
+def label_probabilities(logits: Tensor) -> NDArray[np.float64]:
+    """Returns the probability of each label, the sigmoid of its logit, shape (n, labels)."""
+    return np.asarray(logits.double().sigmoid().numpy(), dtype=np.float64)
 
 
 def split_into_binary_problems(outputs: Tensor, targets: Tensor) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
@@ -128,8 +132,8 @@ def f1(outputs: Tensor, targets: Tensor) -> float:
     return float(np.mean(scores)) if scores else float("nan")
 
 
-def _task_of_targets(targets: Tensor) -> str:
-    return "multilabel" if targets.dim() == 2 else "classification"
+def _probabilities(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
+    return label_probabilities(outputs) if targets.dim() == 2 else class_probabilities(outputs)
 
 
 def brier_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
@@ -138,7 +142,7 @@ def brier_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
     This is the squared error of the probability of class 1 if there are two classes, the sum over classes if there are more,
     and the mean over labels.
     """
-    share = outputs_to_probabilities(outputs, _task_of_targets(targets))
+    share = _probabilities(outputs, targets)
     if targets.dim() == 2:
         return np.asarray(((share - targets.numpy()) ** 2).mean(axis=1))
     if share.shape[1] == 2:
@@ -163,7 +167,7 @@ def calibration_error(outputs: Tensor, targets: Tensor) -> float:
 
     It compares the probability of the predicted class with its accuracy; for labels it is the mean over them.
     """
-    share = outputs_to_probabilities(outputs, _task_of_targets(targets))
+    share = _probabilities(outputs, targets)
     if not np.isfinite(share).all():
         return float("nan")
     if targets.dim() == 2:

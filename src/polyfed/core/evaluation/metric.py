@@ -1,0 +1,73 @@
+"""Describes a metric: a name, a function of outputs and targets, and how its values are shown."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.validation import check_field_types
+
+ScoreFunction = Callable[[Tensor, Tensor], float]
+Unit = Literal["%", ""]
+_RESERVED_PREFIXES = ("val_", "global_", "loss")  # the names of other columns begin with these
+_RESERVED_NAMES = frozenset(
+    {"client", "num_examples", "train_loss", "seconds", "bytes_down", "bytes_up", "update_norm", "mean"}
+)
+
+
+@final
+@dataclass(frozen=True)
+class Metric:
+    """Describes a metric: a named function of outputs and targets, whether higher values are better, and its unit.
+
+    Args:
+        name: its column in tables and files; a word of letters, digits, "_", "." and "-".
+        function: outputs and targets of n examples -> the value.
+        higher_is_better: False for errors and losses.
+        unit: "%" for shares, which are shown in per cent and whose differences are points; "" for all others.
+        label: the name shown to people; empty for `name`.
+        tasks: names of the tasks for which it is defined; empty for all tasks. A metric that a task lists suits it anyway.
+        per_example: if the metric is a mean over examples, the function of these values, shape (n,); None otherwise.
+
+    Raises:
+        UserError: a field has another type, or the name cannot be that of a column.
+
+    >>> import torch
+    >>> cost = Metric("cost", lambda outputs, targets: float((outputs - targets).abs().mean()), higher_is_better=False)
+    >>> cost(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]]))
+    1.0
+    """
+
+    name: str
+    function: ScoreFunction
+    higher_is_better: bool = True
+    unit: Unit = ""
+    label: str = ""
+    tasks: frozenset[str] = frozenset()
+    per_example: Callable[[Tensor, Tensor], NDArray[np.float64]] | None = None
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        is_word = re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]{0,60}", self.name)
+        if not is_word or self.name.startswith(_RESERVED_PREFIXES):
+            raise UserError(
+                f"a metric's name must be a word of letters, digits, '_', '.' and '-', and not begin with "
+                f"{', '.join(_RESERVED_PREFIXES)}, got {self.name!r}; give a Metric with another name"
+            )
+        if self.name in _RESERVED_NAMES:
+            raise UserError(f"a metric cannot be called {self.name!r}, which is another column; give it another name")
+        if not self.label:
+            object.__setattr__(self, "label", self.name)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> float:
+        """Returns the metric's value for outputs and targets; NaN if it is undefined for them."""
+        if not len(targets):
+            return float("nan")
+        if self.per_example is not None:
+            return float(self.per_example(outputs, targets).mean())
+        return float(self.function(outputs, targets))

@@ -1,0 +1,76 @@
+"""Defines the models that a client can have without a network and alone: a constant, and models of rows of numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SimpleModelInputs:
+    """Holds a client's examples for simple models, with inputs standardised by the examples for fitting.
+
+    Attributes:
+        fit: inputs for fitting, shape (n, features).
+        y: targets of these.
+        test: inputs of the test examples.
+        groups: group of each example for fitting; rows of a group stay together in cross-validation. None without groups.
+    """
+
+    fit: Floats
+    y: NDArray[Any]
+    test: Floats
+    groups: NDArray[Any] | None
+
+    def subsample(self, number: int, seed: int) -> "SimpleModelInputs":
+        """Returns these inputs with at most `number` examples for fitting, drawn at random."""
+        if len(self.fit) <= number:
+            return self
+        rows = np.random.default_rng(seed).permutation(len(self.fit))[:number]
+        return SimpleModelInputs(
+            self.fit[rows], self.y[rows], self.test, None if self.groups is None else self.groups[rows]
+        )
+
+
+@final
+@dataclass(frozen=True)
+class SimpleModel:
+    """Describes a model that is fitted to one client's rows of numbers, and predicts the client's test examples.
+
+    Attributes:
+        name: in tables and files, such as "logistic_regression".
+        label: words for people, such as "logistic regression".
+        fit: from inputs, number of outputs and seed to the outputs for the test examples, shape (n, outputs), in the form
+            of a network's.
+        is_trees: whether the model is made of trees, which take long with many features.
+        library: the package that fits the model; empty for polyfed's own.
+    """
+
+    name: str
+    label: str
+    fit: Callable[[SimpleModelInputs, int, int], Floats]
+    is_trees: bool = False
+    library: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class ConstantModel:
+    """Describes the model that gives every example of a client the same outputs.
+
+    Attributes:
+        name: in tables and files, such as "majority".
+        content: what the outputs are, such as "share of each class", of the training examples.
+        words: how sentences name the model, such as "always answering the mean".
+        outputs: from the client's training targets and the number of outputs to the outputs for one example.
+    """
+
+    name: str
+    content: str
+    words: str
+    outputs: Callable[[NDArray[Any], int], Floats]

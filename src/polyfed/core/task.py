@@ -1,0 +1,356 @@
+"""Defines what a prediction task is: which targets fit, the loss, what a network's outputs mean, and how they are scored.
+
+A task is a frozen dataclass on `Task`; its fields are its options. The tasks of polyfed are in `polyfed.tasks`, one file
+each, and a user's own needs no registration: give clients an object of it (`Client(task=Counts())`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.simple_model import ConstantModel, SimpleModel
+from polyfed.core.io.trusted_code import import_dataclass
+from polyfed.core.io.validation import check_field_types
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+TaskSpec = str | dict[str, Any]
+"""A task as files and messages name it: its name, or its name and those options that are not the default."""
+DEFAULT_TASK = "classification"
+_LOADED: WeakValueDictionary[str, type["Task"]] = WeakValueDictionary()  # the classes that this process has loaded
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """Defines how the targets of examples are trained on, predicted and scored.
+
+    Only `loss` and `metrics` must be defined. A task equals its name if its options are the default ones, so that
+    `client.task == "survival"` works.
+
+    A whole task, for counts whose logarithm a network predicts:
+
+    >>> import torch
+    >>> @dataclass(frozen=True)
+    ... class Counts(Task):
+    ...     def loss(self, outputs, targets): return (outputs.exp() - targets * outputs).mean()
+    ...     @property
+    ...     def metrics(self):
+    ...         return (Metric("count_error", lambda outputs, targets: float((outputs.exp() - targets).abs().mean()),
+    ...                        higher_is_better=False),)
+    >>> float(Counts().loss(torch.zeros(2, 1), torch.ones(2, 1))), Counts().default_metric.name
+    (1.0, 'count_error')
+    """
+
+    name: ClassVar[str] = ""
+    """The name in files, messages and tables; that of the class, in lower case, if the task sets none."""
+
+    one_class_per_example: ClassVar[bool] = False
+    """Whether targets are class indices of shape (n,), as methods with the requirement "classification" need them."""
+
+    outputs_are_classes: ClassVar[bool] = False
+    """Whether a network has one output for each class, so that a client that lacks the last classes needs as many."""
+
+    standardises_targets: ClassVar[bool] = False
+    """Whether targets of a table are scaled by mean and standard deviation of the training rows."""
+
+    has_target_moments: ClassVar[bool] = False
+    """Whether tables of the data show the mean and standard deviation of targets, in place of counts."""
+
+    counts_title: ClassVar[str] = "by client"
+    """The end of the title of the table of the clients' data, after "training examples"."""
+
+    rarest_limits_score: ClassVar[bool] = False
+    """Whether few examples of one class (`rarest_class`) make a score uncertain, however many others there are."""
+
+    target_word: ClassVar[str] = "target"
+    """The word for one column of the outputs: "class", "label" or "target"."""
+
+    outputs_meaning: ClassVar[str] = "the outputs of the task."
+    """The sentence about a network's outputs in the model card and signature of an exported network."""
+
+    no_curves_reason: ClassVar[str] = "ROC curves and counts are of classes; these networks predict something else."
+    """The sentence that the page shows in place of curves, where the task has no yes/no questions (`yes_no_columns`)."""
+
+    page_sections: ClassVar[tuple[str, ...]] = ()
+    """Names of further sections of the page that suit the task, of `polyfed.report.page`."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__.lower()
+        # `dataclass` would replace them by methods that know no names of tasks.
+        cls.__eq__, cls.__hash__ = Task.__eq__, Task.__hash__  # type: ignore[method-assign]
+        _LOADED[_class_path(cls)] = cls
+
+    # -- identity -------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> TaskSpec:
+        """Returns the task as files and messages name it; `get_task` builds the task from it again."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        name = self.name if _registry().get(self.name) is type(self) else _class_path(type(self))
+        return {"name": name, **changed} if changed else name
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            return self.spec == other
+        return type(self) is type(other) and all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+
+    def __hash__(self) -> int:
+        return hash(self.spec if isinstance(self.spec, str) else repr(self.spec))
+
+    def __str__(self) -> str:
+        spec = self.spec
+        if isinstance(spec, str):
+            return spec
+        return f"{spec['name']}({', '.join(f'{key}={value}' for key, value in spec.items() if key != 'name')})"
+
+    # -- targets --------------------------------------------------------------------------------------------------
+
+    def prepare_targets(self, targets: Tensor) -> Tensor:
+        """Returns stored targets in the type and shape that the loss needs; the same object if they have them.
+
+        They may be wrong, since `check_targets` comes after it. By default (n,) becomes (n, 1), and integers floats.
+        """
+        targets = targets.unsqueeze(1) if targets.dim() == 1 else targets
+        return targets if targets.is_floating_point() else targets.float()
+
+    def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
+        """Checks that prepared targets suit the task.
+
+        Args:
+            targets: of some examples, finite, shape (n, ...) with n of at least 1.
+            name: whose targets they are, the beginning of errors: "client 'north': train".
+            num_outputs: the outputs that the data set names, if the targets belong to one; None otherwise.
+
+        Raises:
+            UserError: they do not; the message has the row where one is wrong, and what to give. By default only targets
+                of a data set are checked, which need a column for each output.
+        """
+        if num_outputs is not None and (targets.dim() != 2 or targets.shape[1] != num_outputs):
+            raise UserError(
+                f"{name} targets have type {targets.dtype} and shape {tuple(targets.shape)}; {num_outputs} targets need "
+                f"floats of shape (num, {num_outputs})"
+            )
+
+    def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:
+        """Returns the number of outputs that a network needs for these targets.
+
+        Args:
+            targets: of a client's examples.
+            names: of classes, labels or targets, where the data set has them.
+        """
+        return len(names) or (1 if targets.dim() == 1 else targets.shape[1])
+
+    def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
+        """Checks that a network's outputs suit targets; by default they have the shape of the targets.
+
+        Args:
+            shape: of the outputs for one example, without the batch.
+            targets: of some examples.
+            name: as in `check_targets`.
+
+        Raises:
+            UserError: they do not.
+        """
+        if shape != tuple(targets.shape[1:]):
+            raise UserError(f"{name}: the network's output is {('batch', *shape)}, the labels are "
+                            f"{tuple(targets.shape)}; they must have the same form")  # fmt: skip
+
+    def check_table_column(self, values: NDArray[np.float64], name: str) -> None:  # noqa: B027  # most take any number
+        """Checks the numbers of one target column of a table.
+
+        Raises:
+            UserError: a number does not suit the task; the message has the column's name and the rows.
+        """
+
+    # -- loss -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the loss of a minibatch, a scalar; it need not be a mean over examples."""
+
+    def elementwise_loss(self, outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor | None:
+        """Returns the losses whose mean is `loss`, shape (n,) or (n, ...); None if the loss is no such mean.
+
+        With them the networks of many clients can be trained as one.
+        """
+        return None
+
+    def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
+        """Returns the function of outputs and targets that training minimises.
+
+        Args:
+            targets: of the client's training examples, which class_weights="balanced" counts.
+            class_weights, label_smoothing: as in `LocalTraining`; a task without classes ignores label smoothing.
+
+        Raises:
+            UserError: weights of classes, and the task has none.
+        """
+        if class_weights is not None:
+            raise UserError(f"class_weights={class_weights!r}: the task is {self}, which has no classes; leave it out")
+        return self.loss
+
+    def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+        """Returns how far a student's outputs are from a teacher's, a scalar, which distillation minimises.
+
+        By default the squared difference over 2·temperature², averaged over all outputs.
+        """
+        return (teacher - student).square().mean() / (2 * temperature**2)
+
+    # -- what outputs mean ----------------------------------------------------------------------------------------
+
+    def to_predictions(self, outputs: Tensor) -> NDArray[np.float64]:
+        """Returns the numbers that people read for a network's outputs, such as probabilities; float64, on the CPU.
+
+        By default the outputs themselves.
+        """
+        return np.asarray(outputs.double().numpy())
+
+    def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
+        """Returns the columns that `polyfed predict` writes: column name -> one value for each row.
+
+        Args:
+            outputs: of a network, for targets in their own unit, shape (n, outputs).
+            names: of classes, labels or targets.
+        """
+        predictions = self.to_predictions(outputs)
+        return {name: predictions[:, i].tolist() for i, name in enumerate(names)}
+
+    def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
+        """Returns the outputs that each answer a yes/no question, for ROC and calibration curves; empty for none."""
+        return ()
+
+    # -- scores ---------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def metrics(self) -> tuple[Metric, ...]:
+        """Returns the metrics that exist for the task, the default one first."""
+
+    @property
+    def default_metric(self) -> Metric:
+        """Returns the metric that decides if the user chooses none."""
+        return self.metrics[0]
+
+    @property
+    def comparison_metrics(self) -> tuple[Metric, ...]:
+        """Returns the metrics of a comparison if the user chooses none; the first decides."""
+        return (self.default_metric,)
+
+    def find_metric(self, name: str) -> Metric | None:
+        """Returns the task's metric with this name; None if it has none."""
+        return next((metric for metric in self.metrics if metric.name == name), None)
+
+    # -- splits and counts ----------------------------------------------------------------------------------------
+
+    def strata(self, targets: Tensor) -> NDArray[Any]:
+        """Returns by what splits are stratified and by what partitions divide: integers of shape (n,).
+
+        An array of two dimensions, as by default, means that there are no strata.
+        """
+        values: NDArray[Any] = targets.cpu().reshape(len(targets), -1).numpy()
+        return values
+
+    def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
+        """Returns the number of examples of each class or stratum, which tables of the data show; None if there are
+        none.
+        """
+        return None
+
+    def rarest_class(self, targets: Tensor) -> tuple[int, int] | None:
+        """Returns the number of examples of the rarest class or stratum, and its index; None if there are none.
+
+        A class without examples does not count, unless there is only one: then (0, that class).
+        """
+        return None
+
+    def describe_rarest(self, number: int, class_name: str, num_classes: int) -> str:
+        """Returns words for the number of examples of the rarest class, as "12 of the rarer class (ill)"."""
+        return f"{number} of the rarer kind"
+
+    # -- models without a network ---------------------------------------------------------------------------------
+
+    def constant_model(self) -> ConstantModel | None:
+        """Returns the model that ignores the input, which each client can have alone; None if the task has none."""
+        return None
+
+    def simple_models(self) -> tuple[SimpleModel, ...]:
+        """Returns models that each client can fit alone to rows of numbers, without a network; empty for none."""
+        return ()
+
+    def simple_models_obstacle(self, num_outputs: int) -> str | None:
+        """Returns a sentence that says why no simple model is fitted for so many outputs; None if they are."""
+        return None
+
+
+def get_task(choice: Task | TaskSpec | Mapping[str, Any]) -> Task:
+    """Returns the task of this name.
+
+    This is the only place where a name becomes a task. `polyfed.tasks` has the names; a user's task is named
+    `module:Class`, which is imported only if this process trusts it or has loaded the class already.
+
+    Args:
+        choice: a name; a mapping with `name` and options; or a task, which is returned.
+
+    Raises:
+        UserError: an unknown name or option, or code that is not trusted.
+
+    >>> get_task("regression").name, get_task("regression") == "regression"
+    ('regression', True)
+    """
+    if isinstance(choice, Task):
+        return choice
+    options = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise UserError(f"a task is a name, an object of a class on polyfed.tasks.Task, or a mapping with a name, got "
+                        f"{choice!r}")  # fmt: skip
+    task_class = _registry().get(name) or _LOADED.get(name)
+    if task_class is None and ":" not in name:
+        raise UserError(f"unknown task {name!r}; {did_you_mean(name, _registry())}")
+    if task_class is None:
+        task_class = import_dataclass(name, Task, "task")  # type: ignore[type-abstract]
+    known = [f.name for f in fields(task_class)]
+    if unknown := [key for key in options if key not in known]:
+        hint = did_you_mean(str(unknown[0]), known) if known else "it has no options"
+        raise UserError(f"the task {name} has no option {unknown[0]!r}; {hint}")
+    try:
+        return task_class(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the task {name} cannot be made of the options {options}: {error}") from error
+
+
+def has_elementwise_loss(task: Task) -> bool:
+    """Returns whether a task's loss is a mean of losses that it can give one by one (`Task.elementwise_loss`).
+
+    >>> has_elementwise_loss(get_task("regression"))
+    True
+    """
+    return type(task).elementwise_loss is not Task.elementwise_loss
+
+
+def registered_tasks() -> tuple[Task, ...]:
+    """Returns one task of each kind that polyfed has, with default options."""
+    return tuple(task_class() for task_class in _registry().values())
+
+
+def _registry() -> Mapping[str, type[Task]]:
+    """Returns the tasks of polyfed by name. Their room is above this one, and is imported at the first use only."""
+    registry: Mapping[str, type[Task]] = import_module("polyfed.tasks").REGISTRY
+    return registry
+
+
+def _class_path(task_class: type[Task]) -> str:
+    return f"{task_class.__module__}:{task_class.__qualname__}"

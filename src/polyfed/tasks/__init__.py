@@ -1,0 +1,43 @@
+"""Defines the prediction tasks: one file each, which says all that depends on the task, and their names in `REGISTRY`.
+
+To add a task, write one file with a frozen dataclass on `Task`, and one line in `REGISTRY`. A user's own task needs neither:
+clients take the object (`Client(task=MyTask())`), and files name its class, `module:Class`.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from polyfed.core.task import Task, get_task
+from polyfed.tasks.classification import Classification
+from polyfed.tasks.multilabel import Multilabel
+from polyfed.tasks.regression import Regression
+from polyfed.tasks.table_targets import infer_table_task
+
+__all__ = [
+    "REGISTRY",
+    "Classification",
+    "Multilabel",
+    "Regression",
+    "Task",
+    "get_task",
+    "infer_table_task",
+    "infer_task_of_targets",
+]
+
+REGISTRY: Mapping[str, type[Task]] = {
+    "classification": Classification,
+    "multilabel": Multilabel,
+    "regression": Regression,
+}
+
+
+def infer_task_of_targets(targets: Tensor) -> Task:
+    """Returns the task that prepared targets most likely belong to, for files that do not name it.
+
+    Args:
+        targets: integers of shape (n,) for classes, floats of shape (n, outputs) for labels (all 0 or 1) or numbers.
+    """
+    if targets.dim() == 2:
+        return Multilabel() if bool(((targets == 0) | (targets == 1)).all()) else Regression()
+    return Regression() if targets.is_floating_point() else Classification()

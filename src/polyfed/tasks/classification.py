@@ -1,0 +1,273 @@
+"""Defines the task of choosing one of several classes for each example."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import UserError
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.evaluation.simple_model import ConstantModel, Floats, SimpleModel
+from polyfed.core.task import Loss, Task
+from polyfed.tasks import score_functions as scores
+from polyfed.tasks.linear_models import LIBRARY, fit_logistic
+from polyfed.tasks.tree_models import fit_trees
+
+_SENSITIVITY_NAME = re.compile(r"sensitivity_at_(\d{1,2}(?:\.\d+)?)")
+
+
+@cache  # one object per name, so that two look-ups are equal
+def _sensitivity_metric(name: str, percent: float) -> Metric:
+    if not 0 < percent < 100:
+        raise UserError(f"{name}: the specificity must be above 0 and below 100 per cent, got {percent:g}")
+    score = partial(scores.mean_over_binary_problems, partial(scores.sensitivity_at_specificity, percent))
+    return Metric(name, score, unit="%", label=f"sensitivity at {percent:g} % specificity")
+
+
+CLASS_METRICS = (
+    Metric(
+        "accuracy", scores.mean_over_examples(scores.correct_per_example), unit="%",
+        per_example=scores.correct_per_example,
+    ),
+    Metric("balanced_accuracy", scores.balanced_accuracy, unit="%", label="balanced accuracy"),
+    Metric("auc", scores.auc, label="AUC"),
+    Metric("average_precision", scores.average_precision, label="average precision"),
+    Metric("f1", scores.f1, label="F1"),
+    _sensitivity_metric("sensitivity_at_90", 90.0),
+    Metric(
+        "brier", scores.mean_over_examples(scores.brier_per_example), higher_is_better=False, label="Brier score",
+        per_example=scores.brier_per_example,
+    ),
+    Metric(
+        "log_loss", scores.mean_over_examples(scores.log_loss_per_example), higher_is_better=False, label="log loss",
+        per_example=scores.log_loss_per_example,
+    ),
+    Metric("ece", scores.calibration_error, higher_is_better=False, label="calibration error"),
+)  # fmt: skip
+"""The metrics of classes and of labels."""
+
+
+def find_class_metric(name: str) -> Metric | None:
+    """Returns the metric of classes or labels with this name, also `sensitivity_at_95` and the like; None if there is
+    none.
+    """
+    name = "sensitivity_at_90" if name == "sensitivity_at_specificity" else name
+    for metric in CLASS_METRICS:
+        if metric.name == name:
+            return metric
+    share = _SENSITIVITY_NAME.fullmatch(name)
+    return None if share is None else _sensitivity_metric(name, float(share[1]))
+
+
+@final
+@dataclass(frozen=True)
+class Classification(Task):
+    """Chooses one of K classes for each example: targets are integers from 0 of shape (n,), outputs logits (n, K).
+
+    >>> Classification().num_outputs(torch.tensor([0, 2, 1])), Classification() == "classification"
+    (3, True)
+    """
+
+    name: ClassVar[str] = "classification"
+    one_class_per_example: ClassVar[bool] = True
+    outputs_are_classes: ClassVar[bool] = True
+    rarest_limits_score: ClassVar[bool] = True
+    counts_title: ClassVar[str] = "by class"
+    target_word: ClassVar[str] = "class"
+    outputs_meaning: ClassVar[str] = "logits, whose softmax is the probability of each class."
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Returns accuracy, the default, and the other metrics of classes."""
+        return CLASS_METRICS
+
+    def find_metric(self, name: str) -> Metric | None:
+        """Returns the metric with this name, also `sensitivity_at_95` and the like; None if there is none."""
+        return find_class_metric(name)
+
+    def prepare_targets(self, targets: Tensor) -> Tensor:
+        """Converts labels of a whole-number type that torch's loss refuses, such as int32, to int64."""
+        y = targets
+        fits = y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype in (torch.int64, torch.uint8)
+        return y if fits else y.to(torch.int64)
+
+    def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
+        """Checks that targets are integers of shape (n,), from 0 to below `num_outputs`."""
+        if num_outputs is not None:
+            _check_labels_of_data_set(targets, name, num_outputs)
+            return
+        if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex():
+            raise UserError(f"{name} labels must be integers of shape (n,), {class_labels_error(targets)}")
+        if int(targets.min()) < 0:
+            raise UserError(f"{name} labels must count from 0, found {int(targets.min())}")
+
+    def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:
+        """Returns the number of names, or one more than the largest label."""
+        return len(names) or 1 + int(targets.max())
+
+    def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
+        """Checks that there is one logit for each class that occurs."""
+        if len(shape) != 1:
+            raise UserError(f"{name}: the network must give logits of shape (batch, classes), got {('batch', *shape)}")
+        if int(targets.max()) >= shape[0]:
+            raise UserError(
+                f"{name} has label {int(targets.max())}, but the network has {shape[0]} outputs (classes 0 to "
+                f"{shape[0] - 1}); change the network's output size or the labels"
+            )
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean cross-entropy."""
+        return F.cross_entropy(outputs, targets)
+
+    def elementwise_loss(self, outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Returns the cross-entropy of each example, shape (n,)."""
+        return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
+
+    def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
+        """Returns the mean cross-entropy, with smoothed labels and weights of classes if they are given."""
+        if class_weights is None:
+            return partial(F.cross_entropy, label_smoothing=label_smoothing)
+
+        def weighted_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+            weights = _resolve_class_weights(class_weights, targets, outputs.shape[1])
+            weights = weights.to(outputs.device, outputs.dtype)
+            return F.cross_entropy(outputs, labels, weight=weights, label_smoothing=label_smoothing)
+
+        return weighted_loss
+
+    def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+        """Returns the divergence KL(teacher ‖ student) at a temperature, averaged over the minibatch."""
+        return softened_divergence(teacher, student, temperature)
+
+    def to_predictions(self, outputs: Tensor) -> NDArray[np.float64]:
+        """Returns the probability of each class, shape (n, K)."""
+        return scores.class_probabilities(outputs)
+
+    def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
+        """Returns the most probable class, and the probability of each."""
+        shares = self.to_predictions(outputs)
+        probabilities = {f"probability of {name}": shares[:, i].tolist() for i, name in enumerate(names)}
+        return {"predicted": [names[i] for i in shares.argmax(axis=1)], **probabilities}
+
+    def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
+        """Returns class 1 of two, else every class."""
+        return (1,) if num_outputs == 2 else tuple(range(num_outputs))
+
+    def strata(self, targets: Tensor) -> NDArray[Any]:
+        """Returns the classes."""
+        classes: NDArray[Any] = targets.cpu().numpy()
+        return classes
+
+    def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
+        """Returns the number of examples of each class."""
+        return tuple(targets.bincount(minlength=num_classes).tolist())
+
+    def rarest_class(self, targets: Tensor) -> tuple[int, int]:
+        """Returns the number of examples of the rarest class that occurs, and this class; (0, class) of a single class.
+
+        >>> Classification().rarest_class(torch.tensor([0, 2, 2, 2])), Classification().rarest_class(torch.tensor([1, 1]))
+        ((1, 0), (0, 1))
+        """
+        counts = targets.bincount()
+        present = counts.nonzero()[:, 0]
+        if len(present) < 2:
+            return 0, int(present[0])
+        rarest = int(present[counts[present].argmin()])
+        return int(counts[rarest]), rarest
+
+    def describe_rarest(self, number: int, class_name: str, num_classes: int) -> str:
+        """Returns words such as "12 of the rarer class (ill)"."""
+        if not number:
+            return "all of one class"
+        suffix = f" ({class_name})" if class_name else ""
+        return f"{number} of the {'rarest' if num_classes > 2 else 'rarer'} class{suffix}"
+
+    def constant_model(self) -> ConstantModel:
+        """Returns the model that always gives the shares of the classes."""
+        words = "always answering the most frequent class"
+        return ConstantModel("majority", "share of each class", words, _log_class_shares)
+
+    def simple_models(self) -> tuple[SimpleModel, ...]:
+        """Returns logistic regression and gradient-boosted trees."""
+        return (
+            SimpleModel("logistic_regression", "logistic regression", fit_logistic, library=LIBRARY),
+            SimpleModel(
+                "gradient_boosting", "gradient-boosted trees", fit_trees, is_trees=True, library="scikit-learn"
+            ),
+        )
+
+
+def class_labels_error(labels: Tensor) -> str:
+    """Returns why labels are not valid class indices (integers of shape (n,)), and what to do, as a sentence.
+
+    >>> class_labels_error(torch.tensor([[1], [0]]))
+    'got torch.int64 of shape (2, 1); give labels.squeeze(1)'
+    """
+    description = f"got {labels.dtype} of shape {tuple(labels.shape)}"
+    are_integers = not labels.is_floating_point() or bool((labels == labels.floor()).all())
+    conversion = ".long()" if labels.is_floating_point() else ""
+    if labels.dim() > 2:
+        return (
+            f"{description}, one for each of several places, as in segmentation, which is no task of polyfed; labels "
+            "of 0 and 1 are trained with task='multilabel', both labels and the network's output flattened to shape "
+            "(n, labels)"
+        )
+    if not are_integers:
+        return f"{description}, with fractions; give task='regression' if they are amounts"
+    if labels.dim() == 1:
+        return f"{description}; give labels{conversion}, or task='regression' if they are amounts"
+    if labels.shape[1] == 1:
+        return f"{description}; give labels.squeeze(1){conversion}"
+    if bool(((labels == 0) | (labels == 1)).all()):
+        one_hot = bool((labels.sum(1) == 1).all())
+        return f"{description}; give labels.argmax(1)" if one_hot else f"{description}; give task='multilabel'"
+    return f"{description}; give one class an example, or task='regression' if they are amounts"
+
+
+def softened_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """Returns KL(teacher ‖ student) of two networks' logits at a temperature, along the last dimension, as a mean."""
+    log_p, log_q = (F.log_softmax(z / temperature, dim=-1) for z in (teacher, student))
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+
+def _check_labels_of_data_set(labels: Tensor, name: str, num_classes: int) -> None:
+    if labels.dim() != 1 or labels.is_floating_point():
+        raise UserError(f"{name} labels must be one whole number per example, got {labels.dtype} {tuple(labels.shape)}")
+    if not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise UserError(
+            f"{name} labels run from {int(labels.min())} to {int(labels.max())}; with {num_classes} classes they must "
+            f"run from 0 to {num_classes - 1}"
+        )
+
+
+def fixed_class_weights(class_weights: Sequence[float], num_outputs: int) -> Tensor:
+    """Returns the weights that the user gave, one for each output, as float64.
+
+    Raises:
+        UserError: another number of weights than of outputs.
+    """
+    if len(class_weights) != num_outputs:
+        raise UserError(
+            f"class_weights has {len(class_weights)} numbers, but the network has {num_outputs} outputs; give one each"
+        )
+    return torch.tensor(class_weights, dtype=torch.float64)
+
+
+def _resolve_class_weights(class_weights: Any, labels: Tensor, num_outputs: int) -> Tensor:
+    if class_weights != "balanced":
+        return fixed_class_weights(class_weights, num_outputs)
+    counts = torch.bincount(labels, minlength=num_outputs).to(torch.float64)
+    return torch.where(counts > 0, len(labels) / (int((counts > 0).sum()) * counts), 1.0)
+
+
+def _log_class_shares(labels: NDArray[Any], classes: int) -> Floats:
+    """Returns the logarithm of each class's share; one pseudo-example, spread over all classes, keeps it finite."""
+    counts = np.bincount(labels, minlength=classes) + 1 / classes
+    return np.asarray(np.log(counts / counts.sum()))

@@ -1,0 +1,49 @@
+"""Infers from the target columns of a table which task they belong to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.core.errors import UserError
+from polyfed.core.task import Task
+from polyfed.tasks.classification import Classification
+from polyfed.tasks.multilabel import Multilabel
+from polyfed.tasks.regression import Regression
+
+_MOST_CLASSES = 20  # different whole numbers that are taken as classes by default
+
+
+def infer_table_task(names: Sequence[str], numbers: Mapping[str, NDArray[Any]] | None) -> Task:
+    """Returns the task of the target columns of a table.
+
+    Texts are classes, and so are up to 20 different whole numbers; numbers with a fraction are regression; several columns
+    of 0 and 1 are labels, several others regression.
+
+    Args:
+        names: of the target columns.
+        numbers: the values of each column; None if a column holds texts.
+
+    Raises:
+        UserError: several columns of texts, or more than 20 different whole numbers, which may be either.
+
+    >>> str(infer_table_task(["age"], {"age": np.array([0.5, 1.0])})), str(infer_table_task(["diagnosis"], None))
+    ('regression', 'classification')
+    """
+    if len(names) > 1:
+        if numbers is None:
+            raise UserError(f"several targets must be numbers, got {', '.join(names)}; give one")
+        labels = all(np.isin(column, (0, 1)).all() for column in numbers.values())
+        return Multilabel() if labels else Regression()
+    if numbers is None:
+        return Classification()
+    column = numbers[names[0]]
+    if not bool((column == np.floor(column)).all()):
+        return Regression()
+    if (different := len(np.unique(column))) > _MOST_CLASSES:
+        raise UserError(
+            f"target {names[0]!r} has {different} different whole numbers: give --data.task regression if they are amounts, "
+            "or --data.task classification if they are classes"
+        )
+    return Classification()
