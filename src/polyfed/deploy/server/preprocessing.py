@@ -111,7 +111,9 @@ def _collect_schema_summaries(
 ) -> dict[str, tuple[SchemaSummary, Any]]:
     """Requests from each site a summary of its table, and returns (summary, kind of task) by site."""
     summaries: dict[str, tuple[SchemaSummary, Any]] = {}
-    envelopes = {site: Envelope({**server.build_introduction_head(), "kind": "prepare", "client": site}) for site in sites}
+    envelopes = {
+        site: Envelope({**server.build_introduction_head(), "kind": "prepare", "client": site}) for site in sites
+    }
     for site, answer in engine.exchange(envelopes, 0):
         try:
             head: dict[str, Any] = {"refused": answer} if isinstance(answer, str) else parse_head(answer.head)
