@@ -18,7 +18,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, SimpleModel
-from polyfed.core.io.trusted_code import import_dataclass
+from polyfed.core.io.trusted_code import import_trusted_dataclass
 from polyfed.core.io.validation import check_field_types
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -321,7 +321,7 @@ def get_task(choice: Task | TaskSpec | Mapping[str, Any]) -> Task:
     if task_class is None and ":" not in name:
         raise UserError(f"unknown task {name!r}; {did_you_mean(name, _registry())}")
     if task_class is None:
-        task_class = import_dataclass(name, Task, "task")  # type: ignore[type-abstract]
+        task_class = import_trusted_dataclass(name, Task, "task")  # type: ignore[type-abstract]
     known = [f.name for f in fields(task_class)]
     if unknown := [key for key in options if key not in known]:
         hint = did_you_mean(str(unknown[0]), known) if known else "it has no options"
