@@ -93,7 +93,11 @@ def test_merging(below, above, expected):
 
 def test_base_then_variant_then_scale_then_the_scales_variant(here):
     recipe = read_recipe("mine.yaml")
-    assert (recipe.description, recipe.resolve_variant(), recipe.resolve_scale()) == ("mine", "few", "cpu")
+    assert (recipe.description, recipe.chosen_or_first_variant(), recipe.chosen_or_cpu_scale()) == (
+        "mine",
+        "few",
+        "cpu",
+    )
     assert recipe.configuration() == {
         "data": {"clients": 3, "test_fraction": 0.3, "partition": {"name": "classes_per_client", "k": 4}, "name": "digits"},
         "model": "mlp", "algorithm": {"name": "fedprox", "mu": 0.5, "lr": 0.1}, "rounds": 2,
@@ -120,7 +124,11 @@ def test_base_then_variant_then_scale_then_the_scales_variant(here):
 def test_a_recipe_without_the_default_scale(here):
     (here / "mine.yaml").write_text("scales: {smoke: {rounds: 1}, paper: }")
     recipe = read_recipe("mine.yaml")
-    assert (recipe.resolve_scale(), recipe.resolve_variant(), recipe.configuration()) == ("smoke", None, {"rounds": 1})
+    assert (recipe.chosen_or_cpu_scale(), recipe.chosen_or_first_variant(), recipe.configuration()) == (
+        "smoke",
+        None,
+        {"rounds": 1},
+    )
 
 
 def test_scale_and_variant_on_the_command_line(polyfed):

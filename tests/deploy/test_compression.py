@@ -20,7 +20,7 @@ from polyfed.deploy.flower.records import parse_flower_record
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, clip_and_add_noise
 from polyfed.deploy.protocol import wire
 from polyfed.deploy.server.server import DeploymentServer
-from polyfed.deploy.server.server_config import configure_server
+from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation
@@ -202,12 +202,12 @@ def test_a_site_refuses_what_it_cannot_open(tmp_path, nodes, monkeypatch, kind, 
 
 def test_the_configuration_of_a_server_takes_both_directions():
     words = {"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "local"}
-    assert configure_server({**words, **BOTH}).settings == Settings(
+    assert build_or_restore_server({**words, **BOTH}).settings == Settings(
         rounds=3, on_error="skip", compress="int8", compress_down="int8"
     )
-    assert configure_server({**words, "compress": "topk:0.01"}).settings.compress == str(TopK(0.01))
+    assert build_or_restore_server({**words, "compress": "topk:0.01"}).settings.compress == str(TopK(0.01))
     with pytest.raises(UserError, match="unknown compression 'zip'"):
-        configure_server({**words, "compress": "zip"})
+        build_or_restore_server({**words, "compress": "zip"})
 
 
 @pytest.mark.slow

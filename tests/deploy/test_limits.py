@@ -17,7 +17,7 @@ from polyfed.deploy.flower.engine import FlowerEngine, envelope_from_record, env
 from polyfed.deploy.protocol import wire
 from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, pack_tensors, read_tensor_specs, unpack_tensors
 from polyfed.deploy.server.reply_validation import parse_task_result
-from polyfed.deploy.server.server_config import configure_server
+from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.settings import Settings
 from polyfed.testing import SmallNet, small_clients
@@ -36,7 +36,7 @@ def engine_of(tmp_path, method=None):
     """The server's end for one site, and a task of it."""
     (tmp_path / "server.py").write_text("from polyfed.testing import SmallNet as model\n")
     words = {"sites": "client-0", "out": str(tmp_path / "run"), "file": str(tmp_path / "server.py")}
-    server = dataclasses.replace(configure_server(configuration(method or FedAvg(), **words)), run="a")
+    server = dataclasses.replace(build_or_restore_server(configuration(method or FedAvg(), **words)), run="a")
     engine = FlowerEngine(None, SimpleNamespace(introductions={"client-0": {"num_examples": 20}}), server)
     return engine, ClientTask("local", 1, "client-0", DOWN, None, 1, 1)
 

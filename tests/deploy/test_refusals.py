@@ -11,7 +11,7 @@ from polyfed.core.errors import UserError
 from polyfed.core.nn.module_cache import cached_module
 from polyfed.deploy.flower.engine import envelope_from_record, envelope_to_record
 from polyfed.deploy.protocol.wire import PROTOCOL, Envelope
-from polyfed.deploy.server.server_config import configure_server
+from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.deploy.trial.project import create_project
 from polyfed.graphs.catalogue import LayerCatalogue
 from polyfed.graphs.client_graph import graph_of_client
@@ -42,7 +42,7 @@ def test_a_new_project_has_a_configuration_that_the_server_takes(tmp_path):
     config = _flatten_configuration(
         create_project(tmp_path / "federation", ["north", "south"]).read_server_configuration()
     )
-    server = configure_server({**config, "out": str(tmp_path / "run"), "allow-disclosure": True})
+    server = build_or_restore_server({**config, "out": str(tmp_path / "run"), "allow-disclosure": True})
     assert server.settings == Settings(rounds=10, on_error="skip")
     assert server.deployment.sites == ("north", "south")
     assert isinstance(server.algorithm, REGISTRY["fedhenn"])

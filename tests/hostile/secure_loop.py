@@ -16,7 +16,7 @@ from polyfed.deploy.protocol.wire import Envelope, PackedEnvelope, pack_tensors
 from polyfed.deploy.secure_aggregation.client import BOXES_GROUP, SecureSumClient
 from polyfed.deploy.secure_aggregation.protocol import SumId
 from polyfed.deploy.server.secure_rounds import SecureRoundServer
-from polyfed.deploy.server.server_config import configure_server
+from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.simulation.rounds.secure_aggregation import SecureSum, encode_reply_in_fixed_point
 
 STEPS = ("advertise", "share", "mask", "hand out")
@@ -70,7 +70,7 @@ class Loop:
             "sites": ",".join(SITES), "out": str(folder / "run"), "rounds": 3, "secure": True, "algorithm.name": "fedavg",
             "algorithm.lr": 0.1, "file": str(folder / "server.py"), **words,
         }  # fmt: skip
-        self.server = configure_server(given)
+        self.server = build_or_restore_server(given)
         self.federation = self.server.build_checked_federation({name: {"task": "classification"} for name in SITES})
         self.members = {
             name: SecureSumClient(name, folder / name / self.server.run, keys / f"{name}.key", keys, 3)
@@ -101,7 +101,9 @@ class Loop:
                 return Envelope({"client": name, "run": head["run"], **told}, body)
             body, more = Message(), {}
             if head["part"]:
-                place = member.join_sum(SumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {}))
+                place = member.decrypt_shares_and_join_sum(
+                    SumId(head["run"], head["round"]), letter.body.tensors.get(BOXES_GROUP, {})
+                )
                 place.mark_used()
                 reply = self.reply(name, letter.body.tensors)
                 body = place.mask_encoded_reply(

@@ -219,7 +219,7 @@ def learnt(folder, keys, seed):
                 if rng.random() < 0.3 and got:
                     got.pop(rng.choice(sorted(got)))
                 try:
-                    place = loop.members[name].join_sum(SumId(run, number), got)
+                    place = loop.members[name].decrypt_shares_and_join_sum(SumId(run, number), got)
                 except RefusalError:
                     continue
                 place.mark_used()

@@ -256,8 +256,8 @@ class AlgorithmContract(ABC):
                         torch.testing.assert_close(dict(tree), dict(message.tensors[group]))
 
     def test_order_of_clients_is_irrelevant(self, algorithm: Algorithm[Any, Any]) -> None:
-        """The result must be the same to the last bit in whatever order the clients and their replies come, and
-        whatever scalars the replies hold that the method does not name in `scalars_needed`.
+        """The result must be the same, bit for bit, for any order of the clients and of their replies, and must not
+        change with reply scalars that the method does not list in `scalars_needed`.
         """
         federation = self._federation(algorithm)
         with exclusive_single_torch_thread_with_grad():

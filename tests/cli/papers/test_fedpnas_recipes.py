@@ -239,7 +239,7 @@ def test_the_cpu_scale(name, variant, experiment):
 def test_scales_say_what_they_reduce(name):
     recipe = read(name)
     assert tuple(recipe.scales) == SCALES
-    assert recipe.resolve_scale() == "cpu"
+    assert recipe.chosen_or_cpu_scale() == "cpu"
     assert re.search(r"2,000 of each client's .* training images are its test set", recipe.reduction_note("paper"))
     assert re.search(
         r"00 training and \d+ test images .* \d+ rounds of 2 epochs .* stem that halves", recipe.reduction_note("cpu")

@@ -327,9 +327,9 @@ def test_the_drop_is_of_the_clients_that_keep_their_network(tmp_path):
     folder, table = tmp_path / "out", find_table("flha", "table7")
     networks = ["resnet18", "flha_arch1", "flha_arch2", "flha_arch3"]
     drop, spread = find_table("flha", "drop").cells
-    assert drop.variants == spread.variants == ("none", "arch3", "arch2", "arch1", "arch0")
+    assert drop.needed_variants == spread.needed_variants == ("none", "arch3", "arch2", "arch1", "arch0")
     runs = []
-    for variant in drop.variants:
+    for variant in drop.needed_variants:
         models = ["flha_small" if variant == f"arch{k}" else name for k, name in enumerate(networks)]
         scores = [cell.paper / 100 for cell in table.cells if cell.variant == variant]
         rows = {f"client-{k}": {"accuracy": 0, "global_accuracy": score} for k, score in enumerate(scores)}

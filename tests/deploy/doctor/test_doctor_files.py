@@ -355,10 +355,10 @@ def test_words_of_a_server_that_do_not_fit(tmp_path, words, sentence):
 
 
 def test_the_words_of_a_server_are_those_that_it_knows(tmp_path):
-    from polyfed.deploy.server.server_config import configure_server
+    from polyfed.deploy.server.server_config import build_or_restore_server
 
     with pytest.raises(UserError) as told:
-        configure_server({"sites": "a", "out": "x", "xyzzy": 1})
+        build_or_restore_server({"sites": "a", "out": "x", "xyzzy": 1})
     known = set(str(told.value).partition("Choices: ")[2].split(", "))
     assert set(SETTINGS_KEYS) < known
     file = write(tmp_path, server_py="def model(): ...") / "server.py"

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from polyfed.cli.commands.results.report_command import show_report
 from polyfed.core.errors import UserError
-from polyfed.report.data.answers import SiteAnswer, parse_answer_for_mean, parse_site_answers
+from polyfed.report.data.answers import SiteAnswer, parse_answer_for_mean_over_sites, parse_site_answers
 from polyfed.report.data.run_groups import read_run_groups
 from polyfed.report.data.score_format import score_format_of
 from polyfed.report.page.sentences import result_summary_sentences
@@ -38,7 +38,7 @@ def test_an_answer_has_the_words_of_the_comparison_without_site_and_answer():
     (one,) = parse_site_answers(content)
     assert one.sentence_without_answer() == "one seed."
     assert parse_site_answers({}) == []
-    assert parse_answer_for_mean({"mean_answer": None}) is None
+    assert parse_answer_for_mean_over_sites({"mean_answer": None}) is None
 
 
 @pytest.mark.parametrize("damaged", ["join", {"client": "x"}, {"client": "x", "answer": "maybe"},

@@ -16,7 +16,7 @@ from polyfed.deploy.flower.private_api import try_to_shorten_reply_polling
 from polyfed.deploy.logs import send_logs_to_stderr
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, Envelope
 from polyfed.deploy.server.preprocessing import agree_on_preprocessing
-from polyfed.deploy.server.server_config import configure_server
+from polyfed.deploy.server.server_config import build_or_restore_server
 from polyfed.deploy.site.node_config import answer_or_refuse_message, build_site
 from polyfed.simulation.monitoring.progress import LineProgress, Progress
 from polyfed.simulation.results.run import Run
@@ -29,14 +29,14 @@ def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | N
 
     Args:
         grid: Flower's connection to the SuperNodes.
-        config: the configuration (`polyfed.deploy.server.server_config.configure_server`).
+        config: the configuration (`polyfed.deploy.server.server_config.build_or_restore_server`).
         progress: displays the rounds; None prints a line for each.
 
     Raises:
         UserError: the configuration is not valid, sites are missing, or one refuses.
         ClientError, RoundError: as `federate`.
     """
-    server = configure_server(config)
+    server = build_or_restore_server(config)
     sites = SiteRegistry(grid, server.deployment.sites, server.build_introduction_head(), server.first_introductions)
     introductions = sites.wait_for_all_introductions(server.deployment.join_seconds)
     prepared_server = agree_on_preprocessing(server, introductions, partial(FlowerEngine, grid, sites))

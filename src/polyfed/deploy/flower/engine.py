@@ -126,7 +126,7 @@ class SiteRegistry:
         self._refusal_heads: dict[str, Mapping[str, Any]] = {}  # headers of refusals, with summaries of tables
 
     def query_new_nodes_and_register_answers(self) -> None:
-        """Asks new Flower nodes which site they are, and updates the registry by the answers so far."""
+        """Asks new Flower nodes which site they are, and registers the sites whose answers have arrived."""
         names = {node.node_id: node.name for node in self._grid.get_nodes()}
         for node in sorted(set(names) - self._queried_nodes):
             record = envelope_to_record(Envelope(self._head))
@@ -209,7 +209,7 @@ class SiteRegistry:
 
 
 def pull_arrived_replies(grid: Grid, awaited_ids: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
-    """Fetches the replies that have arrived, one by one, so that an unreadable one does not affect the others.
+    """Fetches the replies that have arrived, one by one, so that an unreadable reply does not affect the others.
 
     Args:
         grid: Flower's connection to the nodes.

@@ -65,8 +65,8 @@ def import_private_flower_functions() -> Mapping[str, Any]:
 
 
 def try_to_shorten_reply_polling() -> bool:
-    """Makes Flower, in this process, ask again after 0.05 s (instead of 1 s) for a reply of which a part is still
-    missing.
+    """Tries to make Flower ask for the missing part of a reply again after 0.05 s instead of 1 s, in this process;
+    returns whether the installed Flower allows this.
 
     Flower's grid sees a reply when it is announced, mostly a moment before all of it has been sent, and then waits for 1 s.
 
@@ -85,7 +85,8 @@ def try_to_shorten_reply_polling() -> bool:
 
 
 def try_to_keep_messages_in_memory() -> bool:
-    """Makes the SuperLink of this process hold messages in memory instead of in its database, which saves disk writes.
+    """Tries to make the SuperLink of this process hold messages in memory instead of in its database, which saves disk
+    writes; returns whether the installed Flower allows this.
 
     No message is of use after the SuperLink has ended, since its runs have failed then.
 

@@ -89,7 +89,8 @@ class SiteProcess:
             send_frame(self._socket, Frame("start", self._config))
 
     def request_answer(self, frame: Frame) -> Frame:
-        """Sends a message to the site's process, waits for the answer and returns it.
+        """Sends a message to the site's process, waits for the answer and returns it; starts the process first if it is
+        not running.
 
         Raises:
             SiteProcessDiedError: the process ended before it answered; another one has been started.

@@ -135,7 +135,7 @@ def _methods_compatible_with_noise(secure: bool) -> list[str]:
 
 
 def clip_and_add_noise(
-    reply: Message, received_message: Message, protection: ReplyProtection, noise_sources: int = 1
+    reply: Message, received_message: Message, protection: ReplyProtection, num_noisy_sites: int = 1
 ) -> Message:
     """Returns the site's reply with its update (the difference between the reply and the received message) clipped and
     Gaussian noise added.
@@ -144,7 +144,7 @@ def clip_and_add_noise(
         reply: the site's reply.
         received_message: the server's message that it answers.
         protection: the clipping norm and the noise multiplier.
-        noise_sources: number of sites whose noise the server sees added up; each adds 1/noise_sources of the variance.
+        num_noisy_sites: number of sites whose noise the server sees added up; each adds 1/num_noisy_sites of the variance.
 
     Raises:
         UserError: the change is not finite; or, with noise, the reply has a complex tensor, or an integer tensor that the
@@ -176,7 +176,7 @@ def clip_and_add_noise(
     if not math.isfinite(norm):
         raise UserError("the change is not finite, so that it cannot be clipped, and nothing is sent")
     scale = min(1.0, protection.clip_norm / norm) if norm else 1.0
-    deviation = protection.noise_multiplier * protection.clip_norm / math.sqrt(noise_sources)
+    deviation = protection.noise_multiplier * protection.clip_norm / math.sqrt(num_noisy_sites)
     generator = GaussianNoise() if deviation else None
     arrays: dict[str, dict[str, Tensor]] = {}
     for group, tree in reply.tensors.items():

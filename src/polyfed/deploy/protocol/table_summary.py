@@ -53,8 +53,8 @@ def build_table_head_field(
     adds_noise: bool = False,
     method_discloses: frozenset[str] = frozenset(),
 ) -> dict[str, TableSummary]:
-    """Returns the header field `table` with a summary of a client's table. Returns no field if the client has no table,
-    or if the method discloses nothing and does not need equal inputs.
+    """Returns the header field `table`, which summarises a client's table by hashes; an empty dict if the client has no
+    table, or if the method discloses nothing and does not need equal inputs.
 
     Args:
         client: the client, whose examples may come from a table.

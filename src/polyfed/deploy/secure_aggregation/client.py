@@ -153,7 +153,7 @@ class SecureSumClient:
         self._write_state(sum_id, state)
         return _advertisement_to_json(advert)
 
-    def join_sum(self, sum_id: SumId, encrypted_shares: Mapping[str, Tensor]) -> "SumParticipation":
+    def decrypt_shares_and_join_sum(self, sum_id: SumId, encrypted_shares: Mapping[str, Tensor]) -> "SumParticipation":
         """Decrypts the secret shares from the other sites, and returns an object that can mask this site's reply for
         the secure sum, once.
 
@@ -231,7 +231,7 @@ class SumParticipation:
     mark_used: Callable[[], None]
 
     @property
-    def threshold(self) -> int:
+    def unmasking_threshold(self) -> int:
         """Returns the smallest number of sites over which this site allows the sum to be unmasked."""
         return self.state.shared.threshold
 

@@ -93,7 +93,7 @@ class Deployment:
 @final
 @dataclass(frozen=True)
 class DeploymentServer:
-    """Holds everything that the server needs to run a deployment; `configure_server` builds it.
+    """Holds everything that the server needs to run a deployment; `build_or_restore_server` builds it.
 
     Args:
         deployment: its settings.

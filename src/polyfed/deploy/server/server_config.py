@@ -25,7 +25,7 @@ from polyfed.simulation.storage.configuration import restore_settings_and_method
 from polyfed.simulation.storage.directory import RunDirectory, read_config
 
 
-def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
+def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
     """Builds the server of a deployment from Flower's flat configuration (option -> value).
 
     Args:
@@ -35,7 +35,7 @@ def configure_server(config: Mapping[str, Any]) -> DeploymentServer:
     Raises:
         UserError: a key is missing or unknown, a value does not fit, or consent is missing.
 
-    >>> server = configure_server(
+    >>> server = build_or_restore_server(
     ...     {"sites": "north,south", "out": "run", "rounds": 3, "algorithm.name": "local", "algorithm.lr": 0.1})
     >>> server.algorithm.lr, server.settings.rounds, server.deployment.sites
     (0.1, 3, ('north', 'south'))

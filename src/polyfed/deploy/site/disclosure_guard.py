@@ -55,7 +55,7 @@ class DisclosureGuard:
         if self.protection.max_epsilon is not None:
             check_budget_for_next_message(self.ledger, self.data_set, self.protection)
 
-    def record_and_get_cost(self, *, already_recorded: bool = False) -> dict[str, float | None]:
+    def record_message_and_get_cost(self, *, already_recorded: bool = False) -> dict[str, float | None]:
         """Records a message in the privacy ledger, and returns the ε and δ that all messages so far have spent, for the
         site's own metrics.
 
@@ -105,7 +105,7 @@ class DisclosureGuard:
     def clip_noise_and_compress_reply(
         self,
         reply: Message,
-        message: Message,
+        received_message: Message,
         algorithm: Algorithm[Any, Any],
         compression: Compressor | None,
         seed: int,
@@ -115,7 +115,7 @@ class DisclosureGuard:
 
         Args:
             reply: the client's reply.
-            message: the server's message that it answers.
+            received_message: the server's message that it answers.
             algorithm: the method, whose needed scalars are kept.
             compression: the compressor; None sends the reply uncompressed.
             seed: seed of the compressor.
@@ -125,24 +125,30 @@ class DisclosureGuard:
         """
         allowed = self.disclose | algorithm.scalars_needed
         scalars = {name: value for name, value in reply.scalars.items() if name in allowed}
-        body = clip_and_add_noise(Message(reply.tensors, scalars), message, self.protection)
-        return body if compression is None else compress_message(body, message, compression, seed)
+        body = clip_and_add_noise(Message(reply.tensors, scalars), received_message, self.protection)
+        return body if compression is None else compress_message(body, received_message, compression, seed)
 
     def clip_noise_and_mask_reply(
-        self, reply: Message, message: Message, algorithm: Algorithm[Any, Any], participation: "SumParticipation"
+        self,
+        reply: Message,
+        received_message: Message,
+        algorithm: Algorithm[Any, Any],
+        participation: "SumParticipation",
     ) -> Message:
         """Returns a reply as it may enter a secure sum: clipped, with noise, and masked.
 
         Args:
             reply: the client's reply.
-            message: the server's message that it answers.
+            received_message: the server's message that it answers.
             algorithm: the method.
             participation: the site's place in the sum.
 
         Raises:
             UserError: a number is not finite or too large for the sum, or see `clip_and_add_noise`.
         """
-        body = clip_and_add_noise(reply, message, self.protection, noise_sources=participation.threshold - 1)
+        body = clip_and_add_noise(
+            reply, received_message, self.protection, num_noisy_sites=participation.unmasking_threshold - 1
+        )
         if wrong := first_non_finite_tensor(body):
             raise UserError(f"{wrong} of its reply has NaN or infinite values, which a sum cannot take")
         return participation.mask_encoded_reply(encode_reply_in_fixed_point(body, algorithm, participation.max_sites))

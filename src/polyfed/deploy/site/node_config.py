@@ -25,7 +25,7 @@ _KEYS = {
 _FLOWER_KEYS = {"partition-id", "num-partitions"}
 
 
-def build_site(config: Mapping[str, Any]) -> Site:
+def build_site(node_config: Mapping[str, Any]) -> Site:
     """Builds the site that a node configuration (`flower-supernode --node-config`) describes.
 
     The keys are the fields of `Site` with hyphens; `client-id` is the name, `site` the path of `site.py`, and lists
@@ -34,37 +34,37 @@ def build_site(config: Mapping[str, Any]) -> Site:
     Raises:
         UserError: a key is missing or unknown, a value does not fit, or `site.py` cannot be read.
     """
-    if unknown := sorted(set(config) - _KEYS - _FLOWER_KEYS):
+    if unknown := sorted(set(node_config) - _KEYS - _FLOWER_KEYS):
         raise UserError(f"node-config has no {unknown[0]!r}; {did_you_mean(unknown[0], _KEYS)}")
-    if missing := [key for key in ("client-id", "site", "state-dir") if not config.get(key)]:
+    if missing := [key for key in ("client-id", "site", "state-dir") if not node_config.get(key)]:
         raise UserError(f"node-config lacks {missing[0]}: --node-config 'client-id=\"north\" site=\"/path/site.py\" "
                         "state-dir=\"/path/state\"'")  # fmt: skip
     try:
-        numbers = {name: float(config[word]) for word, name in _PROTECTION_FIELDS.items() if word in config}
+        numbers = {name: float(node_config[word]) for word, name in _PROTECTION_FIELDS.items() if word in node_config}
         protection = ReplyProtection(**numbers)
     except (TypeError, ValueError) as error:
         raise UserError(f"node-config: {error}") from error
     for word in ("allow-disclosure", "secure"):
-        if not isinstance(config.get(word, False), bool):
-            raise UserError(f"node-config: {word} must be true or false, got {config[word]!r}")
-    threshold = config.get("secure-threshold")
+        if not isinstance(node_config.get(word, False), bool):
+            raise UserError(f"node-config: {word} must be true or false, got {node_config[word]!r}")
+    threshold = node_config.get("secure-threshold")
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 2):
         raise UserError(f"node-config: secure-threshold must be a whole number from 2, got {threshold!r}")
-    methods = _split_names(config.get("methods", ""))
-    trust_code(str(expand_user_path(str(config["site"]), "node-config: site")))  # the owner has named it
+    methods = _split_names(node_config.get("methods", ""))
+    trust_code(str(expand_user_path(str(node_config["site"]), "node-config: site")))  # the owner has named it
     return Site(
-        name=str(config["client-id"]),
-        client=_client_factory(config),
-        folder=expand_user_path(str(config["state-dir"]), "node-config: state-dir"),
-        disclose=_split_names(config.get("disclose", "")),
-        allow_disclosure=config.get("allow-disclosure", False),
+        name=str(node_config["client-id"]),
+        client=_client_factory(node_config),
+        folder=expand_user_path(str(node_config["state-dir"]), "node-config: state-dir"),
+        disclose=_split_names(node_config.get("disclose", "")),
+        allow_disclosure=node_config.get("allow-disclosure", False),
         methods=methods or None,
         protection=protection,
-        device=str(config.get("device", "auto")),
-        data_set=str(config.get("data-set", "data")),
-        secure=config.get("secure", False),
-        key=_optional_path(config.get("key")),
-        peers=_optional_path(config.get("peers")),
+        device=str(node_config.get("device", "auto")),
+        data_set=str(node_config.get("data-set", "data")),
+        secure=node_config.get("secure", False),
+        key=_optional_path(node_config.get("key")),
+        peers=_optional_path(node_config.get("peers")),
         secure_threshold=threshold,
     )
 
@@ -82,23 +82,23 @@ def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
 
 
 def answer_or_refuse_message(
-    config: Mapping[str, Any], load_site: Callable[[], Site], unpack: Callable[[], PackedEnvelope]
+    node_config: Mapping[str, Any], load_site: Callable[[], Site], unpack_message: Callable[[], PackedEnvelope]
 ) -> Envelope:
     """Loads the site, lets it answer a message and returns its reply; the reply is a refusal if the site cannot be
     loaded or the message cannot be read.
 
     Args:
-        config: the site's node configuration.
+        node_config: the node configuration of the site.
         load_site: returns the site.
-        unpack: returns the packed envelope.
+        unpack_message: returns the packed envelope.
     """
     try:
-        loaded_site, packed_envelope = load_site(), unpack()
+        loaded_site, packed_envelope = load_site(), unpack_message()
         envelope = Envelope(parse_head(packed_envelope.head), packed_envelope.unpack_body())
     except Exception:  # site.py may raise anything, and its text may show the site's data: it stays in the log
         logging.getLogger("polyfed.site").exception("this site cannot start")
         return Envelope(
-            {"client": str(config.get("client-id")), "refused": "it cannot start (the reason is in its log)"}
+            {"client": str(node_config.get("client-id")), "refused": "it cannot start (the reason is in its log)"}
         )
     return loaded_site.answer_envelope(envelope)
 

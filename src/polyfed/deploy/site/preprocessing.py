@@ -61,7 +61,7 @@ def uses_federated_preprocessing(client: Client) -> bool:
     return isinstance(client.train.transform, TablePreprocessor) and client.train.transform.scope == "federated"
 
 
-def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, secure: bool) -> None:
+def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, secure_sums: bool) -> None:
     """Raises a `RefusalError` if the site's settings or data do not allow sums over its table's rows to be sent."""
     if not uses_federated_preprocessing(client):
         raise RefusalError("its data do not ask for preprocessing from sums over all sites (preprocess='federated')")
@@ -71,7 +71,7 @@ def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, sec
             "clipping; preprocess='site' sends none"
         )
     count, _ = count_and_sum_columns_and_targets(client.train)
-    if not secure and bool(((count > 0) & (count < _MIN_ROWS)).any()):
+    if not secure_sums and bool(((count > 0) & (count < _MIN_ROWS)).any()):
         raise RefusalError(
             f"a column of its table has values in fewer than {_MIN_ROWS} training rows, which their sum would nearly "
             "reveal; leave that column out, or use preprocess='site' or secure sums"

@@ -62,7 +62,9 @@ class InvalidSiteStateError(Exception):
     """
 
 
-def read_private_state(folder: Path, site: str, round_number: int | None, method: Mapping[str, Any]) -> PyTree:
+def read_private_state(
+    folder: Path, site: str, round_number: int | None, method_description: Mapping[str, Any]
+) -> PyTree:
     """Reads the client's private state as it was stored after a round; returns None for the state before the first
     round.
 
@@ -70,7 +72,7 @@ def read_private_state(folder: Path, site: str, round_number: int | None, method
         folder: the run's folder at the site.
         site: the site's name.
         round_number: the round; None means before the first, and gives None.
-        method: name and fields of the method, as the server sent them.
+        method_description: name and fields of the method, as the server sent them.
 
     Raises:
         InvalidSiteStateError: the state is lost or damaged, or belongs to another site, run, round or method.
@@ -102,7 +104,7 @@ def read_private_state(folder: Path, site: str, round_number: int | None, method
         owner = parse_json(owner_line)
         if validation_error(owner, _StateOwner):
             raise ValueError("nothing says whose it is")
-        if difference := _owner_difference(owner, _describe_owner(folder, site, round_number, method)):
+        if difference := _owner_difference(owner, _describe_owner(folder, site, round_number, method_description)):
             raise InvalidSiteStateError(f"{description} is not its own: {shown_path} is of {difference}; {_ADVICE}")
         return deserialize_state(state)
     except (UserError, ValueError) as error:  # their text may show the file's content
@@ -110,7 +112,12 @@ def read_private_state(folder: Path, site: str, round_number: int | None, method
 
 
 def write_private_state_and_delete_older(
-    folder: Path, site: str, round_number: int, method: Mapping[str, Any], private_state: PyTree, rollback_round: int
+    folder: Path,
+    site: str,
+    round_number: int,
+    method_description: Mapping[str, Any],
+    private_state: PyTree,
+    rollback_round: int,
 ) -> None:
     """Stores the client's private state after a round, and deletes stored states so old that the server can no longer
     return to them.
@@ -122,7 +129,7 @@ def write_private_state_and_delete_older(
         folder: the run's folder at the site.
         site: the site's name.
         round_number: the round.
-        method: name and fields of the method, as the server sent them.
+        method_description: name and fields of the method, as the server sent them.
         private_state: the state.
         rollback_round: the round to which the server may still go back.
 
@@ -132,7 +139,7 @@ def write_private_state_and_delete_older(
     target = _state_file(folder, round_number)
     create_private_folder_if_missing(target.parent, parents=True)
     head, encoded = (
-        json.dumps(_describe_owner(folder, site, round_number, method)).encode() + b"\n",
+        json.dumps(_describe_owner(folder, site, round_number, method_description)).encode() + b"\n",
         serialize_state(private_state),
     )
     with open_atomic_file(target) as file:

@@ -170,9 +170,9 @@ class Site:
 
     def _answer_prepare(self, head: Mapping[str, Any]) -> Envelope:
         """Returns a description of the site's table, from which the server computes the common preprocessing."""
-        self._disclosure_guard.record_and_get_cost()
+        self._disclosure_guard.record_message_and_get_cost()
         client = self._load_client()
-        check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
+        check_table_sums_allowed(client, self.protection, secure_sums=bool(head.get("secure")))
         table = summarize_schema(client, head["run"], with_names=self._sends_column_names)
         return Envelope({"client": self.name, "run": head["run"], "task": client.task.spec, "table": table})
 
@@ -203,7 +203,7 @@ class Site:
         requests.check_allowed_and_find_in_ledger(request, same_inputs_only=self._hides_replies(head))
         reveals_count = "num_examples" in self.disclose | (set() if head.get("secure") else algorithm.scalars_needed)
         if reveals_count:
-            self._disclosure_guard.record_and_get_cost()
+            self._disclosure_guard.record_message_and_get_cost()
         if self._hides_replies(head):
             requests.record_start(request, in_ledger=False)
         table: dict[str, Any] = {}  # sent with a refusal too, since the table may be its reason
@@ -223,7 +223,7 @@ class Site:
         """
         client, folder = self._load_client(), self._run_folder(head)
         if uses_federated_preprocessing(client):
-            check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
+            check_table_sums_allowed(client, self.protection, secure_sums=bool(head.get("secure")))
             if "prepared" not in head:
                 return Envelope({"client": client.id, "task": client.task.spec, "prepares": True})
             check_and_save_common_preprocessing(folder, head["prepared"], client)
@@ -258,7 +258,7 @@ class Site:
             return Envelope({**training.head, EVALUATION_KEY: dict(evaluation.head)})
         client = self._load_client(None if (is_preprocessing := isinstance(algorithm, Moments)) else folder)
         if is_preprocessing:
-            check_table_sums_allowed(client, self.protection, secure=bool(head.get("secure")))
+            check_table_sums_allowed(client, self.protection, secure_sums=bool(head.get("secure")))
         metrics = resolve_requested_metrics(head.get("metrics", []), client.task)
         check_or_record_client_identity(folder, client.id, data_fingerprint([client]))
         engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
@@ -291,18 +291,18 @@ class Site:
         participation = None
         if site_task.is_in_sum:
             sum_id = self._sum_id(head, site_task.task.round)
-            participation = self._secure_sum_client(head).join_sum(sum_id, site_task.boxes)
+            participation = self._secure_sum_client(head).decrypt_shares_and_join_sum(sum_id, site_task.boxes)
         max_refusals = 1 if hides_reply else MAX_REFUSALS
         request = TaskRequest(f"{site_task.task.phase} {site_task.task.round}", inputs_hash, max_refusals)
         requests = RequestLog(folder)
-        already_recorded = requests.check_allowed_and_find_in_ledger(request, same_inputs_only=secure)
+        in_ledger = requests.check_allowed_and_find_in_ledger(request, same_inputs_only=secure)
         discloses = self._disclosure_guard.reply_depends_on_data(head, algorithm)
-        cost_so_far = self._disclosure_guard.record_and_get_cost(already_recorded=already_recorded) if discloses else {}
+        cost = self._disclosure_guard.record_message_and_get_cost(already_recorded=in_ledger) if discloses else {}
         if hides_reply:
             requests.record_start(request, in_ledger=discloses and site_task.task.phase == "local")
         if participation is not None:
             participation.mark_used()
-        return StartedTask(site_task, request, participation, cost_so_far)
+        return StartedTask(site_task, request, participation, cost)
 
     def _run_task_or_report_failure(
         self, started: StartedTask, algorithm: Algorithm[Any, Any], client: Client, engine: InProcessEngine

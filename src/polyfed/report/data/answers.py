@@ -72,7 +72,7 @@ def parse_site_answers(comparison_results: Mapping[str, Any]) -> list[SiteAnswer
     return [_parse_answer(entry) for entry in comparison_results.get("answers") or ()]
 
 
-def parse_answer_for_mean(comparison_results: Mapping[str, Any]) -> SiteAnswer | None:
+def parse_answer_for_mean_over_sites(comparison_results: Mapping[str, Any]) -> SiteAnswer | None:
     """Reads the answer for the mean over all sites from the content of `comparison.json`; None if there is no such
     answer.
 

@@ -14,16 +14,16 @@ import numpy as np
 
 from polyfed.comparison.storage import comparison_directory as comparison
 from polyfed.core.errors import UserError
-from polyfed.report.data.answers import parse_answer_for_mean, parse_site_answers
+from polyfed.report.data.answers import parse_answer_for_mean_over_sites, parse_site_answers
 from polyfed.report.data.run_records import (
     DIGITS,
     ClientGain,
     LearningCurvePoint,
     RunRecord,
     mean_of_defined,
+    norms_and_warnings_of_rounds,
     read_checked_round_records,
     read_run_record,
-    update_norms_and_warnings,
 )
 from polyfed.report.data.score_format import ScoreFormat, score_format_of
 from polyfed.simulation.settings import EXECUTION_FIELDS
@@ -350,7 +350,7 @@ def _finished_comparison_group(folder: Path, notes: list[str]) -> RunGroup:
         ]
         _ = [results[name] for name in ("notes", "verdicts", "skipped", "best", "best_by", "tuning")]
         _ = [results[name]["sentence"] for name in ("budget", "target")]
-        _ = [parse_site_answers(results), parse_answer_for_mean(results)]
+        _ = [parse_site_answers(results), parse_answer_for_mean_over_sites(results)]
         methods.sort(key=lambda line: line.label == results["reference"])
         same_clients = bool(results["same_clients"])
         group = RunGroup(results["title"], score_format, same_clients, tuple(methods), results, results["reference"])
@@ -386,7 +386,7 @@ def _runs_of_comparison(
             for number, score, moved, seconds in run["curve"]
         )
         try:
-            norms, warnings = update_norms_and_warnings(
+            norms, warnings = norms_and_warnings_of_rounds(
                 read_checked_round_records(path / "metrics.jsonl") if path is not None and has_directory else ()
             )
         except UserError:  # `changes` tells of it

@@ -160,7 +160,7 @@ def read_run_record(folder: Path) -> RunRecord | None:
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"seed and rounds in {folder / 'config.yaml'} must be whole numbers: {error}") from error
     failures = sum(len(record.get("failures", ())) for record in records)
-    norms, warnings = update_norms_and_warnings(records)
+    norms, warnings = norms_and_warnings_of_rounds(records)
     return RunRecord(
         folder,
         config,
@@ -179,8 +179,8 @@ def read_run_record(folder: Path) -> RunRecord | None:
     )
 
 
-def update_norms_and_warnings(records: Sequence[Mapping[str, Any]]) -> NormsAndWarnings:
-    """Returns the norm of each client's update by round, and the warnings of the rounds, from the records of
+def norms_and_warnings_of_rounds(records: Sequence[Mapping[str, Any]]) -> NormsAndWarnings:
+    """Returns the norm of each client's update by round, and the warnings of all rounds, from the records in
     `metrics.jsonl`.
 
     Both are empty for runs of early versions.

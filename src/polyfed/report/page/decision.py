@@ -8,7 +8,13 @@ from typing import Any
 from markupsafe import Markup
 
 from polyfed.core.io.number_format import NumberUnit, count_with_noun, format_number, format_number_without_percent_sign
-from polyfed.report.data.answers import ANSWER_LABELS, AnswerKind, SiteAnswer, parse_answer_for_mean, parse_site_answers
+from polyfed.report.data.answers import (
+    ANSWER_LABELS,
+    AnswerKind,
+    SiteAnswer,
+    parse_answer_for_mean_over_sites,
+    parse_site_answers,
+)
 from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
@@ -48,7 +54,7 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     figures.
     """
     results, level = run_group.comparison_results, confidence_level_of(run_group)
-    answers, mean_answer = parse_site_answers(results), parse_answer_for_mean(results)
+    answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)
     failures = [f"{label} failed and is not compared: {why}" for label, why in (results.get("failed") or {}).items()]
     mean_text = ""
     if mean_answer is not None:

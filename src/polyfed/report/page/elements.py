@@ -103,6 +103,6 @@ def html_side_by_side(parts: Sequence[Markup]) -> Markup:
     return _render_macro("columns", parts)
 
 
-def html_block(content: Markup) -> Markup:
-    """Wraps content in one block element, such as a column."""
+def html_div(content: Markup) -> Markup:
+    """Wraps content in an HTML `<div>` element."""
     return _render_macro("block", content)

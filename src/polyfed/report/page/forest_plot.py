@@ -14,9 +14,9 @@ from polyfed.report.page.svg_charts import (
     COLOUR_COUNT,
     choose_axis_ticks,
     estimate_text_width,
-    format_tick,
+    format_axis_tick,
+    svg_element_with_title,
     svg_empty_chart,
-    svg_image,
     svg_text,
 )
 
@@ -31,14 +31,14 @@ class IntervalMark:
     Args:
         label: what it is of; told on hover.
         value, low, high: low and high may be NaN.
-        kind: "join", "stay", "undecided", or the number of a style.
+        style: "join", "stay", "undecided", or the number of a style.
     """
 
     label: str
     value: float
     low: float
     high: float
-    kind: str | int
+    style: str | int
 
 
 @final
@@ -92,7 +92,7 @@ def svg_forest_plot(
     for tick in choose_axis_ticks(low, high, max_ticks=4):
         if low <= tick <= high:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
-            parts.append(svg_text(px(tick), height - bottom + 15, format_tick(tick, unit, signed), "middle"))
+            parts.append(svg_text(px(tick), height - bottom + 15, format_axis_tick(tick, unit, signed), "middle"))
     parts.append(svg_text((left + CHART_WIDTH - right) / 2, height - 8, x_label, "middle"))
     if show_zero:
         parts.append(f'<path class="axis" d="M{px(0):.1f} {top}V{height - bottom}"/>')
@@ -112,7 +112,7 @@ def svg_forest_plot(
                     )
                 )
     description = f"{len(shown)} rows, each a value with its interval; the values are in the table below."
-    return svg_image(key, title, description, height, parts)
+    return svg_element_with_title(key, title, description, height, parts)
 
 
 def _svg_mark(
@@ -129,16 +129,16 @@ def _svg_mark(
         spread = f" ({format_number(mark.low, unit, signed)} to {format_number(mark.high, unit, signed)})"
     name = f"{label}, {mark.label}" if mark.label else label
     tooltip = escape(f"{name}: {format_number(mark.value, unit, signed)}{spread}")
-    kind = mark.kind if isinstance(mark.kind, str) else f"s{mark.kind % COLOUR_COUNT}"
+    kind = mark.style if isinstance(mark.style, str) else f"s{mark.style % COLOUR_COUNT}"
     elements = [f'<g class="mark {kind}" data-t="{tooltip}">',
              f'<path class="hit" d="M0 {y - height / 2:.1f}H{CHART_WIDTH}V{y + height / 2:.1f}H0Z"/>']  # fmt: skip
     if spread:
         elements.append(f'<path class="line" d="M{px(mark.low):.1f} {y:.1f}H{px(mark.high):.1f}"/>')
     # Shapes too, for those who do not see the colours.
     x = px(mark.value)
-    if mark.kind in ("stay", 2 * COLOUR_COUNT - 1):
+    if mark.style in ("stay", 2 * COLOUR_COUNT - 1):
         elements.append(f'<rect class="dot" x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"/>')
-    elif mark.kind == "undecided":
+    elif mark.style == "undecided":
         elements.append(f'<circle class="dot hollow" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
     else:
         elements.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4.4"/>')

@@ -28,7 +28,7 @@ from polyfed.report.figures.alignment import RepresentationAlignment
 from polyfed.report.figures.architectures import ArchitectureSearchResult, draw_client_cells
 from polyfed.report.page import sentences
 from polyfed.report.page.elements import (
-    html_block,
+    html_div,
     html_dropdown_panels,
     html_figure,
     html_legend,
@@ -95,7 +95,7 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
     layers_html = html_dropdown_panels(f"{key}-layer", "Layer", panels)
     if len(aggregation_weights.layers) > max_layers:
         layers_html += html_paragraph(f"The first {max_layers} of {len(aggregation_weights.layers)} layers.")
-    return html_side_by_side([html_block(layers_html), html_block(own_figure)])
+    return html_side_by_side([html_div(layers_html), html_div(own_figure)])
 
 
 def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
@@ -157,7 +157,7 @@ def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_c
         )
         image = render_template("client_picture", alt=alt, address=f"data:image/svg+xml;base64,{svg_base64}")
         picture = html_figure(image, f"{client}: its cells.", numbers_html)
-        panels[client] = html_side_by_side([html_block(picture), html_block(Markup().join(maps))])
+        panels[client] = html_side_by_side([html_div(picture), html_div(Markup().join(maps))])
     more = (
         html_paragraph(f"The first {max_clients} of {len(search_result.clients)} clients.")
         if len(search_result.clients) > max_clients
@@ -166,7 +166,7 @@ def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_c
     return html_dropdown_panels(f"{key}-cells", "Client", panels) + more
 
 
-def html_generatable_share(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
+def html_generatable_parameter_share(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
     """Renders which share of each client's parameters a graph hypernetwork can generate, and why the rest stays with
     the client.
 

@@ -23,7 +23,7 @@ from polyfed.report.data.binary_stats import (
 from polyfed.report.data.predictions import BinaryQuestion, GroupPredictions
 from polyfed.report.page.confusion import html_confusion_matrix, html_confusion_tables_at_threshold
 from polyfed.report.page.elements import html_paragraph, render_template
-from polyfed.report.page.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_image, svg_text
+from polyfed.report.page.svg_charts import CHART_WIDTH, COLOUR_COUNT, svg_element_with_title, svg_text
 
 ALL_SITES = "All sites"
 _SITES = 40  # that a reader can choose among
@@ -230,7 +230,7 @@ def svg_unit_square(
     parts.append(svg_text((LEFT + CHART_WIDTH - RIGHT) / 2, HEIGHT - 6, x_label, "middle"))
     parts.append(svg_text(-(TOP + HEIGHT - BOTTOM) / 2, 11, y_label, "middle", turned=True))
     attributes = f' data-frame="{script_name}"' if script_name else ""
-    return svg_image(key, title, description, HEIGHT, [*parts, *elements], attributes)
+    return svg_element_with_title(key, title, description, HEIGHT, [*parts, *elements], attributes)
 
 
 def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_index: int | None = 49) -> str:

@@ -161,7 +161,8 @@ def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
 
 
 def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: dict[str, Any]) -> Markup:
-    """Renders the mean score of each method against rounds, megabytes and seconds, as three charts with one legend.
+    """Renders the mean score of each method against rounds, megabytes and seconds as three charts with one legend, and
+    adds the numbers to `script_curves_by_key`.
 
     Args:
         run_group: the group.

@@ -79,7 +79,7 @@ def svg_line_chart(
         return svg_empty_chart(key, title, "no score is defined: these trainings diverged")
     x0, x1 = (0.0, max(xs, default=1.0) or 1.0)
     ticks_y = choose_axis_ticks(min(ys), max(ys))
-    left = round(max(estimate_text_width(format_tick(tick, unit)) for tick in ticks_y)) + 26
+    left = round(max(estimate_text_width(format_axis_tick(tick, unit)) for tick in ticks_y)) + 26
     y0, y1 = min(ticks_y[0], min(ys)), max(ticks_y[-1], max(ys))
 
     def px(x: float) -> float:
@@ -91,11 +91,11 @@ def svg_line_chart(
     parts = []
     for tick in ticks_y:
         parts.append(f'<path class="grid" d="M{left} {py(tick):.1f}H{CHART_WIDTH - right}"/>')
-        parts.append(svg_text(left - 6, py(tick) + 4, format_tick(tick, unit), "end"))
+        parts.append(svg_text(left - 6, py(tick) + 4, format_axis_tick(tick, unit), "end"))
     for tick in choose_axis_ticks(x0, x1, integer=integer_x):
         if x0 <= tick <= x1:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
-            parts.append(svg_text(px(tick), height - bottom + 16, format_tick(tick, ""), "middle"))
+            parts.append(svg_text(px(tick), height - bottom + 16, format_axis_tick(tick, ""), "middle"))
     parts.append(svg_text((left + CHART_WIDTH - right) / 2, height - 6, x_label, "middle"))
     parts.append(svg_text(-(top + height - bottom) / 2, 11, y_label, "middle", turned=True))
     for position, curve in enumerate(curves):
@@ -121,9 +121,9 @@ def svg_line_chart(
         parts.append("</g>")
     parts.append(f'<path class="cross" d="M0 {top}V{height - bottom}"/>')
     box = f' data-box="{left} {CHART_WIDTH - right} {top} {height - bottom} {x0} {x1} {y0} {y1}"'
-    ends = f"from {format_tick(x0, '')} to {format_tick(x1, '')}"
+    ends = f"from {format_axis_tick(x0, '')} to {format_axis_tick(x1, '')}"
     description = f"{len(curves)} lines over {x_label}, {ends}; the values are in the table below."
-    return svg_image(key, title, description, height, parts, box)
+    return svg_element_with_title(key, title, description, height, parts, box)
 
 
 def svg_bar_chart(
@@ -152,7 +152,7 @@ def svg_bar_chart(
     for tick in choose_axis_ticks(low, high, max_ticks=4):
         if low <= tick <= high:
             parts.append(f'<path class="grid" d="M{px(tick):.1f} {top}V{height - bottom}"/>')
-            parts.append(svg_text(px(tick), height - bottom + 15, format_tick(tick, unit, signed), "middle"))
+            parts.append(svg_text(px(tick), height - bottom + 15, format_axis_tick(tick, unit, signed), "middle"))
     parts.append(svg_text((left + CHART_WIDTH) / 2, height - 6, x_label, "middle"))
     for k, bar in enumerate(shown):
         y, a, b = top + k * step, *sorted((px(0), px(bar.value)))
@@ -190,7 +190,7 @@ def svg_bar_chart(
         f"{len(shown)} bars, from {format_number(shown[0].value, unit, signed)} to "
         f"{format_number(shown[-1].value, unit, signed)}."
     )
-    return svg_image(key, title, description, height, parts)
+    return svg_element_with_title(key, title, description, height, parts)
 
 
 def svg_heat_map(
@@ -287,7 +287,7 @@ def svg_heat_map(
         f"{len(rows)} by {len(columns)}, colours from {ends[0]} to "
         f"{ends[1]}{', by the square root' if sqrt_colours else ''}."
     )
-    return svg_image(key, title, description, height, parts)
+    return svg_element_with_title(key, title, description, height, parts)
 
 
 def png_data_url(pixels: NDArray[np.uint8]) -> str:
@@ -299,7 +299,7 @@ def png_data_url(pixels: NDArray[np.uint8]) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def svg_image(
+def svg_element_with_title(
     key: str, title: str, description: str, height: float, parts: Sequence[str], attributes: str = ""
 ) -> Markup:
     """Wraps the parts of a drawing in an SVG element with a title and a description, whose ids begin with `key`."""
@@ -319,7 +319,9 @@ def estimate_text_width(text: str) -> float:
 
 def svg_empty_chart(key: str, title: str, reason: str) -> Markup:
     """Draws a chart that only shows a sentence on why there is nothing to draw."""
-    return svg_image(key, title, reason, 60, [svg_text(CHART_WIDTH / 2, 34, f"Nothing to draw: {reason}.", "middle")])
+    return svg_element_with_title(
+        key, title, reason, 60, [svg_text(CHART_WIDTH / 2, 34, f"Nothing to draw: {reason}.", "middle")]
+    )
 
 
 def svg_text(
@@ -347,7 +349,7 @@ def choose_axis_ticks(low: float, high: float, *, integer: bool = False, max_tic
     return [float(tick) for tick in ticks]
 
 
-def format_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
+def format_axis_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
     """Returns the label of a tick of an axis, with its unit."""
     value = 0.0 if abs(value) < 1e-12 else value
     text = f"{100 * value if unit == '%' else value:{'+' if signed and value else ''}.4g}".replace("-", "−")

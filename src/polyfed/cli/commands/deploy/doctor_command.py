@@ -17,7 +17,7 @@ SETTINGS_KEYS = (
     "compress", "compress-down", "secure",
 )  # fmt: skip
 """The words of a server's configuration that are fields of `Settings`;
-`polyfed.deploy.server.server_config.configure_server` takes these."""
+`polyfed.deploy.server.server_config.build_or_restore_server` takes these."""
 _FUNCTIONS = {
     "one_architecture": ("model", "the common network"), "architectures": ("architectures", "what builds each network"),
     "public_data": ("public", "unlabelled examples that are no site's"),

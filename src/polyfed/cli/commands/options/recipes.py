@@ -49,7 +49,7 @@ class Recipe:
     variants: Mapping[str, Mapping[str, Any]]
     scales: Mapping[str, Mapping[str, Any]]
 
-    def resolve_variant(self, name: str | None = None) -> str | None:
+    def chosen_or_first_variant(self, name: str | None = None) -> str | None:
         """Returns the name of the variant to run, by default the first; None for a recipe without variants.
 
         Raises:
@@ -57,7 +57,7 @@ class Recipe:
         """
         return _resolve_choice(self.name, "variant", name, self.variants, next(iter(self.variants), None))
 
-    def resolve_scale(self, name: str | None = None) -> str | None:
+    def chosen_or_cpu_scale(self, name: str | None = None) -> str | None:
         """Returns the name of the scale to run, by default "cpu"; None for a recipe without scales.
 
         Raises:
@@ -72,7 +72,7 @@ class Recipe:
         Raises:
             UserError: there is no such scale or variant.
         """
-        chosen_scale, chosen_variant = self.resolve_scale(scale), self.resolve_variant(variant)
+        chosen_scale, chosen_variant = self.chosen_or_cpu_scale(scale), self.chosen_or_first_variant(variant)
         config = dict(self.base)
         if chosen_variant is not None:
             config = merge_configurations(config, self.variants[chosen_variant])
@@ -88,7 +88,7 @@ class Recipe:
     def reduction_note(self, scale: str | None = None) -> str:
         """Returns a note on what a scale leaves out of the paper's experiment; empty if nothing is known to be left
         out."""
-        chosen_scale = self.resolve_scale(scale)
+        chosen_scale = self.chosen_or_cpu_scale(scale)
         return "" if chosen_scale is None else " ".join(str(self.scales[chosen_scale].get("reduced") or "").split())
 
     def title(self, scale: str | None = None, variant: str | None = None) -> str:
@@ -97,12 +97,12 @@ class Recipe:
         >>> read_recipe("quickstart").title()
         'quickstart'
         """
-        parts = {"variant": self.resolve_variant(variant), "scale": self.resolve_scale(scale)}
+        parts = {"variant": self.chosen_or_first_variant(variant), "scale": self.chosen_or_cpu_scale(scale)}
         return ", ".join([self.name, *(f"{kind} {name}" for kind, name in parts.items() if name is not None)])
 
 
-def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration `below` with the values of `above` laid over it, key by key in nested mappings.
+def merge_configurations(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration `base` with the values of `overrides` laid over it, key by key in nested mappings.
 
     A mapping that names another choice than the one below replaces it, since the fields belong to the choice.
 
@@ -111,8 +111,8 @@ def merge_configurations(below: Mapping[str, Any], above: Mapping[str, Any]) -> 
     >>> merge_configurations({"algorithm": {"name": "fedprox", "mu": 1}}, {"algorithm": {"lr": 0.1}})
     {'algorithm': {'name': 'fedprox', 'mu': 1, 'lr': 0.1}}
     """
-    result = dict(below)
-    for key, value in above.items():
+    result = dict(base)
+    for key, value in overrides.items():
         under, over = _expand_name(key, result.get(key)), _expand_name(key, value)
         if isinstance(under, Mapping) and isinstance(over, Mapping):
             replaces = "name" in under and over.get("name", under["name"]) != under["name"]

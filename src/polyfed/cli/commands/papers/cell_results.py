@@ -56,7 +56,7 @@ def measure_cell_over_seeds(
         return CellResult(cell, {} if value is None else {0: value}, ())
     recipe, places = recipes[cell.recipe], []
     by_seed: dict[int, float] = {}
-    variants = [first_variant_with_same_configuration(recipe, scale, variant) for variant in cell.variants]
+    variants = [first_variant_with_same_configuration(recipe, scale, variant) for variant in cell.needed_variants]
     for seed in seeds:
         number = recipe.configuration(scale, variants[0])["seed"] if seed is None else seed
         run, *others = (RecipeRun(job_folder(out, recipe.name, variant, number), scale) for variant in variants)

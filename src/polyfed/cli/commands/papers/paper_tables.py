@@ -55,7 +55,7 @@ class PaperCell:
     part: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def variants(self) -> tuple[str | None, ...]:
+    def needed_variants(self) -> tuple[str | None, ...]:
         """Returns the recipe variants whose runs the cell needs: its own variant, and the `others` with which it is
         compared."""
         return (self.variant, *self.part.get("others", ()))
@@ -113,7 +113,7 @@ class PaperTable:
         names_by_recipe: dict[str, dict[str | None, None]] = {}
         for cell in self.cells:
             if cell.recipe:
-                names_by_recipe.setdefault(cell.recipe, {}).update(dict.fromkeys(cell.variants))
+                names_by_recipe.setdefault(cell.recipe, {}).update(dict.fromkeys(cell.needed_variants))
         return {recipe: tuple(names) for recipe, names in names_by_recipe.items()}
 
 

@@ -40,7 +40,7 @@ class PanelInputs:
 
 
 def build_method_panels_and_print_results(inputs: PanelInputs) -> dict[str, Markup]:
-    """Builds the panels that the run's method adds to the report page: heading -> HTML.
+    """Builds the panels that a run's method adds to the report page (heading -> HTML), and prints their main results.
 
     A panel that cannot be built says why.
     """
@@ -56,7 +56,7 @@ def build_method_panels_and_print_results(inputs: PanelInputs) -> dict[str, Mark
 
 
 def method_adds_panels(method_name: str) -> bool:
-    """Returns whether the method of a run adds panels to the report page."""
+    """Returns whether the method with this name adds panels to the report page."""
     return method_name in _PANELS
 
 
@@ -161,7 +161,7 @@ def _coverage(inputs: PanelInputs) -> Markup:
         raise UserError("the clients' networks are not at hand; `polyfed graph MODEL --input SHAPE` shows one of them")
     method = build_method(read_section(inputs.run.config, "algorithm"))
     contraction = method.contraction if isinstance(method, FLHAGHN) else NO_CONTRACTION
-    return method_views.html_generatable_share(inputs.participants.clients, inputs.key, contraction)
+    return method_views.html_generatable_parameter_share(inputs.participants.clients, inputs.key, contraction)
 
 
 def _warm_starts(inputs: PanelInputs) -> Markup:
