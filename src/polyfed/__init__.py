@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polyfed import algorithms
+    from polyfed import algorithms, tasks
     from polyfed.comparison.compare import compare
     from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
     from polyfed.core.errors import ClientError, RoundError, UserError
@@ -41,6 +41,7 @@ __all__ = [
     "export_model",
     "federate",
     "resume",
+    "tasks",
     "trust_code",
 ]
 

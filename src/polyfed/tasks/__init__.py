@@ -40,4 +40,4 @@ def infer_task_of_targets(targets: Tensor) -> Task:
     """
     if targets.dim() == 2:
         return Multilabel() if bool(((targets == 0) | (targets == 1)).all()) else Regression()
-    return Regression() if targets.is_floating_point() else Classification()
+    return Classification() if targets.dim() == 1 and not targets.is_floating_point() else Regression()

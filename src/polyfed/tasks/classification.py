@@ -20,6 +20,7 @@ from polyfed.tasks import score_functions as scores
 from polyfed.tasks.linear_models import LIBRARY, fit_logistic
 from polyfed.tasks.tree_models import fit_trees
 
+_TASKS = frozenset({"classification", "multilabel"})
 _SENSITIVITY_NAME = re.compile(r"sensitivity_at_(\d{1,2}(?:\.\d+)?)")
 
 
@@ -28,28 +29,28 @@ def _sensitivity_metric(name: str, percent: float) -> Metric:
     if not 0 < percent < 100:
         raise UserError(f"{name}: the specificity must be above 0 and below 100 per cent, got {percent:g}")
     score = partial(scores.mean_over_binary_problems, partial(scores.sensitivity_at_specificity, percent))
-    return Metric(name, score, unit="%", label=f"sensitivity at {percent:g} % specificity")
+    return Metric(name, score, unit="%", label=f"sensitivity at {percent:g} % specificity", tasks=_TASKS)
 
 
 CLASS_METRICS = (
     Metric(
         "accuracy", scores.mean_over_examples(scores.correct_per_example), unit="%",
-        per_example=scores.correct_per_example,
+        tasks=_TASKS, per_example=scores.correct_per_example,
     ),
-    Metric("balanced_accuracy", scores.balanced_accuracy, unit="%", label="balanced accuracy"),
-    Metric("auc", scores.auc, label="AUC"),
-    Metric("average_precision", scores.average_precision, label="average precision"),
-    Metric("f1", scores.f1, label="F1"),
+    Metric("balanced_accuracy", scores.balanced_accuracy, unit="%", label="balanced accuracy", tasks=_TASKS),
+    Metric("auc", scores.auc, label="AUC", tasks=_TASKS),
+    Metric("average_precision", scores.average_precision, label="average precision", tasks=_TASKS),
+    Metric("f1", scores.f1, label="F1", tasks=_TASKS),
     _sensitivity_metric("sensitivity_at_90", 90.0),
     Metric(
         "brier", scores.mean_over_examples(scores.brier_per_example), higher_is_better=False, label="Brier score",
-        per_example=scores.brier_per_example,
+        tasks=_TASKS, per_example=scores.brier_per_example,
     ),
     Metric(
         "log_loss", scores.mean_over_examples(scores.log_loss_per_example), higher_is_better=False, label="log loss",
-        per_example=scores.log_loss_per_example,
+        tasks=_TASKS, per_example=scores.log_loss_per_example,
     ),
-    Metric("ece", scores.calibration_error, higher_is_better=False, label="calibration error"),
+    Metric("ece", scores.calibration_error, higher_is_better=False, label="calibration error", tasks=_TASKS),
 )  # fmt: skip
 """The metrics of classes and of labels."""
 

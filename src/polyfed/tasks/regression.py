@@ -15,13 +15,14 @@ from polyfed.tasks import score_functions as scores
 from polyfed.tasks.linear_models import LIBRARY, fit_ridge
 from polyfed.tasks.tree_models import fit_regression_trees
 
+_TASKS = frozenset({"regression"})
 _METRICS = (
-    Metric("r2", scores.r2, label="R²"),
+    Metric("r2", scores.r2, label="R²", tasks=_TASKS),
     Metric(
         "mae", scores.mean_over_examples(scores.absolute_error_per_example), higher_is_better=False,
-        label="mean absolute error", per_example=scores.absolute_error_per_example,
+        label="mean absolute error", tasks=_TASKS, per_example=scores.absolute_error_per_example,
     ),
-    Metric("rmse", scores.rmse, higher_is_better=False, label="root mean squared error"),
+    Metric("rmse", scores.rmse, higher_is_better=False, label="root mean squared error", tasks=_TASKS),
 )  # fmt: skip
 
 
@@ -30,6 +31,7 @@ _METRICS = (
 class Regression(Task):
     """Predicts K numbers for each example: targets are floats of shape (n, K), or (n,) for one; outputs are (n, K).
 
+    >>> import torch
     >>> Regression().prepare_targets(torch.tensor([1, 2])).tolist()
     [[1.0], [2.0]]
     """

@@ -12,6 +12,7 @@ from polyfed.comparison.references import simple_models
 from polyfed.comparison.references.reference_models import fit_client_references_with_notes
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.data.partitioning.resplit import resplit_clients
+from polyfed.tasks import linear_models
 
 QUICK = {"rounds": 1, "budget": "steps", "tune": "none", "parallel": 1, "quiet": True}
 
@@ -88,7 +89,7 @@ def test_thousands_of_labels_and_rows_are_bounded(monkeypatch):
 
 def test_of_more_labels_than_ten_one_penalty_is_chosen(monkeypatch):
     chosen = []
-    monkeypatch.setattr(simple_models, "_strength", lambda table, y, seed: chosen.append(seed) or 1.0)
+    monkeypatch.setattr(linear_models, "_strength", lambda table, y, seed: chosen.append(seed) or 1.0)
     x = torch.rand(40, 4)
     for labels, times in ((3, 3), (12, 1)):
         y = (torch.rand(40, labels) > 0.5).float()

@@ -129,7 +129,7 @@ def test_hub_data_sets_are_read_like_files(monkeypatch, encode):
         pool = source.load()
         assert pool.train.y.tolist() == list(range(6))
         assert len(pool.test) == 2
-    assert CIFAR100().load().num_classes == 10  # the names that the hub states
+    assert CIFAR100().load().num_outputs == 10  # the names that the hub states
     assert list(asked) == [
         *("ylecun/mnist", "zalando-datasets/fashion_mnist", "uoft-cs/cifar10", "tanganke/emnist_letters"),
         "uoft-cs/cifar100",

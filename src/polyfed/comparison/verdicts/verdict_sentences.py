@@ -9,7 +9,7 @@ from polyfed.comparison.statistics.evidence import GainOverRivals, interval_ends
 from polyfed.comparison.verdicts.answer_basis import AnswerBasis, count_examples_behind_answer
 from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
 from polyfed.core.evaluation.metric import Metric
-from polyfed.core.task import TaskSpec, get_task
+from polyfed.core.task import TaskSpec, get_task, registered_tasks
 
 _DIGITS = 6  # most digits after the decimal point
 _ROUNDED = 12  # digits after the decimal point of a gain; what is beyond is rounding error
@@ -193,7 +193,8 @@ def describe_alternative(name: str, reference: str | None, task: TaskSpec) -> st
     constant = get_task(task).constant_model()
     if constant is not None and name == constant.name:
         return constant.words
-    labels = {model.name: model.label for model in get_task(task).simple_models() if not model.is_trees}
+    simple_models = (model for kind in (*registered_tasks(), get_task(task)) for model in kind.simple_models())
+    labels = {model.name: model.label for model in simple_models if not model.is_trees}
     return f"{labels.get(name, name.replace('_', ' '))} alone"
 
 

@@ -209,8 +209,14 @@ def _statistics(values: Sequence[float], weights: Sequence[float | None]) -> dic
     return {
         "mean": float(v.mean()),
         **({"weighted_mean": float(np.average(v, weights=weights))} if has_weights else {}),  # type: ignore[arg-type]
-        "std": float(v.std()),
+        "std": _standard_deviation(v),
         "min": float(v.min()),
         "p10": float(np.percentile(v, 10)),
         "p90": float(np.percentile(v, 90)),
     }
+
+
+def _standard_deviation(values: NDArray[np.float64]) -> float:
+    """Returns the standard deviation; the largest float where squares overflow, as of the metric of a diverged network."""
+    with np.errstate(over="ignore"):
+        return min(float(values.std()), float(np.finfo(np.float64).max))

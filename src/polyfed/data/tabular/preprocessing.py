@@ -1,11 +1,9 @@
-"""Converts the rows of a table to a network's inputs: scales numbers, fills in missing values, one-hot encodes
-categories.
+"""Converts the rows of a table to a network's inputs: scales numbers, fills in missing values, encodes categories.
 
 A table is stored as it was read, one number a cell: a number itself (NaN where there is none), or the index of a category.
 `TablePreprocessor` converts batches of these. So one store serves all sites, equal rows are found, and a network can be
 given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`, `SimpleImputer(add_indicator=True)` and
-`OneHotEncoder(handle_unknown="ignore")` in a `ColumnTransformer` (tested), without the two seconds that they take to import
-and in a form that can be saved as JSON.
+`OneHotEncoder(handle_unknown="ignore")` in a `ColumnTransformer` (tested), without their two seconds of import, and saved as JSON.
 """
 
 import math

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from polyfed.core.errors import UserError
-from polyfed.core.task import Task
+from polyfed.core.task import Task, get_task
 from polyfed.report.data.binary_stats import BinaryPredictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup
+from polyfed.simulation.storage.directory import read_manifest
 from polyfed.simulation.storage.predictions import FOLDER, Predictions, read_predictions
 from polyfed.tasks import infer_task_of_targets
 
@@ -170,9 +171,9 @@ def _group_predictions(
     seeds: tuple[int, ...], clients: tuple[str, ...], class_names: Sequence[str] | None, notes: list[str],
 ) -> tuple[GroupPredictions | None, str]:  # fmt: skip
     first = next(iter(tables.values()))
-    task = infer_task_of_targets(first.targets)
-    width = first.outputs.shape[1]
-    if any(t.outputs.shape[1] != width or infer_task_of_targets(t.targets) != task for t in tables.values()):
+    task = _stored_task(run_group) or infer_task_of_targets(first.targets)
+    width, form = first.outputs.shape[1], _target_form(first)
+    if any(t.outputs.shape[1] != width or _target_form(t) != form for t in tables.values()):
         return None, "The predictions of the runs are not of one form, so that there are no curves by example."
     names = [str(name) for name in class_names or ()]
     if len(names) != width:
@@ -187,6 +188,23 @@ def _group_predictions(
     return GroupPredictions(
         task, methods, local_label, seeds, clients, tuple(names), same_clients, tables, tuple(notes)
     ), ""
+
+
+def _stored_task(run_group: RunGroup) -> Task | None:
+    """Returns the task that the comparison or the first run names; None if none is named, or it is code that this
+    process does not trust.
+    """
+    folders = (run.folder for method in run_group.methods for run in method.runs if run.folder is not None)
+    folder = next(folders, None)
+    spec = run_group.comparison_results.get("task") or (read_manifest(folder).get("task") if folder else None)
+    try:
+        return None if spec is None else get_task(spec)
+    except UserError:
+        return None
+
+
+def _target_form(predictions: Predictions) -> tuple[Any, ...]:
+    return (predictions.targets.is_floating_point(), *predictions.targets.shape[1:])
 
 
 def _methods_to_show(run_group: RunGroup) -> list[MethodRuns]:

@@ -18,6 +18,7 @@ from polyfed.core.messages.message_compression import BroadcastCompressor, decom
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.core.serialization import check_scalars_finite, check_serializable
 from polyfed.core.state_dict import iter_tensors, name_of_first_exceeding, name_of_first_nonfinite, spec_mismatch
+from polyfed.core.task import Task
 from polyfed.simulation.engines.base import ClientTask, Engine, Phase
 from polyfed.simulation.monitoring.validation_losses import round_of_lowest_pooled_loss
 from polyfed.simulation.rounds.client_registry import ClientRegistry
@@ -48,8 +49,12 @@ class Federation:
 
     def __post_init__(self) -> None:
         if not self.metrics and (self.remote_clients or self.clients):
-            task = self.remote_clients.task if self.remote_clients else next(iter(self.clients.values())).task
-            object.__setattr__(self, "metrics", resolve_metrics(self.settings.metrics, task))
+            object.__setattr__(self, "metrics", resolve_metrics(self.settings.metrics, self.task))
+
+    @property
+    def task(self) -> Task:
+        """Returns the task of all clients."""
+        return self.remote_clients.task if self.remote_clients else next(iter(self.clients.values())).task
 
     @cached_property
     def client_registry(self) -> ClientRegistry:

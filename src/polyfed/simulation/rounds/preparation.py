@@ -124,6 +124,7 @@ def create_run_directory(
         "seed": federation.settings.seed,
         "data_fingerprint": _data_fingerprint(federation),
         "score": deciding_metric_manifest_entry(federation),
+        "task": federation.task.spec,
         **({"evaluated": evaluated} if evaluated else {}),
         **manifest_entry_of_resolved_fields(federation.algorithm, start.state),
     }

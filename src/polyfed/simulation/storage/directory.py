@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from polyfed.core.state_dict import StateDict
 
 BASELINES = "baselines"  # subfolder with a run directory for each baseline
-_PACKAGES = ("polyfed", "torch", "numpy", "safetensors")
-_PLAIN = (str, int, float, bool, type(None))
+_PACKAGES, _PLAIN = ("polyfed", "torch", "numpy", "safetensors"), (str, int, float, bool, type(None))
 
 
 class Manifest(TypedDict, total=False):
@@ -46,6 +45,7 @@ class Manifest(TypedDict, total=False):
     deployment: str
     sites: list[str]
     score: dict[str, str | bool]
+    task: str | dict[str, Any]
     evaluated: str
     predictions: str
     files: dict[str, str]
