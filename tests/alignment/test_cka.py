@@ -13,6 +13,7 @@ import polyfed as pf
 from polyfed.alignment import cka, hsic, linear_cka, linear_kernel, rbf_cka, rbf_kernel
 from polyfed.alignment.cka import CentredFeatures, CentredKernel
 from polyfed.core.seeds import torch_generator
+from tests.few_cases import few
 
 ROWS = 15
 """105 pairs, an odd number: their median is one of them."""
@@ -168,8 +169,13 @@ def test_equation_4_of_fedhenn_is_linear_cka_of_centred_features() -> None:
     assert as_printed(a + 20, b + 20) > 0.99 > linear_cka(a + 20, b + 20).item() + 0.5
 
 
-@pytest.mark.parametrize(("number", "a", "b"), [(11, 3, 4), (4, 9, 11)])
-@pytest.mark.parametrize("kind", CKA)
+@pytest.mark.parametrize(
+    ("kind", "number", "a", "b"),
+    few(
+        [(kind, *shape) for shape in ((11, 3, 4), (4, 9, 11)) for kind in CKA],
+        {(kind, *shape) for kind, shape in zip(CKA, [(11, 3, 4), (4, 9, 11)] * len(CKA), strict=False)},
+    ),
+)
 def test_gradients_are_those_of_finite_differences(kind: str, number: int, a: int, b: int) -> None:
     """Of features, eleven rows; of kernels, four rows by 9 and 11 columns."""
     one, other = (random(seed, number, width).requires_grad_() for seed, width in ((6, a), (7, b)))

@@ -7,6 +7,7 @@ import pytest
 
 from polyfed.algorithms import REGISTRY, FedAvgFT
 from polyfed.cli.commands.options import configuration_parser
+from polyfed.cli.commands.options.option_types import describe_type
 from polyfed.cli.commands.options.recipes import load_recipe_configuration, shipped_recipe_files
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, SOURCES
@@ -41,7 +42,7 @@ def test_every_option_has_a_help_text(section, name, choice):
     ],
 )  # fmt: skip
 def test_types_in_words(kind, words):
-    assert configuration_parser.describe_type(kind) == words
+    assert describe_type(kind) == words
 
 
 def test_a_value_that_looks_like_yaml_stays_what_the_option_says():
@@ -91,3 +92,13 @@ def test_incomplete_configurations():
         build_experiment({key: value for key, value in config.items() if key != "algorithm"})
     with pytest.raises(UserError, match="algorithm has no field 'gone'"):
         build_experiment(config | {"algorithm": {"name": "fedavg", "gone": 1}})
+
+
+def test_defaults_are_the_callers_own():
+    """Options that nobody gives have the default itself, which is not checked again: a list in it is copied."""
+    (one, other) = (configuration_parser.parse_configuration([], {}, "polyfed run") for _ in range(2))
+    assert one == other
+    for section in (one["model"], one["data"], one["algorithm"]):
+        for key, value in section.items():
+            if isinstance(value, list | dict):
+                assert all(value is not there.get(key) for there in (other["model"], other["data"], other["algorithm"]))

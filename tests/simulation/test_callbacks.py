@@ -10,6 +10,7 @@ from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.storage.checkpoint import load_newest_checkpoint
 from polyfed.simulation.storage.directory import describe_changed_files_of_run, read_manifest, read_metrics
 from polyfed.testing import assert_runs_equal, small_clients
+from tests.few_cases import few
 
 METHOD = pf.algorithms.FedRep(lr=0.05, local_epochs=1)
 
@@ -98,7 +99,7 @@ def test_who_stops_after_the_last_round_stops_nothing(tmp_path):
     assert "stopped" not in read_manifest(tmp_path / "run")
 
 
-@pytest.mark.parametrize("evaluate_every", [1, 2])
+@pytest.mark.parametrize("evaluate_every", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_round_that_trains_while_the_one_before_is_evaluated_is_the_last(tmp_path, overlapping, evaluate_every):
     out = tmp_path / "run"
     run = run_small(out, rounds=6, evaluate_every=evaluate_every, callbacks=[Watch(2)])
@@ -109,8 +110,13 @@ def test_a_round_that_trains_while_the_one_before_is_evaluated_is_the_last(tmp_p
     assert_runs_equal(resumed, run_small(rounds=6, evaluate_every=evaluate_every))
 
 
-@pytest.mark.parametrize(("hook", "saved"), [("on_start", 0), ("on_round", 2), ("on_end", 4)])
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("overlaps", "hook", "saved"),
+    few(
+        [(overlaps, *case) for overlaps in (False, True) for case in (("on_start", 0), ("on_round", 2), ("on_end", 4))],
+        {(False, "on_start", 0), (True, "on_round", 2), (False, "on_end", 4)},
+    ),
+)
 def test_a_callback_that_fails_costs_no_round(tmp_path, monkeypatch, hook, saved, overlaps):
     monkeypatch.setattr(InProcessEngine, "overlaps_evaluation", overlaps)
     out = tmp_path / "run"
@@ -169,7 +175,7 @@ class StopOneMethod(pf.Callback):
         return record["round"] == 2 and record["bytes_up"] > 0
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize("parallel", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_comparison_calls_them_in_each_run_and_repeats_no_stopped_run(tmp_path, parallel):
     def run():
         return pf.compare(

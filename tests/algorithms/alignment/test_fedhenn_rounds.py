@@ -1,6 +1,8 @@
 """Algorithms 1 and 2 of FedHeNN over several rounds, against a computation in plain torch: L×L kernels, HSIC with H,
 minibatches, momentum, two of four clients a round; with the term at every minibatch, and once an epoch."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.settings import Settings
 from polyfed.testing import AlgorithmContract, small_clients
+from tests.few_cases import few
 
 SEED, SIZE, POOL, LR, ETA0, BATCH, EPOCHS = 3, 20, 40, 0.1, 3.0, 8, 3
 COHORTS = ((0, 1), (1, 2), (2, 3), (0, 3))
@@ -158,9 +161,13 @@ def assert_close(found, expected):
 TERMS = ("minibatch", "epoch")
 
 
-@pytest.mark.parametrize("share", ["representations", "weights"])
-@pytest.mark.parametrize("kind", ["linear", "rbf"])
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(
+    ("term", "kind", "share"),
+    few(
+        list(product(TERMS, ["linear", "rbf"], ["representations", "weights"])),
+        {("minibatch", "linear", "weights"), ("epoch", "rbf", "representations")},
+    ),
+)
 def test_algorithm_2_is_that_of_the_paper(term, kind, share):
     people = clients(narrow, wide)
     _, private = played(FedHeNN(kernel=kind, share=share, term=term, **FIELDS), people)
@@ -171,8 +178,9 @@ def test_algorithm_2_is_that_of_the_paper(term, kind, share):
     assert any(not torch.allclose(other[name], t, rtol=0, atol=1e-4) for name, t in expected["client-3"].items())
 
 
-@pytest.mark.parametrize("kind", ["linear", "rbf"])
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(
+    ("term", "kind"), few(list(product(TERMS, ["linear", "rbf"])), {("minibatch", "rbf"), ("epoch", "linear")})
+)
 def test_algorithm_1_is_that_of_the_paper_to_its_last_line(term, kind):
     people = clients(narrow)
     method = FedHeNNHomo(kernel=kind, term=term, **FIELDS)
@@ -214,17 +222,23 @@ def normed():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
+ONE_STEP = {
+    "whole": (narrow, {"batch_size": 0}),
+    "steps": (narrow, {"batch_size": 0, "local_steps": 4}),
+    "accumulated": (narrow, {"batch_size": 10, "accumulate": 2}),
+    "normed": (normed, {"batch_size": 19}),  # the last example joins the others
+}
+
+
 @pytest.mark.parametrize(
-    ("factory", "fields"),
-    [
-        (narrow, {"batch_size": 0}),
-        (narrow, {"batch_size": 0, "local_steps": 4}),
-        (narrow, {"batch_size": 10, "accumulate": 2}),
-        (normed, {"batch_size": 19}),  # the last example joins the others
-    ],
+    ("method", "case"),
+    few(
+        list(product([FedHeNN, FedHeNNHomo], ONE_STEP)),
+        {(FedHeNNHomo, "whole"), (FedHeNN, "steps"), (FedHeNNHomo, "accumulated"), (FedHeNN, "normed")},
+    ),
 )
-@pytest.mark.parametrize("method", [FedHeNN, FedHeNNHomo])
-def test_with_one_step_an_epoch_both_forms_of_the_term_are_one(method, factory, fields):
+def test_with_one_step_an_epoch_both_forms_of_the_term_are_one(method, case):
+    factory, fields = ONE_STEP[case]
     people = [pf.Client(c.id, c.model, (c.train.x[:20], c.train.y[:20]), c.test) for c in clients(factory)]
     fields = {**FIELDS, "rad_batch": 8, **fields}
     found = [played(method(term=term, **fields), people)[1] for term in TERMS]
@@ -236,7 +250,8 @@ def test_with_one_step_an_epoch_both_forms_of_the_term_are_one(method, factory, 
         assert not torch.allclose(without[i][group][name], own[group][name], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fedhenn", pytest.param("fedhenn_homo", marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # test_contract.py has both methods with the default options
+@pytest.mark.parametrize("name", ["fedhenn", "fedhenn_homo"])
 class TestOnceAnEpoch(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, name):

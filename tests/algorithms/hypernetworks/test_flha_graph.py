@@ -196,7 +196,9 @@ def test_a_saved_run_generates_for_an_unseen_network_in_its_own_form(tmp_path):
 CASES = {"layers": {}, "edges": {"joins": False}, "local": {"norms": "local"}}
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "layers" else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.thorough if c == "layers" else pytest.mark.slow) for c in CASES]
+)
 class TestContract(AlgorithmContract):
     @pytest.fixture
     def algorithm(self, case):

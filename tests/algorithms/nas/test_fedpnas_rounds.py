@@ -2,6 +2,7 @@
 3.2, on the same Gumbel noise."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from polyfed.algorithms import FedDSNAS, FedPNAS
 from polyfed.core.algorithm import Client, ClientInfo, DataSpec, ServerContext
 from polyfed.core.seeds import torch_generator
 from polyfed.nas import sampling
+from tests.few_cases import few
 
 SPACE = {
     "channels": 3, "base_cells": 1, "base_nodes": 1, "personal_nodes": 2,
@@ -99,8 +101,10 @@ def local_update(network, client, noise, temperature, gradient, meta):
                     parameter -= TRAINING["lr"] * (second[name] - (ETA * alpha * first[name] if name in both else 0.0))
 
 
-@pytest.mark.parametrize("gradient", ["chosen", "full"])
-@pytest.mark.parametrize("method", [FedDSNAS, FedPNAS])
+@pytest.mark.parametrize(
+    ("method", "gradient"),
+    few(list(product([FedDSNAS, FedPNAS], ["chosen", "full"])), {(FedDSNAS, "chosen"), (FedPNAS, "full")}),
+)
 def test_two_rounds_are_algorithm_1_in_plain_torch(method, gradient, noise):
     """Both clients' updates, and their mean with weights 1/M, whatever their sizes."""
     meta = {"eta": ETA} if method is FedPNAS else {}

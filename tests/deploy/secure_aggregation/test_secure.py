@@ -229,7 +229,7 @@ def gone(found, node, wave, rounds=(1,)):
 
 
 @pytest.mark.parametrize(
-    "wave", ["share", "hand_out", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("advertise", "local"))]
+    "wave", ["hand_out", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("share", "advertise", "local"))]
 )
 def test_a_site_that_drops_out_at_a_step_costs_its_part_only(tmp_path, secure_grid, secure_play, wave):
     clients = small_clients(4)

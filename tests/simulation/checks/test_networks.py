@@ -13,13 +13,17 @@ from polyfed.core.errors import UserError
 from polyfed.core.seeds import torch_generator
 from polyfed.simulation.monitoring.progress import Progress
 from polyfed.testing import example_of
+from tests.few_cases import few
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
 
-METHODS = [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS]
+METHODS = few(
+    [name for name, method in REGISTRY.items() if method.requires & MODEL_REQUIREMENTS],
+    {"fedavg", "fedavg_kd", "fedgh", "fedhenn", "fedproto", "fedrep", "flha_ghn", "knn_per", "local", "pfedla"},
+)
 Y = torch.arange(24) % 3
 
 

@@ -92,11 +92,6 @@ class RunRecord:
     uses_secure_sums: bool = False
 
     @property
-    def score_name(self) -> str:
-        """Returns the name of the metric that the run is judged by."""
-        return self.score_format.name
-
-    @property
     def cost_until_scored_round(self) -> RunCost:
         """Returns the megabytes sent and the seconds spent up to `scored_round`."""
         last_point = next(point for point in reversed(self.learning_curve) if point[0] == self.scored_round)

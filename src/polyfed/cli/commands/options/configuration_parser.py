@@ -9,14 +9,15 @@ import inspect
 import re
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
-from types import UnionType
-from typing import Any, Union, final, get_args, get_origin, get_type_hints
+from typing import Any, final, get_args, get_origin, get_type_hints
 
 import yaml
 from docstring_parser import parse as parse_docstring
 
 from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, list_user_code_and_ray_address, option_name
+from polyfed.cli.commands.options.option_types import describe_type
 from polyfed.cli.commands.options.site_options import (
     find_last_option_value,
     networks_by_site,
@@ -27,7 +28,6 @@ from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES,
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
-from polyfed.core.io.validation import describe_annotation
 from polyfed.simulation.settings import Settings
 
 DEFAULTS = {"data": "digits", "data.partition": "dirichlet", "model": "mlp", "algorithm": "fedavg"}
@@ -120,7 +120,7 @@ def parse_configuration(
     argv = [word for word in argv if word != "--print_config"]
     if code_names := list_user_code_and_ray_address(argv):
         trust_code(*code_names)
-    names_by_option = {section: _name_by_option(section, argv) for section in DEFAULTS}
+    names_by_option = {section: find_last_option_value(f"--{section}.name", argv) for section in DEFAULTS}
     if names_by_option["model"] is not None:
         networks = parse_networks_by_site(names_by_option["model"])
     if networks is not None:
@@ -207,17 +207,27 @@ def _parse_values(
     parser = ArgumentParser(prog=program, usage=SUPPRESS, exit_on_error=False,
                             description="Options of the choices made; choose others (--model NAME ...) to see "
                             "theirs. --print-config shows the resulting file.")  # fmt: skip
+    is_help = has_help_flag(argv)
+    given_keys = {word.partition("=")[0].removeprefix("--").rstrip("+") for word in argv if word.startswith("--")}
+    given_keys |= config_values.keys() | {key.rpartition(".")[0] for key in given_keys}  # an entry gives its mapping
     for option in options:
-        parser.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
-                            help=option.help or None)  # fmt: skip
-    if has_help_flag(argv):
+        if is_help or option.required or option.key in given_keys:  # the others' defaults need no check
+            parser.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
+                                help=option.help or None)  # fmt: skip
+    if is_help:
         print(re.sub(r"(?<!\S)--[\w.]+", lambda found: option_name(found[0]), parser.format_help()), end="")
         raise SystemExit(0)
     try:
         parsed = parser.parse_args([*(f"--{key}={_as_text(value)}" for key, value in config_values.items()), *argv])
     except (ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UserError(_rewrite_parser_error(str(error), option_by_key)) from error
-    values: dict[str, Any] = parsed.as_dict()
+    values: dict[str, Any] = {}
+    for option in options:
+        section = values
+        *path, field = option.key.split(".")
+        for name in path:
+            section = section.setdefault(name, {})
+        section[field] = parsed[option.key] if option.key in parsed else deepcopy(option.default)
     return values
 
 
@@ -280,34 +290,6 @@ def _rewrite_parser_error(message: str, option_by_key: Mapping[str, Option]) -> 
     return text
 
 
-_LISTS: Mapping[Any, str] = {
-    int: "[1, 2]",
-    str: "[fc1, fc2]",
-    str | dict[str, Any]: "[local, {name: fedprox, mu: 0.1}]",
-    tuple[int, ...]: "[[0, 1], [2, 3]]",
-}
-
-
-def describe_type(value_type: Any) -> str:
-    """Describes in words which values an option of this type takes.
-
-    >>> from typing import Literal
-    >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])
-    ('a whole number or null', 'sgd or adam', 'a list such as [1, 2]')
-    >>> describe_type(tuple[tuple[int, ...], ...])
-    'a list such as [[0, 1], [2, 3]]'
-    """
-    origin, inner = get_origin(value_type), get_args(value_type)
-    if origin in (Union, UnionType):
-        inner = tuple(part for part in inner if part is not int or float not in inner)
-        return " or ".join(describe_type(part) for part in inner)
-    if origin in (dict, Mapping):
-        return "a mapping such as {name: mlp, hidden: [32]}"
-    if origin in (list, tuple):
-        return "a list such as " + _LISTS.get(inner[0], "[{rotation: 90}]")
-    return describe_annotation(value_type)
-
-
 def _normalize_options(arguments: Sequence[str]) -> list[str]:
     """Expands `--algorithm fedprox` to `--algorithm.name fedprox`, for each section, and writes `--ray-address` as
     `--ray_address`.
@@ -344,11 +326,6 @@ def _flatten_configuration(config: Mapping[str, Any], prefix: str = "") -> dict[
         else:
             flat[f"{name}.name" if name in _REGISTRIES and isinstance(value, str) else name] = value
     return flat
-
-
-def _name_by_option(section: str, argv: Sequence[str]) -> str | None:
-    """Returns the name that the options choose for a section; None if they choose none."""
-    return find_last_option_value(f"--{section}.name", argv)
 
 
 def _validate_choice(section: str, name: Any) -> str:

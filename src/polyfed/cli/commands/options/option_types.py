@@ -1,0 +1,34 @@
+"""Describes in words which values an option takes, for error messages."""
+
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from polyfed.core.io.validation import describe_annotation
+
+_LISTS: Mapping[Any, str] = {
+    int: "[1, 2]",
+    str: "[fc1, fc2]",
+    str | dict[str, Any]: "[local, {name: fedprox, mu: 0.1}]",
+    tuple[int, ...]: "[[0, 1], [2, 3]]",
+}
+
+
+def describe_type(value_type: Any) -> str:
+    """Describes in words which values an option of this type takes.
+
+    >>> from typing import Literal
+    >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])
+    ('a whole number or null', 'sgd or adam', 'a list such as [1, 2]')
+    >>> describe_type(tuple[tuple[int, ...], ...])
+    'a list such as [[0, 1], [2, 3]]'
+    """
+    origin, inner = get_origin(value_type), get_args(value_type)
+    if origin in (Union, UnionType):
+        inner = tuple(part for part in inner if part is not int or float not in inner)
+        return " or ".join(describe_type(part) for part in inner)
+    if origin in (dict, Mapping):
+        return "a mapping such as {name: mlp, hidden: [32]}"
+    if origin in (list, tuple):
+        return "a list such as " + _LISTS.get(inner[0], "[{rotation: 90}]")
+    return describe_annotation(value_type)
