@@ -19,7 +19,6 @@ PARTICIPLES = {
     "skipped": "Comparison.skipped, methods that did not fit",
     "failed": "Comparison.failed, methods that stopped",
     "evaluated": "BringsNetwork.evaluated, which network is evaluated",
-    "weighted": "weighted(loss), the loss with weights of classes",
 }
 
 

@@ -322,9 +322,9 @@ def get_task(choice: Task | TaskSpec | Mapping[str, Any]) -> Task:
         raise UserError(f"unknown task {name!r}; {did_you_mean(name, _registry())}")
     if task_class is None:
         task_class = import_trusted_dataclass(name, Task, "task")  # type: ignore[type-abstract]
-    known = [f.name for f in fields(task_class)]
-    if unknown := [key for key in options if key not in known]:
-        hint = did_you_mean(str(unknown[0]), known) if known else "it has no options"
+    option_names = [f.name for f in fields(task_class)]
+    if unknown := [key for key in options if key not in option_names]:
+        hint = did_you_mean(str(unknown[0]), option_names) if option_names else "it has no options"
         raise UserError(f"the task {name} has no option {unknown[0]!r}; {hint}")
     try:
         return task_class(**options)

@@ -7,6 +7,7 @@ from torch import nn
 
 from polyfed.algorithms import FedAvg
 from polyfed.core.examples.examples import Examples, Normalise
+from polyfed.core.task import get_task
 from polyfed.core.training.cohort import (
     _try_training_together,
     group_fit_calls,
@@ -113,11 +114,9 @@ def calls_of(make, data, options, **more):
             "reported_loss": "loss",
         }
         given = {key: value(seed) if callable(value) else value for key, value in more.items()}
-        calls.append(
-            FitCall(
-                module, copy_all_parameters_and_buffers(other), trained, mine, options, 0.1, seed, **{**task, **given}
-            )
-        )
+        arguments = {**task, **given}
+        arguments["task"] = get_task(arguments["task"])
+        calls.append(FitCall(module, copy_all_parameters_and_buffers(other), trained, mine, options, 0.1, seed, **arguments))
         alone.append(other)
     return calls, alone
 

@@ -62,6 +62,7 @@ def compute_metrics(
         metrics: in the order of the result; empty for the task's default metric.
         loss: the loss that training minimises: (outputs, targets) -> a number.
 
+    >>> from polyfed.core.evaluation.metrics import resolve_metrics
     >>> compute_metrics(torch.eye(2), torch.tensor([0, 0]), "classification",
     ...                 resolve_metrics(["accuracy", "auc"], "classification"))
     {'accuracy': 0.5, 'auc': None, 'loss': 0.813...}

@@ -3,8 +3,7 @@
 A table is stored as it was read, one number a cell: a number itself (NaN where there is none), or the index of a category.
 `TablePreprocessor` converts batches of these. So one store serves all sites, equal rows are found, and a network can be
 given raw rows later. The arithmetic is that of scikit-learn's `StandardScaler`, `SimpleImputer(add_indicator=True)` and
-`OneHotEncoder(handle_unknown="ignore")` in a `ColumnTransformer` (tested), without their two seconds of import, and
-saved as JSON.
+`OneHotEncoder(handle_unknown="ignore")` in a `ColumnTransformer` (tested), but imports faster and is saved as JSON.
 """
 
 import math
