@@ -124,7 +124,7 @@ def build_pooled_dataset(
     """Builds a pooled data set from pairs of inputs and labels; two-dimensional labels make the task multi-label.
 
     >>> import torch
-    >>> build_pooled_dataset((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task
+    >>> build_pooled_dataset((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task.name
     'multilabel'
     """
     return PooledDataset(

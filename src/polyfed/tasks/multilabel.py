@@ -53,8 +53,8 @@ class Multilabel(Task):
         return find_class_metric(name)
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Returns the targets as floats."""
-        return targets if targets.is_floating_point() else targets.to(torch.float32)
+        """Returns the targets as floats; those of another form unchanged, which `check_targets` refuses."""
+        return targets if targets.is_floating_point() or targets.dim() != 2 else targets.to(torch.float32)
 
     def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
         """Checks that targets are 0 or 1, of shape (n, labels)."""
