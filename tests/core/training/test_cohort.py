@@ -116,7 +116,9 @@ def calls_of(make, data, options, **more):
         given = {key: value(seed) if callable(value) else value for key, value in more.items()}
         arguments = {**task, **given}
         arguments["task"] = get_task(arguments["task"])
-        calls.append(FitCall(module, copy_all_parameters_and_buffers(other), trained, mine, options, 0.1, seed, **arguments))
+        calls.append(
+            FitCall(module, copy_all_parameters_and_buffers(other), trained, mine, options, 0.1, seed, **arguments)
+        )
         alone.append(other)
     return calls, alone
 
