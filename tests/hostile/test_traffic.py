@@ -145,8 +145,8 @@ def test_without_weights_the_number_of_examples_does_not_show(name):
     with restore_trusted_names_afterwards():
         pf.trust_code(NETWORK["name"])
         shown = find_revealed_facts(method, example_of(name).public(40))
-    # What FedFomo asks for follows from its losses on what it holds out, and so from all of its data: "choice" says it.
-    assert "number of examples" not in shown or (name == "fedfomo" and "choice" in method.discloses)
+    # What FedFomo asks for and the group that IFCA trains follow from losses on all of a client's data: "choice" says it.
+    assert "number of examples" not in shown or (name in ("fedfomo", "ifca") and "choice" in method.discloses)
 
 
 def test_who_gets_what_a_site_sends():

@@ -340,7 +340,7 @@ def test_the_drop_is_of_the_clients_that_keep_their_network(tmp_path):
         )
         (place / "metrics.jsonl").write_text(json.dumps({"round": 1, "clients": rows}) + "\n")
         runs.append(RecipeRun(place, "smoke"))
-    done = replace(runs[0], others=tuple(runs[1:]))
+    done = replace(runs[0], compared_runs=tuple(runs[1:]))
     assert measure_cell(drop, done) == pytest.approx(27 / 12)
     assert measure_cell(spread, done) == pytest.approx(spread.paper, abs=0.05)
 

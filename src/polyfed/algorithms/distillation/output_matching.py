@@ -50,7 +50,7 @@ def fit_to_targets(
 
     >>> line, x = nn.Linear(1, 1), torch.tensor([[0.0], [1.0]])
     >>> options = LocalTraining(local_steps=200, batch_size=0)
-    >>> fit_to_targets(line, Examples(x, torch.zeros(2)), 3 * x, options, lr=0.5, seed=0, distance=F.mse_loss)
+    >>> fit_to_targets(line, Examples(x, torch.zeros(2)), 3 * x, options, lr=0.5, seed=0, distance=nn.functional.mse_loss)
     >>> round(line(x)[1].item(), 3)
     3.0
     """

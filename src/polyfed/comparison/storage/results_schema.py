@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, Required, TypedDict
 
 from polyfed.core.io.validation import validation_error
-from polyfed.core.task import TaskSpec
 
 Score = float | None
 """A score, or None where it is not defined."""
@@ -239,7 +238,7 @@ class ComparisonResults(TypedDict, total=False):
     """Version of the format, 2."""
     title: Required[str]
     """A name for headings."""
-    task: TaskSpec
+    task: str | dict[str, Any]
     """Name of the clients' task, or its name and options."""
     score: Required[str]
     """Name of the metric that decides."""
