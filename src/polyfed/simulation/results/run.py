@@ -237,14 +237,10 @@ class Run:
         >>> from polyfed.testing import small_clients
         >>> run = federate(small_clients(), FLHAGHN(head="factored"), rounds=1, workers=0)
         >>> data = run.federation.clients["client-0"].train
-        >>> start = run.warmstart(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)), data)
-        >>> start.coverage, start.held_out, start.model
-        (1.0, 4, Sequential(
-          (0): Linear(in_features=6, out_features=8, bias=True)
-          (1): BatchNorm1d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
-          (2): ReLU()
-          (3): Linear(in_features=8, out_features=3, bias=True)
-        ))
+        >>> layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
+        >>> start = run.warmstart(lambda: nn.Sequential(*layers), data)
+        >>> start.coverage, start.held_out, len(start.model)
+        (1.0, 4, 4)
         """
         from polyfed.simulation.results.unseen_clients import TrainedServer, build_unseen_client, compute_warm_start
 
