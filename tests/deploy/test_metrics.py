@@ -67,7 +67,7 @@ def test_predictions_stay_at_the_site(tmp_path, run, nodes):
         assert file.name == f"{client.id}.parquet"
         assert predictions_parquet.list_rounds_in_file(file, "test") == [3]
         for split in ("test", "val"):
-            outputs, targets, _ = predictions_parquet.read_outputs_and_targets(file, split, 3)
+            outputs, targets, *_ = predictions_parquet.read_outputs_and_targets(file, split, 3)
             assert torch.equal(outputs, other.predictions(client.id, split).outputs)
             assert torch.equal(targets, getattr(client, split).labels)
             assert outputs.numpy().tobytes()[:32] not in everything

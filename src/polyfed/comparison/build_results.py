@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
@@ -17,7 +19,11 @@ from polyfed.comparison.statistics.learning_curve import (
     first_point_reaching_target,
     last_point_within_budget,
 )
-from polyfed.comparison.statistics.method_statistics import add_method_statistics, mean_if_all_defined
+from polyfed.comparison.statistics.method_statistics import (
+    add_method_statistics,
+    mean_if_all_defined,
+    mean_validation_score,
+)
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT
 from polyfed.comparison.verdicts.rival_gains import (
     add_reference_gains,
@@ -59,9 +65,11 @@ class ResultInputs:
         metric: the metric that decides.
         outputs: returns the outputs of a method, seed, client and round on the client's test examples, or None.
         targets: returns the targets of a client's test examples at a seed.
+        groups: returns the groups of the same examples, as numbers; None if each is a unit of its own.
         references: scores of simple models, see `polyfed.comparison.references.fit_references`.
         left_out: sentences on references that were not fitted.
         reference_outputs: returns the outputs of a simple model, seed and client on the client's test examples.
+        data_warnings: sentences about the data, for the top of the page.
         paths: run directories, relative to the comparison's.
     """
 
@@ -75,7 +83,9 @@ class ResultInputs:
     references: Mapping[str, Any] | None = None
     left_out: Sequence[str] = ()
     reference_outputs: Callable[[str, int, str], Tensor | None] = lambda name, seed, client: None
+    data_warnings: Sequence[str] = ()
     paths: Mapping[Run, str] = field(default_factory=dict)
+    groups: Callable[[int, str], NDArray[np.int64] | None] = lambda seed, client: None
 
 
 def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, Any]:
@@ -163,7 +173,10 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         content, leader, why_not, leader_gain_over_alternatives(content, evidence, leader), metric, by_class=by_class
     )
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])
-    content |= {"covers": coverage_sentences(content), "warnings": _warnings(content, criteria.budget)}
+    content |= {
+        "covers": coverage_sentences(content),
+        "warnings": _warnings(content, inputs.data_warnings, criteria.budget),
+    }
     content["notes"] = note_sentences(content, clients_without_score, unclear)
     return content
 
@@ -239,9 +252,9 @@ def _leader_and_doubt(content: Mapping[str, Any], ranks: Mapping[str, float], bu
     return leader, "one seed" if len(content["seeds"]) == 1 else ""
 
 
-def _warnings(content: Mapping[str, Any], budget: Budget) -> list[str]:
+def _warnings(content: Mapping[str, Any], data_warnings: Sequence[str], budget: Budget) -> list[str]:
     """Returns the sentences for the top of the page."""
-    sentences = []
+    sentences = [f"{text[:1].upper()}{text[1:]}." for text in data_warnings]
     if content["tuning"] is None:
         sentences.append(
             "The methods were not tuned (--tune none): a gain may be that of a learning rate that suits one method better."
@@ -278,7 +291,8 @@ def _run_entry(
 ) -> dict[str, Any]:
     record = None if compared_point is None else inputs.histories[label, seed][compared_point.round - 1]
     rows = {} if record is None else record["clients"]
-    validation = None if record is None else record["summary"].get(f"val_{inputs.metric.name}", {}).get("mean")
+    few = [c for c, row in inputs.client_sizes[str(seed)].items() if "val_rarest" in row]
+    validation = None if record is None else mean_validation_score(record, inputs.metric, few)
     return {
         "path": inputs.paths.get((label, seed)),
         "round": None if compared_point is None else compared_point.round,
@@ -355,7 +369,14 @@ def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Se
         has_same_data=fixed,
         has_same_clients=content["same_clients"],
         sizes={
-            int(s): {c: (row["train"], row["test"]) for c, row in sizes.items()}
+            int(s): {c: _num_train_and_test(row) for c, row in sizes.items()}
             for s, sizes in inputs.client_sizes.items()
         },
+        groups=lambda client: inputs.groups(seeds[0], client),
     )
+
+
+def _num_train_and_test(sizes: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of training and test examples of a client, or of their groups where examples have groups."""
+    train, test = sizes.get("groups") or (sizes["train"], sizes["test"])
+    return train, test

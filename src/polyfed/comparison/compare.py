@@ -18,15 +18,19 @@ from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELE
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import compared_rounds_of_local_runs, freeze_history_after
 from polyfed.comparison.tuning.grid import EXTEND
+from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.algorithm import Client
 from polyfed.core.capabilities import describe_evaluated_network
+from polyfed.core.data_warnings import collect_data_warnings
 from polyfed.core.errors import RunInterrupt, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.examples.as_examples import as_examples
+from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
+from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
 from polyfed.simulation.callbacks.base import Callback, validate_callbacks
@@ -233,13 +237,14 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     plan = dataclasses.replace(
         plan, build_client_set=lru_cache(maxsize=1)(plan.build_client_set)
     )  # dealing may read and decode whole data sets
-    task = plan.build_client_set(plan.seeds[0]).clients[0].task
-    metrics = resolve_metrics(plan.metrics or task.comparison_metrics, task)
-    plan = dataclasses.replace(plan, metrics=metrics)
-    plan.criteria.check_target(metrics[0].unit)
-    hyperparameter_search.validate_search(plan)
-    plan = dataclasses.replace(plan, search_budget=_search_budget(plan))
-    description, data, class_names = _describe(plan)
+    with collect_data_warnings() as data_warnings:
+        task = plan.build_client_set(plan.seeds[0]).clients[0].task
+        metrics = resolve_metrics(plan.metrics or task.comparison_metrics, task)
+        plan = dataclasses.replace(plan, metrics=metrics)
+        plan.criteria.check_target(metrics[0].unit)
+        hyperparameter_search.validate_search(plan)
+        plan = dataclasses.replace(plan, search_budget=_search_budget(plan))
+        description, data, class_names = _describe(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
     if plan.out is not None:
         comparison_directory.write_description(plan.out, description, plan.criteria)
@@ -276,15 +281,17 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         lambda label, seed, client, n: runs[label, seed].test_outputs(
             client, rounds_by_run.get((label, seed), {}).get(client, n)
         ),
-        lambda seed, client: _targets(plan, seed, client),
+        lambda seed, client: _test_set(plan, seed, client).labels.cpu(),
         references.references,
         references.left_out,
         lambda name, seed, client: references.outputs[name][seed][client],
+        data_warnings,
         {
             run: finished_run.folder.relative_to(plan.out).as_posix()
             for run, finished_run in runs.items()
             if finished_run.folder and plan.out
         },
+        lambda seed, client: group_numbers(_test_set(plan, seed, client)),
     )
     content = build_results(inputs, plan.criteria)
     if plan.out is not None:
@@ -292,8 +299,8 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
     return Comparison(content, plan.out)
 
 
-def _targets(plan: ComparisonPlan, seed: int, client: str) -> Any:
-    return next(c.test.labels.cpu() for c in plan.build_client_set(seed).clients if c.id == client)
+def _test_set(plan: ComparisonPlan, seed: int, client: str) -> Examples:
+    return next(c.test for c in plan.build_client_set(seed).clients if c.id == client)
 
 
 def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]:
@@ -320,7 +327,7 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
                 if None in reasons:
                     raise UserError(f"not all values that are to be searched for {label} suit these clients: {reason}")
                 skipped[label] = reason
-        data[str(seed)] = _client_sizes(client_set)
+        data[str(seed)] = count_client_examples(client_set.clients, client_set.class_names)
         fingerprints[str(seed)] = data_fingerprint(client_set.clients, client_set.public)
         first_weights = first_weights or first_weights_of(client_set.clients)
     methods = {label: method for label, method in plan.methods.items() if label not in skipped}
@@ -381,19 +388,3 @@ def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) 
     except UserError as reason:
         return str(reason)
     return None
-
-
-def _client_sizes(client_set: ClientSet) -> dict[str, Any]:
-    counted = client_set.clients[0].task.one_class_per_example
-    most = max(int(c.train.labels.max()) for c in client_set.clients) + 1 if counted else 0
-    size = max(most, len(client_set.class_names or ()))
-    return {
-        c.id: {
-            "train": len(c.train),
-            "val": 0 if c.val is None else len(c.val),
-            "test": len(c.test),
-            "classes": list(c.task.class_counts(c.train.labels, size) or ()) if counted else None,
-            "rarest": None if (rarest := c.task.rarest_class(c.test.labels.cpu())) is None else list(rarest),
-        }
-        for c in sorted(client_set.clients, key=lambda c: c.id)
-    }

@@ -19,6 +19,7 @@ from polyfed.data.partitioning.split import ClientRows, Split, class_counts, par
 from polyfed.data.plot import draw_class_counts
 from polyfed.data.pool import PooledDataset, Source
 from polyfed.data.shifts import Shift
+from polyfed.data.sources.heart import heart
 from polyfed.data.sources.registry import SOURCES
 from polyfed.data.table import ClientTables, split_table
 from polyfed.data.tabular.schema import merge_schemas
@@ -60,6 +61,7 @@ __all__ = [
     "as_examples",
     "class_counts",
     "draw_class_counts",
+    "heart",
     "make_clients",
     "merge_schemas",
     "partition_fingerprint",

@@ -83,10 +83,12 @@ def make_clients(
     ('client-005', 209, 90, None)
     """
     strata = pool.task.strata(pool.train.labels)
-    rows, public = split_rows_by_client(strata, config, partition, seed, pool.columns, pool.group)
+    rows, public = split_rows_by_client(strata, config, partition, seed, pool.columns, pool.group, pool.time)
     train = pool.train
     if pool.columns and train.index is None and train.columns is None:
-        train = replace(train, columns=pool.columns, group=pool.group)
+        by_time = config.resolve_order(pool.time, pool.group) != "random"
+        columns = {name: column for name, column in pool.columns.items() if by_time or name != pool.time}
+        train = replace(train, columns=columns, group=pool.group, time=pool.time if by_time else None)
     if pool.preprocessor is not None:
         return _build_table_clients(train, rows, public, pool, config, shifts, fit)
     augmentation = augment

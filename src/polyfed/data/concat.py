@@ -48,6 +48,10 @@ def concatenation_obstacle(first: Examples, second: Examples) -> str | None:
             return f"{'inputs' if name == 'x' else 'labels'} are {texts[0]} and {texts[1]}"
     if first.transform != second.transform:
         return "inputs are prepared by different transforms"
+    for role in ("group", "time"):
+        names = [getattr(examples, role) for examples in (first, second)]
+        if names[0] != names[1]:
+            return f"{role}s are {' and '.join('missing' if name is None else f'column {name!r}' for name in names)}"
     return None
 
 

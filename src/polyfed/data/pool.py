@@ -36,6 +36,7 @@ class PooledDataset:
         vocabulary: the tokens of a text data set by their number in the inputs; empty otherwise.
         preprocessor: converts the rows of a table to inputs; not fitted yet, since that needs training rows.
         group: the column whose equal values never go to different sets (the rows of a patient); None for none.
+        time: the column by which rows can be split into earlier and later ones; None for none.
         test_set_in_train: whether `train` includes the published test examples, so that there is no common test set.
 
     Raises:
@@ -55,6 +56,7 @@ class PooledDataset:
     vocabulary: tuple[str, ...] = ()
     preprocessor: TablePreprocessor | None = None
     group: str | None = None
+    time: str | None = None
     test_set_in_train: bool = False
 
     def __post_init__(self) -> None:

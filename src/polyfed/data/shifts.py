@@ -89,7 +89,7 @@ class Shift:
         if self.hue:
             x = _apply_in_chunks(x, self._turn_hue)
         columns = None if examples.columns is None else {name: examples.column(name) for name in examples.columns}
-        return Examples(x, examples.labels, None, examples.transform, examples.augment, columns)
+        return replace(examples, x=x, y=examples.labels, index=None, columns=columns)
 
     def _shift_labels(self, examples: Examples, classes: int | None) -> Examples:
         if classes is None or examples.labels.ndim != 1 or examples.labels.is_floating_point():

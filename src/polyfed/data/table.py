@@ -9,7 +9,7 @@ from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.examples import Examples
 from polyfed.data.clients import ClientData, make_clients
 from polyfed.data.partitioning.partitions import IID, Natural
-from polyfed.data.partitioning.split import Split
+from polyfed.data.partitioning.split import Split, SplitOrder
 from polyfed.data.pool import PooledDataset
 from polyfed.data.sources.table_file import TableFile, parse_column_names
 from polyfed.data.tabular.schema import table_schema
@@ -116,6 +116,7 @@ def split_table(
     test_fraction: float = 0.3,
     val_fraction: float = 0.0,
     public_fraction: float = 0.0,
+    split: SplitOrder = "auto",
     seed: int = 0,
     name: str = "all",
     **options: Any,
@@ -126,10 +127,11 @@ def split_table(
         rows: a pandas frame, a mapping from names to columns, a list of {name: value}, or the path of a CSV or Parquet file.
         target: column to predict, or several.
         site: column with the site of each row; None for one site, called `name`.
-        test_fraction, val_fraction, public_fraction: see `polyfed.data.Split`.
+        test_fraction, val_fraction, public_fraction, split: see `polyfed.data.Split`.
         seed: of the random division.
         name: of the only site, if `site` is None.
-        options: task, group, columns, drop, categorical, positive, missing, preprocess, schema; for files delimiter, decimal
+        options: task, group, time, columns, drop, categorical, positive, missing, preprocess, schema; for files
+            delimiter, decimal
             and encoding: see `TableFile`.
 
     Raises:
@@ -151,10 +153,18 @@ def split_table(
     source = TableFile(target=target if isinstance(target, str) else list(target), site=site, **options)
     reading = {option: getattr(source, option) for option in ("delimiter", "decimal", "encoding")}
     pool = source.build_dataset(read_table(rows, missing=parse_column_names(source.missing), **reading))
-    split = Split(test_fraction=test_fraction, val_fraction=val_fraction, public_fraction=public_fraction)
+    config = Split(test_fraction=test_fraction, val_fraction=val_fraction, public_fraction=public_fraction, split=split)
+    return divide_by_site(pool, site, config, seed, name)
+
+
+def divide_by_site(pool: PooledDataset, site: str | None, split: Split, seed: int, name: str = "all") -> ClientTables:
+    """Divides a table that has been read by its column of sites; without one, all rows are one site's, called `name`.
+
+    Raises:
+        UserError: a site with too few rows for the split.
+    """
     if site is None:
-        split = replace(split, clients=1)
-        parts, public = make_clients(pool, split, IID(), seed)
+        parts, public = make_clients(pool, replace(split, clients=1), IID(), seed)
         parts = [replace(parts[0], id=name)]
     else:
         parts, public = make_clients(pool, split, Natural(site), seed)

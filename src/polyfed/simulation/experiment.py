@@ -77,6 +77,7 @@ class Participants:
         classes: numbers of training examples per class, by client (unseen ones too); empty unless the task has one label.
         partition_fingerprint: a hash of which client has which rows.
         preparation: rounds and bytes that federated preprocessing took; empty without it.
+        data_warnings: sentences about the data that the page of a run repeats.
     """
 
     clients: tuple[Client, ...]
@@ -86,6 +87,7 @@ class Participants:
     classes: Mapping[str, tuple[int, ...]]
     partition_fingerprint: str
     preparation: Mapping[str, int] = field(default_factory=dict)
+    data_warnings: tuple[str, ...] = ()
 
 
 def build_experiment(config: Mapping[str, Any]) -> Experiment:
@@ -265,9 +267,10 @@ def load_participants(experiment: Experiment) -> Participants:
 
 def describe_participants(loaded: Participants) -> dict[str, Any]:
     """Returns the facts about clients and data that the run records in `manifest.json`."""
-    return {
+    facts = {
         "partition_fingerprint": loaded.partition_fingerprint, "class_names": list(map(str, loaded.pool.class_names))
     }  # fmt: skip
+    return facts | ({"data_warnings": list(loaded.data_warnings)} if loaded.data_warnings else {})
 
 
 def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelSpec:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple, final
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.comparison.statistics.estimate import Estimate
@@ -90,7 +92,8 @@ class Evidence:
         targets: returns the targets of a client's test examples, the same for every seed if `has_same_data`.
         has_same_data: whether clients have the same data with every seed. If not, only the seeds' scores are used.
         has_same_clients: whether a client id names the same participant with every seed.
-        sizes: seed -> client -> number of training and of test examples.
+        sizes: seed -> client -> number of training and of test examples, or of their groups.
+        groups: returns the group of each of a client's test examples, like `targets`; None if each is a unit of its own.
     """
 
     metric: Metric
@@ -101,6 +104,7 @@ class Evidence:
     has_same_data: bool
     has_same_clients: bool
     sizes: Mapping[int, Mapping[str, tuple[int, int]]]
+    groups: Callable[[str], NDArray[np.int64] | None] = lambda client: None
     _seed_scores_cache: dict[tuple[str, str], SeedScores | None] = field(default_factory=dict, repr=False)
 
     def estimate_scores_and_gains(
@@ -233,7 +237,9 @@ class Evidence:
             kept_outputs = [seed_outputs for seed_outputs in outputs if seed_outputs is not None]
             is_complete = len(kept_outputs) == len(outputs)
             self._seed_scores_cache[label, client] = (
-                score_seeds(self.metric, kept_outputs, self.targets(client)) if is_complete else None
+                score_seeds(self.metric, kept_outputs, self.targets(client), self.groups(client))
+                if is_complete
+                else None
             )
         return self._seed_scores_cache[label, client]
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.comparison.statistics.cluster_jackknife import Groups, classes_of_groups, group_pseudo_values
 from polyfed.core.evaluation.metric import Metric
 from polyfed.tasks.score_functions import split_into_binary_problems
 
@@ -32,12 +33,16 @@ class ScoreWithPseudoValues(NamedTuple):
     pseudo_values: FloatArray
 
 
-def score_with_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -> ScoreWithPseudoValues | None:
+def score_with_pseudo_values(
+    metric: Metric, outputs: Tensor, targets: Tensor, groups: Groups | None = None
+) -> ScoreWithPseudoValues | None:
     """Returns the score of a network's outputs, and the jackknife pseudo-value of each test example; None if the score
     is not defined, or is not without one of the examples.
 
     For n examples these have shape (n,), one per example, or (NUM_GROUPS,), one per group of examples. Groups depend
-    on the targets alone, so that the values of two networks on the same examples can be compared one by one.
+    on the targets alone, so that the values of two networks on the same examples can be compared one by one. With `groups`
+    (from `cluster_jackknife.number_groups`: the rows of a patient, say) there is one value per group in place of one per
+    example.
 
     Returns:
         Both. None if the score is not defined, or is not once an example is left out: an AUC with one positive example,
@@ -48,7 +53,9 @@ def score_with_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -
     >>> score_with_pseudo_values(METRICS["accuracy"], outputs, torch.tensor([0, 1, 1]))
     ScoreWithPseudoValues(score=0.666..., pseudo_values=array([1., 0., 1.]))
     """
-    if metric.per_example is not None:
+    if groups is not None:
+        score, values = group_pseudo_values(metric, outputs, targets, groups, NUM_GROUPS)
+    elif metric.per_example is not None:
         values = np.asarray(metric.per_example(outputs, targets), dtype=np.float64)
         score = float(values.mean())
     elif metric.name == "auc":
@@ -62,10 +69,18 @@ def score_with_pseudo_values(metric: Metric, outputs: Tensor, targets: Tensor) -
     return ScoreWithPseudoValues(score, values)
 
 
-def example_class_of_each_pseudo_value(metric: Metric, targets: Tensor) -> NDArray[np.int64]:
+def example_class_of_each_pseudo_value(
+    metric: Metric, targets: Tensor, groups: Groups | None = None
+) -> NDArray[np.int64]:
     """Returns the class of the example to which each pseudo-value belongs; 0 for all if the metric does not depend on
     classes."""
     n = len(targets)
+    if groups is not None:
+        count = int(groups.max()) + 1
+        if metric.per_example is None and (metric.name == "auc" or count <= NUM_GROUPS):
+            return classes_of_groups(targets, groups)
+        n = count if metric.per_example is not None or metric.name == "r2" else min(count, NUM_GROUPS)
+        return np.zeros(n, dtype=np.int64)
     if metric.per_example is None and n <= NUM_GROUPS and targets.dim() == 1 and not targets.is_floating_point():
         return np.asarray(targets.numpy(), dtype=np.int64)
     if metric.name == "auc" and targets.dim() == 1:

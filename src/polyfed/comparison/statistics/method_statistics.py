@@ -130,6 +130,27 @@ def mean_if_all_defined(values: Sequence[float | None]) -> float | None:
     return fmean(defined) if defined and len(defined) == len(values) else None
 
 
+def mean_validation_score(record: Mapping[str, Any], metric: Metric, few: Sequence[str]) -> float | None:
+    """Returns the mean over clients of the validation score of a round; None if it is not defined.
+
+    Args:
+        record: of `metrics.jsonl`.
+        metric: whose score is meant.
+        few: clients with so few validation examples of a class that they are left out of a score within classes.
+
+    >>> from polyfed.core.evaluation.metrics import METRICS
+    >>> row = {"a": {"val_auc": 0.75}, "b": {"val_auc": 0.0}}
+    >>> mean_validation_score({"clients": row, "summary": {"val_auc": {"mean": 0.375}}}, METRICS["auc"], ["b"])
+    0.75
+    """
+    name = f"val_{metric.name}"
+    mean: float | None = record["summary"].get(name, {}).get("mean")
+    if mean is None or metric.per_example is not None or not few:
+        return mean
+    scores = [row[name] for c, row in record["clients"].items() if c not in few and row.get(name) is not None]
+    return fmean(scores) if scores else mean
+
+
 def _mean_gain(run: Mapping[str, Any], base_run: Mapping[str, Any], sign: int) -> float | None:
     gains = _client_gains(run, base_run, sign)
     return round(fmean(gains), _DIGITS) if gains and run["mean"] is not None and base_run["mean"] is not None else None

@@ -7,12 +7,6 @@ examples the cases, and both are random samples (Dorfman, Berbaum and Metz 1992;
 example has a jackknife pseudo-value of the difference of two methods (module `jackknife`), and the mean squares of
 this S×n table separate the variance due to seeds from the variance due to examples:
 
-The score of a method at a site varies with the training (the seed) and with the test examples, and every network is
-scored on the same examples. In radiology this plan is called multi-reader multi-case: seeds are the readers, examples the
-cases, and both stand for many others (Dorfman, Berbaum and Metz 1992; Hillis 2007). As there, each seed and example has a
-jackknife pseudo-value of the difference of two methods (module `influence`), and the mean squares of this S×n table
-separate the variance of the seeds from that of the examples:
-
     V_seeds = MS_seeds/(nS),  V_examples = max(MS_examples − MS_rest, 0)/(nS),  half-width² = t²·V_seeds + t'²·V_examples,
 
 with the t quantiles of S − 1 seeds and of the examples. Weighing each variance by its own quantile (Graybill and Wang
@@ -25,12 +19,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.comparison.statistics.cluster_jackknife import Groups, count_groups_of_classes, number_groups
 from polyfed.comparison.statistics.estimate import (
     ALPHA,
     CONFIDENCE_LEVEL,
@@ -78,7 +73,11 @@ class VarianceComponents:
 
 
 def estimate_variance_components(
-    metric: Metric, outputs_by_seed: Sequence[Tensor], rival_outputs_by_seed: Sequence[Tensor] | None, targets: Tensor
+    metric: Metric,
+    outputs_by_seed: Sequence[Tensor],
+    rival_outputs_by_seed: Sequence[Tensor] | None,
+    targets: Tensor,
+    groups: NDArray[Any] | None = None,
 ) -> VarianceComponents | None:
     """Estimates how much of the variance of one client's score, or of the difference of two methods, is due to seeds
     and how much to test examples.
@@ -88,6 +87,7 @@ def estimate_variance_components(
         outputs_by_seed: outputs of the method, one tensor per seed, each of shape (n, outputs).
         rival_outputs_by_seed: outputs of another method with the same seeds; None for the score of the method itself.
         targets: of the n examples.
+        groups: of the n examples: those of equal value count as one, such as the recordings of a patient; None for none.
 
     Returns:
         None if a score is not defined, or is not once an example is left out: too few examples of a class for an AUC,
@@ -101,7 +101,7 @@ def estimate_variance_components(
     array([0.5])
     """
     seed_scores = [
-        None if outputs is None else score_seeds(metric, outputs, targets)
+        None if outputs is None else score_seeds(metric, outputs, targets, groups)
         for outputs in (outputs_by_seed, rival_outputs_by_seed)
     ]
     if seed_scores[0] is None or (rival_outputs_by_seed is not None and seed_scores[1] is None):
@@ -132,16 +132,23 @@ class SeedScores:
     num_examples: int
 
 
-def score_seeds(metric: Metric, outputs_by_seed: Sequence[Tensor], targets: Tensor) -> SeedScores | None:
+def score_seeds(
+    metric: Metric, outputs_by_seed: Sequence[Tensor], targets: Tensor, groups: NDArray[Any] | None = None
+) -> SeedScores | None:
     """Returns the scores of one method at one client, computed from the outputs of each seed's network; None if a score
-    is not defined."""
-    pairs = [score_with_pseudo_values(metric, seed_outputs, targets) for seed_outputs in outputs_by_seed]
+    is not defined.
+
+    With `groups`, examples of equal value are one unit (module `cluster_jackknife`).
+    """
+    units = number_groups(groups, len(targets))
+    pairs = [score_with_pseudo_values(metric, seed_outputs, targets, units) for seed_outputs in outputs_by_seed]
     defined = [pair for pair in pairs if pair is not None]
     if len(defined) < len(pairs):
         return None
-    least = _min_auc_variance(outputs_by_seed[0], targets) if metric.name == "auc" else 0.0
+    least = _min_auc_variance(outputs_by_seed[0], targets, units) if metric.name == "auc" else 0.0
     values, table = np.array([score for score, _ in defined]), np.array([row for _, row in defined])
-    return SeedScores(metric, values, table, example_class_of_each_pseudo_value(metric, targets), least, len(targets))
+    size = len(targets) if units is None else int(units.max()) + 1
+    return SeedScores(metric, values, table, example_class_of_each_pseudo_value(metric, targets, units), least, size)
 
 
 def variance_components_of_difference(scores: SeedScores, rival_scores: SeedScores | None) -> VarianceComponents:
@@ -166,14 +173,16 @@ def variance_components_of_difference(scores: SeedScores, rival_scores: SeedScor
     )
 
 
-def _min_auc_variance(outputs: Tensor, targets: Tensor) -> float:
+def _min_auc_variance(outputs: Tensor, targets: Tensor, units: Groups | None) -> float:
     """Returns a lower bound of the variance of an AUC with m positive and q negative examples, 1/(4mq).
 
     If both networks order all examples correctly, the pseudo-values do not vary at all, and yet the next example may
-    be ordered wrongly.
+    be ordered wrongly. With groups, m and q are the numbers of groups with such examples.
     """
+    problems = split_into_binary_problems(outputs, targets)
     sizes = [
-        (int(positive.sum()), int((~positive).sum())) for _, positive in split_into_binary_problems(outputs, targets)
+        (int(positive.sum()), int((~positive).sum())) if units is None else count_groups_of_classes(positive, units)
+        for _, positive in problems
     ]
     return float(np.mean([1 / (4 * m * q) for m, q in sizes])) / len(sizes)
 
@@ -353,20 +362,24 @@ class ValueWithInterval(NamedTuple):
 
 
 def mean_score_with_interval(
-    metric: Metric, outputs_by_seed: Sequence[Tensor], targets: Tensor, level: float = CONFIDENCE_LEVEL
+    metric: Metric,
+    outputs_by_seed: Sequence[Tensor],
+    targets: Tensor,
+    level: float = CONFIDENCE_LEVEL,
+    groups: NDArray[Any] | None = None,
 ) -> ValueWithInterval | None:
     """Returns the score of one method on these examples, as a mean over seeds, and the two ends of its confidence
     interval; None if the score is not defined.
 
     Args:
-        metric, targets: as for `estimate_variance_components`.
+        metric, targets, groups: as for `estimate_variance_components`.
         outputs_by_seed: one tensor per seed.
         level: the confidence level.
 
     Returns:
         None where the score or its variance is not defined.
     """
-    return _interval_of_one(estimate_variance_components(metric, outputs_by_seed, None, targets), level)
+    return _interval_of_one(estimate_variance_components(metric, outputs_by_seed, None, targets, groups), level)
 
 
 def mean_gain_with_interval(
@@ -375,6 +388,7 @@ def mean_gain_with_interval(
     rival_outputs_by_seed: Sequence[Tensor],
     targets: Tensor,
     level: float = CONFIDENCE_LEVEL,
+    groups: NDArray[Any] | None = None,
 ) -> ValueWithInterval | None:
     """Returns the difference of the scores of two methods on the same examples, and the two ends of its confidence
     interval; None if a score is not defined.
@@ -382,7 +396,7 @@ def mean_gain_with_interval(
     It is positive where the first method is better than its rival.
     """
     return _interval_of_one(
-        estimate_variance_components(metric, outputs_by_seed, rival_outputs_by_seed, targets), level
+        estimate_variance_components(metric, outputs_by_seed, rival_outputs_by_seed, targets, groups), level
     )
 
 

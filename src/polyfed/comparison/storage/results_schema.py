@@ -58,6 +58,10 @@ class ClientSizesEntry(TypedDict, total=False):
     """Training examples per class."""
     rarest: tuple[int, int] | None
     """Number and class of the test examples of the rarest class."""
+    val_rarest: int
+    """Validation examples of the rarest class, where they are so few that the client does not choose among methods."""
+    groups: tuple[int, int]
+    """Numbers of groups (patients, say) of the training and of the test examples, where examples have groups."""
 
 
 class TargetReachedEntry(TypedDict, total=False):

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from polyfed.core.algorithm import Client
 from polyfed.core.task import get_task
+from polyfed.data.partitioning.group_split import group_numbers
+
+FEW_OF_CLASS = 5
+"""Validation examples of a class below which a client's score within classes (an AUC, say) does not choose among
+methods: with one negative example it would be decided by this example, and outvote all other clients in a mean."""
 
 
 @final
@@ -23,6 +29,46 @@ class AnswerBasis:
     sentence: str
 
 
+def count_client_examples(clients: Sequence[Client], class_names: Sequence[str] | None) -> dict[str, Any]:
+    """Counts each client's training, validation and test examples, for the entry `data` of `comparison.json`.
+
+    Args:
+        clients: of one task.
+        class_names: one per class, so that a class without examples is counted too; None if they have no names.
+
+    >>> from polyfed.testing import small_clients
+    >>> count_client_examples(small_clients(1), None)["client-0"]
+    {'train': 20, 'val': 3, 'test': 6, 'classes': [7, 7, 6], 'rarest': [2, 0], 'val_rarest': 1}
+    """
+    counted = clients[0].task.one_class_per_example
+    most = max(int(c.train.labels.max()) for c in clients) + 1 if counted else 0
+    size = max(most, len(class_names or ()))
+    return {
+        c.id: {
+            "train": len(c.train),
+            "val": 0 if c.val is None else len(c.val),
+            "test": len(c.test),
+            "classes": list(c.task.class_counts(c.train.labels, size) or ()) if counted else None,
+            "rarest": None if (rarest := c.task.rarest_class(c.test.labels.cpu())) is None else list(rarest),
+            **_count_groups(c),
+            **_few_validation_examples(c),
+        }
+        for c in sorted(clients, key=lambda c: c.id)
+    }
+
+
+def _few_validation_examples(client: Client) -> dict[str, int]:
+    """Returns the number of validation examples of the rarest class as the entry `val_rarest`, if they are few."""
+    rarest = None if client.val is None else client.task.rarest_class(client.val.labels.cpu())
+    return {} if rarest is None or rarest[0] >= FEW_OF_CLASS else {"val_rarest": rarest[0]}
+
+
+def _count_groups(client: Client) -> dict[str, list[int]]:
+    """Returns the numbers of groups of training and test examples, as the entry `groups`; empty without groups."""
+    numbers = [numbers for part in (client.train, client.test) if (numbers := group_numbers(part)) is not None]
+    return {"groups": [int(n.max()) + 1 for n in numbers]} if len(numbers) == 2 else {}
+
+
 def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[str], *, by_class: bool) -> AnswerBasis:
     """Counts the test examples of the given clients, for the seed with the fewest, and those of the rarest class.
 
@@ -34,6 +80,10 @@ def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[s
     sizes_by_seed = list(content["data"].values())
     examples = min(sum(sizes[c]["test"] for c in clients if c in sizes) for sizes in sizes_by_seed)
     words = f"{examples} test example{'' if examples == 1 else 's'}"
+    by_group = [[sizes[c].get("groups") for c in clients if c in sizes] for sizes in sizes_by_seed]
+    if all(all(row) for row in by_group):
+        groups = min(sum(row[1] for row in rows if row) for rows in by_group)
+        words += f" of {groups} group{'' if groups == 1 else 's'}"
     fewest = [
         (sizes[c]["rarest"], c) for sizes in sizes_by_seed for c in clients if c in sizes and sizes[c].get("rarest")
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -19,7 +20,9 @@ from polyfed.core.examples.pytree import (
     row_access_obstacle,
     tree_map,
 )
+from polyfed.core.examples.times import times_as_numbers
 
+_MOST_TRANSFORMED = 2**24  # numbers of a set that are kept transformed: 64 MiB
 Batch = tuple[Any, Tensor]  # inputs are `Inputs`, most often a tensor
 
 
@@ -99,11 +102,18 @@ class Examples:
             evaluation.
         columns: further values of the examples, such as {"sex": ["f", "m", ...]}: a string or number per example of the
             store. No network gets them; they are kept beside predictions, for scores of subgroups.
-        group: the column whose equal values never go to different sets when examples are split (the rows of a patient); None
-            for none.
+        group: which examples are of one unit, such as a patient: a value per example of the store, or the name of a column.
+            Examples of one group never go to different sets when examples are split, and count as one in intervals.
+            Group ids
+            stay in memory: predictions are stored with anonymous numbers. None if each example is a unit.
+        time: when each example was measured: numbers or dates, one per example of the store, or the name of a column.
+            None if there is no order. Examples with a time are not split again at random.
+
+    After construction, `group` and `time` are names of columns ("group" and "time" if arrays were given).
 
     Raises:
-        UserError: x and y differ in length, a row of `index` is outside the store, or a column does not fit.
+        UserError: x and y differ in length, a row of `index` is outside the store, a column, a group or a time does not
+            fit, or a time is missing.
 
     >>> few = Examples(torch.arange(6.0).view(6, 1), torch.tensor([0, 1, 0, 1, 0, 1]), index=torch.tensor([1, 3]))
     >>> len(few), few.labels.tolist()
@@ -112,6 +122,8 @@ class Examples:
     (tensor([[3.]]), tensor([1]))
     >>> Examples(few.x, few.y, few.index, columns={"sex": list("fmfmfm")}).column("sex").tolist()
     ['m', 'm']
+    >>> Examples(few.x, few.y, group=[7, 7, 8, 8, 9, 9], time=[1, 2, 3, 4, 5, 6]).column("group").tolist()
+    [7, 7, 8, 8, 9, 9]
     """
 
     x: Inputs
@@ -120,7 +132,8 @@ class Examples:
     transform: Callable[[Any], Any] | None = None
     augment: Callable[[Any, torch.Generator], Any] | None = None
     columns: Mapping[str, Any] | None = None
-    group: str | None = None
+    group: Any = None
+    time: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.x, Tensor):
@@ -140,10 +153,28 @@ class Examples:
                 raise UserError(f"columns must be a mapping of names to values, got {type(self.columns).__name__}")
             columns = {name: _check_column(name, values, len(x)) for name, values in self.columns.items()}
             object.__setattr__(self, "columns", columns)
-        if self.group is not None and self.group not in (self.columns or {}):
-            raise UserError(
-                f"group={self.group!r} is no column of the examples; {did_you_mean(self.group, self.columns or {})}"
-            )
+        for role in ("group", "time"):
+            self._set_role(role, len(x))
+
+    def _set_role(self, role: str, number: int) -> None:
+        """Checks `group` or `time`, and stores an array that was given for it as the column of this name."""
+        value, columns = getattr(self, role), self.columns or {}
+        if value is None:
+            return
+        if not isinstance(value, str):
+            if role in columns:
+                raise UserError(
+                    f"{role} was given as an array, and the examples have a column {role!r} too; rename the column, or give "
+                    f"{role}={role!r} to use it"
+                )
+            values = times_as_numbers(value, role) if role == "time" else value
+            object.__setattr__(self, "columns", {**columns, role: _check_column(role, values, number)})
+            object.__setattr__(self, role, role)
+        elif value not in columns:
+            hint = did_you_mean(value, columns) if columns else "give an array, or Examples(..., columns={...})"
+            raise UserError(f"{role}={value!r} is no column of the examples; {hint}")
+        elif role == "time":
+            times_as_numbers(columns[value], f"time: column {value!r}")
 
     def __len__(self) -> int:
         return len(self.y) if self.index is None else len(self.index)
@@ -191,12 +222,24 @@ class Examples:
         values: NDArray[Any] = columns[name]
         return values if self.index is None else values[self.index.cpu().numpy()]
 
+    @property
+    def times(self) -> NDArray[np.float64] | None:
+        """Returns the times of these examples as numbers, in their order; None if they have none."""
+        return None if self.time is None else times_as_numbers(self.column(self.time), f"time: column {self.time!r}")
+
+    @property
+    def shown_columns(self) -> tuple[str, ...]:
+        """Returns the names of the columns by which scores may be shown: all but the groups and times."""
+        return tuple(name for name in self.columns or {} if name not in (self.group, self.time))
+
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
         """Returns the transformed inputs and the targets of the examples at positions `rows` (int64, shape (batch,)).
 
         With a `generator` the batch is a training batch and is augmented.
         """
         stored = rows if self.index is None else self.index[rows]
+        if self._transformed is not None and (generator is None or self.augment is None):
+            return self._transformed[rows], self.y[stored]
         x, y = (
             self.x[stored] if isinstance(self.x, Tensor) else tree_map(lambda part: part[stored], self.x),
             self.y[stored],
@@ -204,6 +247,21 @@ class Examples:
         if generator is not None and self.augment is not None:
             x = self.augment(x, generator)
         return (x if self.transform is None else self.transform(x)), y
+
+    @cached_property
+    def _transformed(self) -> Tensor | None:
+        """The transformed inputs of all these examples, if the transform is one of rows (a table's) and they are small; else
+        None.
+
+        Rows are transformed once, and not whenever a minibatch needs them; the bits are the same.
+        """
+        if not getattr(self.transform, "is_rowwise", False) or not isinstance(self.x, Tensor) or self.x.is_meta:
+            return None
+        num_features = self.transform(self.x[:1]).shape[1] if len(self.x) else 0  # type: ignore[misc]
+        if not 0 < len(self) * num_features <= _MOST_TRANSFORMED:
+            return None
+        transformed: Tensor = self.transform(self.raw_inputs)  # type: ignore[misc]
+        return transformed
 
     @property
     def first_input(self) -> Any:

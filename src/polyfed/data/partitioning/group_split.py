@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polyfed.core.examples.examples import Examples
 from polyfed.core.seeds import derive_seed
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 
@@ -19,6 +20,20 @@ def group_id_of_each_row(group_column: NDArray[Any]) -> NDArray[Any]:
     return np.array(
         [f"\0{row}" if alone else str(value) for row, (value, alone) in enumerate(zip(plain, is_missing, strict=True))]
     )
+
+
+def group_numbers(examples: Examples) -> NDArray[np.int64] | None:
+    """Returns the group of each example as an anonymous number, from 0 in the order of appearance; None without groups.
+
+    >>> import torch
+    >>> group_numbers(Examples(torch.zeros(3, 1), torch.zeros(3), group=["p9", "p2", "p9"])).tolist()
+    [0, 1, 0]
+    """
+    if examples.group is None:
+        return None
+    _, first, inverse = np.unique(group_id_of_each_row(examples.column(examples.group)), return_index=True, return_inverse=True)
+    numbers: NDArray[np.int64] = np.argsort(np.argsort(first))[inverse]
+    return numbers
 
 
 def split_by_group_and_record_sets(

@@ -40,7 +40,8 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
         One tuple of clients per split, in the order of `clients`.
 
     Raises:
-        UserError: fewer than two splits, sets that differ in structure or transform, or examples that are in two sets.
+        UserError: fewer than two splits, examples with a time, sets that differ in structure or transform, or examples
+            that are in two sets.
 
     >>> from polyfed.testing import small_clients
     >>> dealt = resplit_clients(small_clients(2), splits=3)
@@ -49,6 +50,12 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
     """
     if not isinstance(splits, int) or isinstance(splits, bool) or splits < 2:
         raise UserError(f"resplit must be a number of splits of at least 2, got {splits!r}")
+    if timed := [client.id for client in clients if any(part.time for part in _sets_of_client(client).values())]:
+        raise UserError(
+            f"client {timed[0]!r} was split by time, and resplit draws sets at random: it would train on what came later; "
+            "leave resplit out (several seeds on the same data: --seeds 0,1,2,3,4 --same-data), or give --data.split random "
+            "(in Python Examples without time)"
+        )
     _check_disjoint(clients)
     pools = [_concat_sets(client) for client in clients]
     clients_by_split = []

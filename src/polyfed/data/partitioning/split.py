@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.io.plain_values import convert_numpy_fields_in_place
+from polyfed.core.io.validation import check_field_types
 from polyfed.core.seeds import derive_seed, numpy_generator
 from polyfed.data.partitioning.allocation import Labels, Rows, draw_stratified_rows
 from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
 from polyfed.data.partitioning.partitions import Partition
+from polyfed.data.partitioning.time_split import split_by_time, split_groups_by_time, split_within_groups_by_time
+
+SplitOrder = Literal["auto", "random", "time", "time_within_group"]
 
 
 @final
@@ -40,6 +44,9 @@ class Split:
         public_fraction: share of all examples that is held out before the partition as the public pool, no client's.
         unseen: number of clients, the last ones, that take no part in the federation: they keep their examples and networks
             until `polyfed warmstart` (FLHA-GHN, section 5.4).
+        split: "random"; "time" trains on a client's earlier rows and tests on its later ones, by the column `time` of
+            the data (with groups: on the groups that began later); "time_within_group" so for the rows of each group;
+            "auto" is "time" if the data have a time, else "random".
 
     Raises:
         UserError: a number outside its range, or no room left for training.
@@ -56,9 +63,11 @@ class Split:
     global_test: int = 0
     public_fraction: float = 0.0
     unseen: int = 0
+    split: SplitOrder = "auto"
 
     def __post_init__(self) -> None:
         convert_numpy_fields_in_place(self)
+        check_field_types(self, "split")
         if self.clients is not None and self.clients < 1:
             raise UserError(f"clients must be at least 1, got {self.clients}")
         if self.unseen < 0:
@@ -79,6 +88,27 @@ class Split:
             raise UserError(f"shrink_fraction must be between 0 and 1, got {self.shrink_fraction}")
         if self.global_test < -1:
             raise UserError(f"global_test must be a number of examples, 0 or -1 (all), got {self.global_test}")
+
+    def resolve_order(self, time: str | None, group: str | None) -> SplitOrder:
+        """Returns how rows are split: "random", "time" or "time_within_group".
+
+        Args:
+            time: the data's column of times; None for none.
+            group: the data's column of groups; None for none.
+
+        Raises:
+            UserError: a split by time without times, or within groups without groups.
+
+        >>> Split().resolve_order("day", None), Split().resolve_order(None, None)
+        ('time', 'random')
+        """
+        if self.split == "auto":
+            return "random" if time is None else "time"
+        for role, name in {"time": time, "group": group if self.split == "time_within_group" else ""}.items():
+            if name is None and self.split != "random":
+                raise UserError(f"split={self.split} needs a column of {role}s; give --data.{role} COLUMN (in Python "
+                                f"{role}='COLUMN'), or split='random'")  # fmt: skip
+        return self.split
 
     @property
     def examples_drawn_per_client(self) -> int | None:
@@ -117,6 +147,7 @@ def split_rows_by_client(
     seed: int,
     columns: Mapping[str, NDArray[Any]] | None = None,
     group: str | None = None,
+    time: str | None = None,
 ) -> SplitRows:
     """Divides rows among clients and into sets, and returns the rows of every client and the rows of the public
     examples.
@@ -129,9 +160,10 @@ def split_rows_by_client(
         seed: of every random choice.
         columns: further columns of the data, for `Natural`.
         group: the column whose equal values stay in one set, at all clients; shares are then of groups. None for none.
+        time: the column of times, numbers; None for none.
 
     Raises:
-        UserError: the partition is impossible, an option does not go with groups, a client has too few examples for
+        UserError: the partition is impossible, an option does not go with groups or times, a client has too few examples for
             `examples_per_client`, or all clients would be unseen clients.
 
     >>> from polyfed.data.partitioning.partitions import IID
@@ -140,8 +172,9 @@ def split_rows_by_client(
     ([(28, 12), (28, 12)], 20)
     """
     num = len(labels)
-    if group is not None:
-        _check_allowed_with_groups(config)
+    order = config.resolve_order(time, group)
+    if group is not None or order != "random":
+        _check_whole_sets(config, "a group" if order == "random" else "a split by time")
     public = draw_stratified_rows(labels, _share_or_one(config.public_fraction, num), derive_seed(seed, "public"))
     private = np.setdiff1d(np.arange(num), public, assume_unique=True)
     private_columns = {name: column[private] for name, column in (columns or {}).items()}
@@ -157,8 +190,13 @@ def split_rows_by_client(
         _check_enough_examples(parts, ids, config, config.examples_drawn_per_client)
     shrunk = numpy_generator(derive_seed(seed, "shrink")).permutation(len(ids))
     shrunk = shrunk[: round(config.shrink_fraction * len(ids))]
-    if group is not None:
-        groups, set_of_group, client_rows = group_id_of_each_row((columns or {})[group]), dict[str, str](), []
+    groups = None if group is None else group_id_of_each_row((columns or {})[group])
+    if order != "random":
+        times = np.asarray((columns or {})[str(time)], dtype=np.float64)
+        client_rows = _split_clients_by_time(parts, ids, times, groups, config, within_groups=order != "time")
+        return SplitRows(client_rows, public)
+    if groups is not None:
+        set_of_group, client_rows = dict[str, str](), []
         shares = {"test": config.test_fraction, "val": config.val_fraction}
         for i, rows in enumerate(parts):
             sets = split_by_group_and_record_sets(
@@ -252,11 +290,40 @@ def _hold_out(labels: Labels, rows: Rows, size: int, seed: int) -> tuple[Rows, R
     return np.delete(rows, out), rows[out]
 
 
-def _check_allowed_with_groups(config: Split) -> None:
+def _split_clients_by_time(
+    parts: Sequence[Rows],
+    ids: Sequence[str],
+    times: NDArray[np.float64],
+    groups: NDArray[Any] | None,
+    config: Split,
+    *,
+    within_groups: bool,
+) -> list[ClientRows]:
+    shares = {"test": config.test_fraction, "val": config.val_fraction}
+    set_of_group: dict[str, str] = {}
+    client_rows = []
+    for name, rows in zip(ids, parts, strict=True):
+        if groups is None:
+            sets = split_by_time(times[rows], shares)
+        elif within_groups:
+            sets = split_within_groups_by_time(times[rows], groups[rows], shares)
+        else:
+            sets = split_groups_by_time(times[rows], groups[rows], shares, set_of_group)
+        if absent := [part for part in ("train", *shares) if shares.get(part, 1) > 0 and not len(sets[part])]:
+            raise UserError(
+                f"{name}: its {len(rows)} rows have too few different times to train on earlier ones and test on later ones "
+                f"(its {absent[0]} set is empty); give --data.split random, or leave it out"
+            )
+        client_rows.append(ClientRows(rows[sets["train"]], rows[sets["val"]], rows[sets["test"]], name))
+    return client_rows
+
+
+def _check_whole_sets(config: Split, reason: str) -> None:
     options = {name: getattr(config, name) for name in ("examples_per_client", "shrink_fraction", "public_fraction")}
     if conflicting := [f"{name}={value}" for name, value in options.items() if value]:
         raise UserError(
-            f"{conflicting[0]} draws single examples, which a group does not allow; leave it or the group out"
+            f"{conflicting[0]} draws single examples, which {reason} does not allow; leave it or the "
+            f"{reason.split()[-1]} out"
         )
 
 

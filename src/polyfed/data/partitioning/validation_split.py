@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from polyfed.core.algorithm import Client
 from polyfed.core.seeds import derive_seed
 from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
 from polyfed.data.partitioning.resplit import refit_client_preprocessing
+from polyfed.data.partitioning.time_split import split_by_time, split_groups_by_time, split_within_groups_by_time
 
 VALIDATION_SHARE = 0.2
 """Share of the training examples that is held out."""
@@ -20,8 +22,8 @@ def hold_out_missing_validation_sets(clients: Sequence[Client], seed: int) -> tu
     new validation set.
 
     Examples are drawn by `seed` and, for classification, each class within one example of its share. A client with fewer
-    than five training examples holds out none. Groups (`Examples.group`) stay together, and preprocessing of a table is
-    fitted again on the remaining rows.
+    than five training examples holds out none. Of examples with a time (`Examples.time`) the last are held out. Groups
+    (`Examples.group`) stay together, and preprocessing of a table is fitted again on the remaining rows.
 
     >>> from polyfed.testing import small_clients
     >>> bare = [Client(c.id, c.model, c.train, c.test) for c in small_clients(2)]
@@ -40,7 +42,12 @@ def _hold_out_validation(client: Client, seed: int, set_of_group: dict[str, str]
     if not size or number < 1 / VALIDATION_SHARE:
         return client
     labels, client_seed = client.task.strata(client.train.labels), derive_seed(seed, "held out", client.id)
-    if client.train.group is None:
+    if client.train.time is not None:
+        sets = _split_last_rows(client, set_of_group)
+        train_rows, val_rows = sets["train"], sets["val"]
+        if not len(train_rows) or not len(val_rows):
+            return client
+    elif client.train.group is None:
         val_rows = draw_stratified_rows(labels, size, client_seed, leave_one_per_class=True)
         train_rows = np.setdiff1d(np.arange(number), val_rows)
     else:
@@ -53,3 +60,22 @@ def _hold_out_validation(client: Client, seed: int, set_of_group: dict[str, str]
         client.train.select(torch.from_numpy(part).to(client.train.device)) for part in (train_rows, val_rows)
     )
     return Client(client.id, client.model, train, client.test, val, client.global_test, client.task, client.loss)
+
+
+def _split_last_rows(client: Client, set_of_group: dict[str, str]) -> dict[str, NDArray[np.int64]]:
+    """Splits the training rows by time as the test rows were: within groups if the client is tested on later rows of the
+    groups that it trains on.
+    """
+    train, shares, times = client.train, {"val": VALIDATION_SHARE}, client.train.times
+    assert times is not None  # callers check this
+    if train.group is None:
+        return split_by_time(times, shares)
+    groups = group_id_of_each_row(train.column(train.group))
+    tested = (
+        set()
+        if client.test.group is None
+        else set(group_id_of_each_row(client.test.column(client.test.group)).tolist())
+    )
+    if tested & set(groups.tolist()):
+        return split_within_groups_by_time(times, groups, shares)
+    return split_groups_by_time(times, groups, shares, set_of_group)

@@ -24,6 +24,7 @@ from polyfed.data.tabular.table_reader import (
     check_columns_exist,
     check_no_missing_values,
     column_as_texts,
+    column_as_times,
     read_table,
 )
 
@@ -143,7 +144,8 @@ class ImageTable(Source):
         folder: base of relative paths; null for the folder of the table.
         task: see the source `table`.
         group: column whose equal values never come into both training and test sets, such as the patient.
-        positive: value of the target that is class 1 of two; null for the last in alphabetical order.
+        time: column of numbers or dates by which images are split into earlier and later ones (see `split`).
+        positive: value, values or condition of the target that is class 1 of two; see the source `table`.
         image_size: images are resized to this many pixels a side.
         grey: one grey channel instead of three colours.
         lazy: images stay in their files and are decoded whenever a batch needs them, for sets that do not fit into memory.
@@ -156,6 +158,7 @@ class ImageTable(Source):
     folder: str | None = None
     task: str = "auto"
     group: str | None = None
+    time: str | None = None
     positive: str | None = None
     image_size: int = 32
     grey: bool = False
@@ -173,7 +176,7 @@ class ImageTable(Source):
             raise UserError(advice)
         table = read_table(self.path)
         target_names = parse_column_names(self.target, table)
-        for role, name in {"image": self.image, "site": self.site, "group": self.group}.items():
+        for role, name in {"image": self.image, "site": self.site, "group": self.group, "time": self.time}.items():
             if name is not None:
                 check_columns_exist(table, [name], role)
                 check_no_missing_values(column_as_texts(table, name), name, role)
@@ -201,7 +204,11 @@ class ImageTable(Source):
                 columns[name] = np.array(
                     ["" if value is None else value for value in column_as_texts(table, name).tolist()]
                 )
-        return PooledDataset(Examples(x[0], y, transform=transform), None, names, task, columns, group=self.group)
+        if self.time is not None:
+            columns[self.time] = column_as_times(table, self.time)
+        return PooledDataset(
+            Examples(x[0], y, transform=transform), None, names, task, columns, group=self.group, time=self.time
+        )
 
 
 def check_image_size(image_size: int) -> None:

@@ -3,6 +3,7 @@
 from polyfed.data.pool import Source
 from polyfed.data.sources.arrays import Npz, Parquet
 from polyfed.data.sources.folders import ImageFolder, ImageTable
+from polyfed.data.sources.heart import Heart
 from polyfed.data.sources.mosaics import FashionMosaics
 from polyfed.data.sources.table_file import TableFile
 from polyfed.data.sources.tweets import Sentiment140
@@ -11,6 +12,7 @@ from polyfed.data.sources.xray import ChestXray14
 
 SOURCES: dict[str, type[Source]] = {
     "digits": Digits,
+    "heart": Heart,
     "fashion_mnist": FashionMNIST,
     "fashion_mosaics": FashionMosaics,
     "mnist": MNIST,

@@ -20,13 +20,16 @@ from polyfed.data.tabular.columns import (
     to_float32_if_precise,
     warn_of_duplicate_rows,
 )
+from polyfed.data.tabular.positive_class import makes_two_classes
 from polyfed.data.tabular.preprocessing import Column, Scope, TablePreprocessor, encode_table
 from polyfed.data.tabular.schema import read_schema, recode_targets_to_schema
+from polyfed.data.tabular.suspicious_columns import warn_of_suspicious_columns
 from polyfed.data.tabular.table_reader import (
     PATH_ADVICE,
     check_columns_exist,
     check_no_missing_values,
     column_as_texts,
+    column_as_times,
     read_table,
 )
 
@@ -46,10 +49,13 @@ class TableFile(Source):
         task: "auto" infers it from the target: texts, true and false, and up to 20 different whole numbers are classes,
             numbers with a fraction are regression; several targets of 0 and 1 are labels.
         group: column whose equal values never come into both training and test sets, such as the patient.
-        columns: features; none takes all columns but target, site and group.
+        time: column of numbers or dates by which rows are split into earlier ones to train and later ones to test (see
+            `split`).
+        columns: features; none takes all columns but target, site, group and time.
         drop: columns that are no features. Those with few values are kept for scores of subgroups.
         categorical: columns of numbers that are categories, such as codes; and texts to take as categories in any case.
-        positive: value of the target that is class 1 of two; null for the last in alphabetical order.
+        positive: value of the target that is class 1 of two; null for the last in alphabetical order. A condition
+            (">0", ">=2", "=yes") or several values ("1,2,3") make two classes of a target with more values, or of numbers.
         missing: texts that stand for no value, beside an empty cell, NA, NaN and null.
         preprocess: "site" by each site's own training rows; "federated" by means and variances over the training rows of all
             sites, from sums that the sites send.
@@ -68,6 +74,7 @@ class TableFile(Source):
     site: str | None = None
     task: str = "auto"
     group: str | None = None
+    time: str | None = None
     columns: list[str] | str = ""
     drop: list[str] | str = ""
     categorical: list[str] | str = ""
@@ -87,6 +94,8 @@ class TableFile(Source):
         if self.delimiter != "auto" and len(self.delimiter) != 1:
             raise UserError(f"delimiter must be one character or auto, got {self.delimiter!r}")
         conflicting = [name for name in ("columns", "drop", "categorical", "positive") if getattr(self, name)]
+        if makes_two_classes(self.positive):  # a schema has the classes that it makes, and not how
+            conflicting = [name for name in conflicting if name != "positive"]
         if self.schema is not None and conflicting:
             raise UserError(
                 f"the schema already sets {conflicting[0]}; leave {conflicting[0]}={getattr(self, conflicting[0])!r} out"
@@ -105,8 +114,12 @@ class TableFile(Source):
         )
         return self.build_dataset(table)
 
-    def build_dataset(self, table: Table) -> PooledDataset:
+    def build_dataset(self, table: Table, *, warn: bool = True) -> PooledDataset:
         """Builds the data set from a table that has already been read.
+
+        Args:
+            table: the rows.
+            warn: of copies of rows and of suspicious columns; not for a published table, which is known.
 
         Raises:
             UserError: a column does not exist or cannot be used.
@@ -115,7 +128,7 @@ class TableFile(Source):
         if not target_names:
             names = ", ".join(table.column_names)
             raise UserError(f"give --data.target with the column to predict; the columns: {names}")
-        roles = {"site": self.site, "group": self.group}
+        roles = {"site": self.site, "group": self.group, "time": self.time}
         names_by_role = {"target": target_names} | {role: (name,) for role, name in roles.items() if name is not None}
         for role in ("columns", "drop", "categorical"):
             names_by_role[role] = parse_column_names(getattr(self, role), table)
@@ -137,22 +150,29 @@ class TableFile(Source):
         x = encode_table(table, features)
         if self.preprocess == "site":  # otherwise the type would depend on the rows at this site
             x = to_float32_if_precise(x, features)
-        warn_of_duplicate_rows(table, self.site)
+        if warn:
+            warn_of_duplicate_rows(table, self.site)
+            feature_names, own_roles = [c.name for c in features], [n for n in (self.group, self.time) if n is not None]
+            warn_of_suspicious_columns(table, y, target_names, feature_names, self.site, own_roles)
         columns = self._subgroup_columns(table, target_names)
-        return PooledDataset(Examples(x, y), None, classes, task, columns, preprocessor=preprocessor, group=self.group)
+        if self.time is not None:
+            columns[self.time] = column_as_times(table, self.time)
+        return PooledDataset(
+            Examples(x, y), None, classes, task, columns, preprocessor=preprocessor, group=self.group, time=self.time
+        )
 
     def _feature_columns(self, table: Table, targets: Sequence[str]) -> tuple[Column, ...]:
         left_out = {
             *targets,
             *parse_column_names(self.drop, table),
-            *(name for name in (self.site, self.group) if name is not None),
+            *(name for name in (self.site, self.group, self.time) if name is not None),
         }
         chosen = parse_column_names(self.columns, table) or tuple(
             name for name in table.column_names if name not in left_out
         )
         if overlap := sorted(set(chosen) & left_out):
             raise UserError(
-                f"column {overlap[0]!r} cannot be a feature: it is the target, the site or the group, or dropped"
+                f"column {overlap[0]!r} cannot be a feature: it is the target, the site, the group or the time, or dropped"
             )
         categorical = parse_column_names(self.categorical, table)
         if not chosen:

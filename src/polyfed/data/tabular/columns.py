@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.core.data_warnings import warn_of_data
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_format import format_row_numbers
-from polyfed.core.task import Task, get_task
+from polyfed.core.task import DEFAULT_TASK, Task, get_task
 from polyfed.data.formats.files import Table
+from polyfed.data.tabular.positive_class import makes_two_classes, split_by_positive
 from polyfed.data.tabular.preprocessing import Column
 from polyfed.data.tabular.table_reader import (
     DECIMAL_COMMA,
@@ -136,16 +138,18 @@ def has_few_values(table: Table, name: str) -> bool:
     return bool(max_values) and pyarrow.compute.count_distinct(column_as_arrow_array(table, name)).as_py() <= max_values
 
 
+def has_identifier_name(name: str) -> bool:
+    """Returns whether a column is called as identifiers are: visit_id, nr, MRN."""
+    return bool(_IDENTIFIERS & {*name.lower().replace("-", "_").split("_"), name.lower()[-2:]})
+
+
 def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
     are_whole_numbers = bool((cells == np.floor(cells)).all())
-    name_parts = name.lower().replace("-", "_").split("_")
     are_unique = len(np.unique(cells)) == len(cells) > 1
-    if are_whole_numbers and are_unique and _IDENTIFIERS & {*name_parts, name.lower()[-2:]}:
-        warnings.warn(
+    if are_whole_numbers and are_unique and has_identifier_name(name):
+        warn_of_data(
             f"column {name!r} has a different whole number in each row and is used as a feature; if it is an identifier, "
-            f"leave it out (--data.drop {name}), and if it is that of a patient, give --data.group {name}",
-            UserWarning,
-            stacklevel=2,
+            f"leave it out (--data.drop {name}), and if it is that of a patient, give --data.group {name}"
         )
 
 
@@ -165,12 +169,10 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
         return
     first, last = (unique_rows.column(f"\0row_{which}").to_numpy() for which in ("min", "max"))
     duplicated = int(np.flatnonzero(first != last)[0])
-    warnings.warn(
+    warn_of_data(
         f"{copies} of {table.num_rows} rows are copies of other rows, such as row {last[duplicated] + 1} of row "
         f"{first[duplicated] + 1}: a copy may come into the training set and its original into the test set; remove "
-        "them, or give --data.group with a column that keeps them together",
-        UserWarning,
-        stacklevel=2,
+        "them, or give --data.group with a column that keeps them together"
     )
 
 
@@ -199,6 +201,8 @@ def read_targets(
     """
     for name in names:
         check_no_missing_values(column_as_texts(table, name), name, "target")
+    if task == "auto" and len(names) == 1 and makes_two_classes(positive):
+        task = DEFAULT_TASK
     resolved_task = _infer_task(table, names) if task == "auto" else get_task(task)
     if resolved_task.one_class_per_example:
         if len(names) > 1:
@@ -206,6 +210,9 @@ def read_targets(
                 f"{resolved_task} has one target, got {', '.join(names)}; give --data.task multilabel for several"
             )
         column = column_as_texts(table, names[0])
+        if positive is not None and makes_two_classes(positive) and positive not in column:
+            codes, two_classes = split_by_positive(column, names[0], positive)
+            return torch.from_numpy(codes), two_classes, resolved_task
         classes = _infer_classes(column, names[0], positive)
         code = {value: number for number, value in enumerate(classes)}
         return torch.tensor([code[value] for value in column.tolist()]), classes, resolved_task
@@ -245,10 +252,11 @@ def _infer_classes(column: NDArray[Any], name: str, positive: str | None) -> tup
         )
     if positive is None:
         return classes
-    if len(classes) != 2:
-        raise UserError(
-            f"positive={positive!r} is for two classes, and target {name!r} has {len(classes)}; leave it out"
-        )
     if str(positive) not in classes:
         raise UserError(f"positive={positive!r} is no value of target {name!r}; its values: {', '.join(classes)}")
+    if len(classes) != 2:
+        raise UserError(
+            f"positive={positive!r} is one of {len(classes)} values of target {name!r}; for two classes give a condition, "
+            f"such as '>0', or all positive values, such as '{','.join(classes[1:])}' (or '={positive}' for this one alone)"
+        )
     return (next(value for value in classes if value != str(positive)), str(positive))

@@ -142,7 +142,7 @@ def recode_examples(examples: Sequence[Examples], common: TablePreprocessor) -> 
                 _recode_targets(part.y, preprocessor, common),
             )
         x, y = stores[store_key]
-        recoded.append(Examples(x, y, part.index, common, part.augment, part.columns, part.group))
+        recoded.append(Examples(x, y, part.index, common, part.augment, part.columns, part.group, part.time))
     return recoded
 
 

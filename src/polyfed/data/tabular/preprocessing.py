@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypedDict, final
+from typing import Any, ClassVar, Literal, TypedDict, final
 
 import numpy as np
 import torch
@@ -105,6 +105,7 @@ class TablePreprocessor:
     scope: Scope = "site"
     classes: tuple[str, ...] = ()
     task: Task = field(default_factory=Classification)
+    is_rowwise: ClassVar[bool] = True  # each row is prepared by itself, so that `Examples` may keep prepared rows
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", get_task(self.task))
@@ -158,8 +159,7 @@ class TablePreprocessor:
                 for numbers in (self.mean, self.divisors, [c for _, c in category_codes])
             )
             (numbers_, marked_, owners), (mean, spread, codes) = integer_tensors, float_tensors
-            tensors = (numbers_, mean, spread, marked_, owners, codes)
-            self._tensors[key] = tuple(tensor.to(x.device) for tensor in tensors)
+            self._tensors[key] = tuple(t.to(x.device) for t in (numbers_, mean, spread, marked_, owners, codes))
         constants: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = self._tensors[key]
         return constants
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.examples.times import times_as_numbers
 from polyfed.core.io.atomic_files import MAX_TEXT_BYTES, open_file
 from polyfed.core.io.number_format import format_row_numbers
 from polyfed.data.formats.files import Table, read_parquet_splits, resolve_existing_path
@@ -303,6 +304,20 @@ def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
             f"column {name!r} has an infinite value in {format_row_numbers(wrong)}; correct it, or leave the cell empty"
         )
     return content
+
+
+def column_as_times(table: Table, name: str) -> NDArray[np.float64]:
+    """Returns a table's column of numbers, or of dates of the form 2026-01-31, as numbers of the same order.
+
+    Raises:
+        UserError: other values, or a row without one.
+
+    >>> column_as_times(read_table({"day": ["2026-01-31", "2026-01-30"]}), "day").argsort().tolist()
+    [1, 0]
+    """
+    if is_numeric_column(table, name):
+        return times_as_numbers(column_as_numbers(table, name), f"time: column {name!r}")
+    return times_as_numbers(column_as_arrow_array(table, name).to_pylist(), f"time: column {name!r}")
 
 
 def column_as_texts(table: Table, name: str) -> NDArray[Any]:

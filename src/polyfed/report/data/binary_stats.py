@@ -97,7 +97,9 @@ def count_true_and_false_positives(predictions: BinaryPredictions) -> PositiveCo
     return PositiveCounts(reached[positive].sum(axis=0), reached[~positive].sum(axis=0))
 
 
-def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: float) -> list[CalibrationPoint]:
+def calibration_points(
+    predictions_by_seed: Sequence[BinaryPredictions], level: float, units_per_example: float = 1.0
+) -> list[CalibrationPoint]:
     """Computes the points of a calibration curve: examples of similar probability form up to ten groups of equal size.
 
     The list is empty for fewer than 20 examples.
@@ -105,6 +107,7 @@ def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: 
     Args:
         predictions_by_seed: one a seed. They are of the same examples, so that an interval counts those of one part.
         level: of Wilson's intervals.
+        units_per_example: share of the examples that count in intervals: groups (patients, say) per example.
     """
     score = np.concatenate([predictions[0] for predictions in predictions_by_seed])
     positive = np.concatenate([predictions[1] for predictions in predictions_by_seed])
@@ -116,7 +119,8 @@ def calibration_points(predictions_by_seed: Sequence[BinaryPredictions], level: 
     groups = []
     for rows in np.array_split(order, number):
         share, examples = float(positive[rows].mean()), len(rows) / len(predictions_by_seed)
-        low, high = wilson_interval(share * examples, examples, level)
+        units = examples * units_per_example
+        low, high = wilson_interval(share * units, units, level)
         groups.append(CalibrationPoint(float(score[rows].mean()), share, low, high, examples))
     return groups
 

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from polyfed.core.errors import UserError
 from polyfed.core.task import Task, get_task
@@ -91,6 +92,21 @@ class GroupPredictions:
         )
         return score, np.asarray(positive.numpy(), dtype=np.bool_)
 
+    def groups(self, clients: Sequence[str], seed: int) -> NDArray[np.int64] | None:
+        """Returns the groups (patients, say) of the clients' test examples as numbers, in the order of `column_values`; None
+        without groups.
+        """
+        return _join_groups([self.prediction_tables[self.methods[0], seed, client] for client in clients])
+
+    def groups_of_predictions(self, method: str, seed: int, clients: Sequence[str]) -> NDArray[np.int64] | None:
+        """Returns the groups of the examples in the order of `binary_predictions`; None without groups."""
+        tables = [self.prediction_tables[method, seed, client] for client in clients]
+        groups = _join_groups(tables)
+        if groups is None:
+            return None
+        is_finite = torch.isfinite(torch.cat([table.outputs for table in tables])).all(1).numpy()
+        return np.asarray(groups[is_finite])
+
     def confusion_matrix(self, method: str, seed: int, clients: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Counts the test examples of some clients by true class (rows) and most probable class (columns); shape (K, K)
         for K classes.
@@ -118,6 +134,20 @@ class GroupPredictions:
             table = self.prediction_tables[self.methods[0], seed, client]
             cells += list(table.columns.get(name, [None] * len(table.targets)))
         return cells
+
+
+def _join_groups(tables: Sequence[Predictions]) -> NDArray[np.int64] | None:
+    """Returns the groups of the examples of several clients, with numbers that differ between clients; None if no client has
+    groups.
+    """
+    if all(table.groups is None for table in tables):
+        return None
+    joined, first = [], 0
+    for table in tables:
+        numbers = np.arange(len(table.targets)) if table.groups is None else table.groups
+        joined.append(numbers + first)
+        first += int(numbers.max(initial=0)) + 1
+    return np.concatenate(joined)
 
 
 def read_group_predictions(

@@ -73,6 +73,7 @@ class RunRecord:
         failure_count: number of replies that were lost.
         update_norms: by round and client, the norm of the update; runs of early versions have none.
         warnings: sentences about the rounds.
+        data_warnings: sentences about the data.
         uses_secure_sums: whether the run used secure sums.
     """
 
@@ -90,6 +91,7 @@ class RunRecord:
     update_norms: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     uses_secure_sums: bool = False
+    data_warnings: tuple[str, ...] = ()
 
     @property
     def cost_until_scored_round(self) -> RunCost:
@@ -171,7 +173,13 @@ def read_run_record(folder: Path) -> RunRecord | None:
         norms,
         warnings,
         config.get("secure") is True,
+        data_warnings=_data_warnings(folder),
     )
+
+
+def _data_warnings(folder: Path) -> tuple[str, ...]:
+    texts = read_manifest(folder).get("data_warnings")
+    return tuple(map(str, texts)) if isinstance(texts, list) else ()
 
 
 def norms_and_warnings_of_rounds(records: Sequence[Mapping[str, Any]]) -> NormsAndWarnings:

@@ -320,7 +320,9 @@ def _test_scores(predictions: Predictions | None, metrics: tuple[Metric, ...]) -
         return ()
     scores = []
     for metric in metrics:
-        estimate = mean_score_with_interval(metric, [predictions.outputs], predictions.targets)
+        estimate = mean_score_with_interval(
+            metric, [predictions.outputs], predictions.targets, groups=predictions.groups
+        )
         if estimate is not None:
             low, high = (
                 (min(max(end, 0.0), 1.0) for end in estimate[1:]) if metric.unit == "%" else estimate[1:]

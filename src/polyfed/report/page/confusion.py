@@ -73,7 +73,13 @@ def html_confusion_tables_at_threshold(
         columns=["", f"called {positive_name}", f"called {negative_label}", "all"],
         names=[name for _, name in performances],
         share_rows=[
-            [text, *(format_share_with_interval(*rates[k], level) for rates in rates_by_method)]
+            [
+                text,
+                *(
+                    format_share_with_interval(*rates[k], level, performance.get("units", 1.0))
+                    for rates, (performance, _) in zip(rates_by_method, performances, strict=True)
+                ),
+            ]
             for k, text in enumerate(texts)
         ],
     )
@@ -100,13 +106,15 @@ def sensitivity_specificity_and_predictive_values(
     ]
 
 
-def format_share_with_interval(hits: float, examples: float, level: float) -> str:
+def format_share_with_interval(hits: float, examples: float, level: float, units: float = 1.0) -> str:
     """Returns a share of examples as text in per cent, with its confidence interval; "–" if there are no examples.
+
+    An interval counts `units` per example: groups, such as patients, where examples have groups.
 
     >>> format_share_with_interval(8, 10, 0.95), format_share_with_interval(0, 0, 0.95)
     ('80.0 % (49.0 to 94.3 %)', '–')
     """
-    low, high = wilson_interval(hits, examples, level)
+    low, high = wilson_interval(hits * units, examples * units, level)
     if math.isnan(low):
         return "–"
     return f"{100 * hits / examples:.1f} % ({100 * low:.1f} to {100 * high:.1f} %)"

@@ -40,9 +40,9 @@
     const pick = (of) => box.querySelector(`[data-pick=${of}]`);
     const at = (of) => Number(pick(of)?.value ?? 0);
     const grid = told.cells.flat(2).find((one) => one?.roc)?.roc.map((_, k, all) => k / (all.length - 1)) ?? [];
-    const z2 = told.z ** 2;
-    const share = (hits, examples) => {
+    const share = (hits, examples, units = 1) => {  // intervals count groups, such as patients
       if (examples <= 0) return "–";
+      const z2 = told.z ** 2 / units;
       const p = hits / examples, middle = (p + z2 / (2 * examples)) / (1 + z2 / examples);
       const half = Math.sqrt(z2 * ((p * (1 - p)) / examples + z2 / (4 * examples ** 2))) / (1 + z2 / examples);
       return `${percent(p)} % (${percent(Math.max(0, middle - half))} to ${percent(Math.min(1, middle + half))} %)`;
@@ -128,7 +128,7 @@
       });
       const texts = [`sensitivity: of those that are ${yes}, called so`, `specificity: of those that are ${other}, called so`,
         `positive predictive value: of those called ${yes}, are so`, `negative predictive value: of those called ${other}, are so`];
-      const rows = texts.map((text, j) => [text, ...measures.map((one) => share(...one[j]))]);
+      const rows = texts.map((text, j) => [text, ...measures.map((one, m) => share(...one[j], found[m].one.units))]);
       return [make("div", { class: "sideways" }, ...each),
         ...table("Shares at this threshold", ["", ...found.map(({ name }) => name)], rows)];
     };

@@ -9,11 +9,16 @@ from html import escape
 from typing import Any
 
 import numpy as np
+import torch
 from markupsafe import Markup
+from numpy.typing import NDArray
 
+from polyfed.comparison.statistics.mrmc import mean_score_with_interval
+from polyfed.core.evaluation.metrics import METRICS
 from polyfed.core.io.number_format import capitalize_first, count_with_noun, format_count, join_with_and
 from polyfed.report.data.binary_stats import (
     FALSE_ALARM_GRID,
+    BinaryPredictions,
     auc_interval,
     calibration_points,
     count_true_and_false_positives,
@@ -81,15 +86,21 @@ def binary_performance(
         None without test examples; else `n`, `yes`: numbers of examples and of positives, means over seeds. `area`: AUC with
         its interval, or null; `seeds`: its lowest and highest. `roc`: sensitivity at each of `FALSE_ALARM_GRID`, and `low`
         and `high` where seeds differ. `groups`: the calibration curve. `hits`, `alarms`: true and false positives by
-        threshold, means over seeds; missing where the most probable of several classes decides.
+        threshold, means over seeds; missing where the most probable of several classes decides. `units`: groups
+        (patients, say)
+        per example, where examples have groups: intervals count these.
     """
-    parts = [
-        part
+    parts_and_units = [
+        (part, predictions.groups_of_predictions(method, seed, clients))
         for seed in predictions.seeds
         if len((part := predictions.binary_predictions(method, seed, clients, question))[0])
     ]
-    if not parts:
+    if not parts_and_units:
         return None
+    parts = [part for part, _ in parts_and_units]
+    units_per_example = float(
+        np.mean([1.0 if units is None else len(np.unique(units)) / len(units) for _, units in parts_and_units])
+    )
     size = float(np.mean([len(p) for _, p in parts]))
     positives = float(np.mean([p.sum() for _, p in parts]))
     performance: dict[str, Any] = {"n": round(size, 1), "yes": round(positives, 1), "area": None, "roc": None}
@@ -100,17 +111,40 @@ def binary_performance(
         if len(curves_and_areas) > 1 and np.ptp(heights, axis=0).max() > 0.0005:
             performance |= {"low": _round_values(heights.min(axis=0)), "high": _round_values(heights.max(axis=0))}
         area = float(np.mean(areas))
-        performance["area"] = _round_values([area, *auc_interval(area, positives, size - positives, level)])
+        ends = auc_interval(area, positives, size - positives, level)
+        if units_per_example < 1:
+            ends = _auc_interval_of_groups(parts_and_units, level)
+        performance["area"] = _round_values([area, *ends])
         performance["seeds"] = _round_values([min(areas), max(areas)])
     performance["groups"] = [
         _round_values([g.mean_probability, g.positive_share, g.low, g.high, g.examples])
-        for g in calibration_points(parts, level)
+        for g in calibration_points(parts, level, units_per_example)
     ]
+    if units_per_example < 1:
+        performance["units"] = _round_number(units_per_example, 4)
     if predictions.is_binary or not predictions.task.one_class_per_example:
         positives_by_part = [count_true_and_false_positives(part) for part in parts]
         performance |= {name: [_round_number(v) for v in np.mean([pair[k] for pair in positives_by_part], axis=0)]
                   for k, name in enumerate(("hits", "alarms"))}  # fmt: skip
     return performance
+
+
+def _auc_interval_of_groups(
+    parts_and_units: Sequence[tuple[BinaryPredictions, NDArray[np.int64] | None]], level: float
+) -> tuple[float, float]:
+    """Computes the interval of an AUC whose examples are of groups, such as patients, from the widest seed; (0, 1)
+    where too few groups have examples of a class.
+    """
+    widest = (1.0, 0.0)
+    for (score, positive), units in parts_and_units:
+        outputs = torch.from_numpy(np.stack([-score, score], axis=1))
+        interval = mean_score_with_interval(
+            METRICS["auc"], [outputs], torch.from_numpy(positive.astype(np.int64)), level, groups=units
+        )
+        if interval is None:
+            return 0.0, 1.0
+        widest = min(widest[0], interval[1]), max(widest[1], interval[2])
+    return max(0.0, widest[0]), min(1.0, widest[1])
 
 
 def _mean_confusion_matrix(predictions: GroupPredictions, method: str, clients: Sequence[str]) -> list[list[float]]:

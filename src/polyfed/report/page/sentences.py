@@ -140,7 +140,8 @@ def _gain_sentence(run_group: RunGroup, method: MethodRuns) -> str:
 
 
 def _unfinished_sentences(run_group: RunGroup) -> list[str]:
-    sentences = []
+    about_data = [text for method in run_group.methods for run in method.runs for text in run.data_warnings]
+    sentences = [f"The data: {end_with_period(text)}" for text in dict.fromkeys(about_data)]
     for method in run_group.methods:
         for run in method.runs:
             seed = f", seed {run.seed}" if len(run_group.seeds) > 1 else ""

@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from markupsafe import Markup
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.comparison.statistics.mrmc import mean_gain_with_interval, mean_score_with_interval
@@ -122,13 +123,14 @@ def score_subgroups(
         m: [torch.cat([tables[m, seed, c].outputs for c in clients]) for seed in seeds]
         for m in leader_and_local_labels(predictions)
     }
-    groups = {
+    rows_by_name = {
         "all": list(range(len(targets))),
         **example_positions_by_group(predictions.column_values(column, clients, seeds[0])),
     }
+    units = predictions.groups(clients, seeds[0])
     return [
-        _score_subgroup(name, rows, outputs, targets, predictions.local_label, metric, level)
-        for name, rows in groups.items()
+        _score_subgroup(name, rows, outputs, targets, units, predictions.local_label, metric, level)
+        for name, rows in rows_by_name.items()
     ]
 
 
@@ -142,20 +144,25 @@ def leader_and_local_labels(predictions: GroupPredictions) -> list[str]:
 
 
 def _score_subgroup(
-    name: str, rows: Sequence[int], outputs: dict[str, list[Tensor]], targets: Tensor, local_label: str | None,
-    metric: Metric, level: float,
+    name: str, rows: Sequence[int], outputs: dict[str, list[Tensor]], targets: Tensor,
+    units: NDArray[np.int64] | None, local_label: str | None, metric: Metric, level: float,
 ) -> Subgroup:  # fmt: skip
     row_indices = torch.tensor(rows, dtype=torch.int64)
+    groups = None if units is None else units[rows]
     group_outputs = {
         method: [seed_outputs[row_indices] for seed_outputs in by_seed] for method, by_seed in outputs.items()
     }
     scores = {
-        m: _clip_estimate(mean_score_with_interval(metric, method_outputs, targets[row_indices], level), metric, 0.0)
+        m: _clip_estimate(
+            mean_score_with_interval(metric, method_outputs, targets[row_indices], level, groups), metric, 0.0
+        )
         for m, method_outputs in group_outputs.items()
     }
     gains = {
         m: _clip_estimate(
-            mean_gain_with_interval(metric, method_outputs, group_outputs[local_label], targets[row_indices], level),
+            mean_gain_with_interval(
+                metric, method_outputs, group_outputs[local_label], targets[row_indices], level, groups
+            ),
             metric,
             -1.0,
         )

@@ -1,11 +1,10 @@
 """Warns of data leakage: test examples that are also training examples, so that their scores say nothing about new data.
 
-Two examples are equal if their stored inputs are equal byte for byte. Inputs that repeat by nature (few categories,
-constants) are no leakage: the warning depends on how many more test examples occur among training examples than
+Two examples are equal if their stored inputs and targets are equal byte for byte. Examples that repeat by nature (few
+categories, constants) are no leakage: the warning depends on how many more test examples occur among training examples than
 training examples repeat among themselves.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,8 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.algorithm import Client
+from polyfed.core.data_warnings import warn_of_data
 from polyfed.core.examples.examples import Examples
 from polyfed.core.examples.pytree import named_leaves
+from polyfed.data.partitioning.group_split import group_id_of_each_row
 
 _SHARE = 0.05  # of a client's test examples, from which on it warns
 _LEAST = 2  # fewest different leaked examples
@@ -36,6 +37,7 @@ _SEEN: WeakValueDictionary[tuple[int, int], Client] = WeakValueDictionary()
 _WARNED: ContextVar[list[str] | None] = ContextVar("_WARNED", default=None)  # warnings within `limit_leak_warnings`
 
 Hashes = NDArray[np.int64]
+_GROUPS = "test examples of groups that are also trained on"
 _KINDS = {
     "test": "test examples that are also training examples of the same client",
     "val": "validation examples that are also training examples of the same client",
@@ -73,6 +75,7 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
     they have at most 2 million examples in all. Clients that were checked together before are not checked again: a
     comparison runs many methods on the same clients. See also `limit_leak_warnings`.
 
+    >>> import warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
     >>> with warnings.catch_warnings(record=True) as told:
     ...     warnings.simplefilter("always")
@@ -93,13 +96,20 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
     for kind, description in _KINDS.items():
         if leaks := [leak for leak in all_leaks if leak.kind == kind]:
             sentences.append(f"{description}: {_format_leaks(leaks)}")
+    texts = []
     if sentences:
-        text = (
+        texts.append(
             f"{'; '.join(sentences)}; scores of examples that were trained on say nothing about new data: give others"
         )
+    if leaks := list(_find_shared_groups(clients)):
+        texts.append(
+            f"{_GROUPS}: {_format_leaks(leaks)}; scores of them say little about new groups: split by group (a table's "
+            "--data.group, Examples(..., group=...) and resplit), or give a time if later examples are predicted"
+        )
+    for text in texts:
         if warned is not None:
             warned.append(text)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn_of_data(text)
 
 
 @contextmanager
@@ -107,6 +117,7 @@ def limit_leak_warnings() -> Iterator[None]:
     """Limits the warnings of data leakage to one within this context. A comparison needs this: it splits the same data
     several times, and holds out parts of them.
 
+    >>> import warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
     >>> with warnings.catch_warnings(record=True) as told, limit_leak_warnings():
     ...     warnings.simplefilter("always")
@@ -168,6 +179,24 @@ def _find_leaks(clients: Sequence[Client], between: bool) -> Iterator[_Leak]:
                 yield _Leak(clients[k].id, "other", other_counts[k], len(sets[k]))
 
 
+def _find_shared_groups(clients: Sequence[Client]) -> Iterator[_Leak]:
+    """Finds the test examples of groups that the same client trains on; such as patients with recordings in both sets.
+
+    Examples with a time are left out: they may be split within groups, into earlier and later ones.
+    """
+    for client in clients:
+        train, test = client.train, client.test
+        if train.group is None or test.group is None or train.time is not None:
+            continue
+        trained = set(group_id_of_each_row(train.column(train.group)).tolist())
+        ids = group_id_of_each_row(test.column(test.group)).tolist()
+        num_leaked = sum(
+            name in trained and not name.startswith("\0") for name in ids
+        )  # a row without a group is alone
+        if num_leaked:
+            yield _Leak(client.id, "group", num_leaked, len(test))
+
+
 def _suspicious_counts(
     alike: NDArray[np.bool_], keys: Hashes, whose: NDArray[np.int64], least: NDArray[np.float64]
 ) -> dict[int, int]:
@@ -220,10 +249,10 @@ def _storage_keys(x: Any) -> list[Any]:
 
 
 def _hashes(examples: Examples) -> Hashes:
-    """Returns a hash of the stored input of each example; inputs of equal content, type and shape have equal hashes."""
-    if isinstance(examples.x, Tensor):
-        return _hash_part(examples, examples.x)
-    hashes = np.zeros(len(examples), np.int64)
+    """Returns a hash of the stored input and target of each example; those of equal content, type and shape have equal
+    hashes.
+    """
+    hashes = _hash_part(examples, examples.y)
     for _, part in named_leaves(examples.x):  # the order of the parts matters
         hashes = hashes * _PRIME + _hash_part(examples, part)
     return hashes

@@ -82,8 +82,8 @@ class _StoredParts(NamedTuple):
         return self.form.build_inputs(lambda shape, dtype: load(next(remaining)))
 
 
-# x, y and index, each as `FlatTensor` or a reference; transform, augment, columns
-_StoredSet = tuple[Any, Any, Any, Any, Any, Any]
+# x, y and index, each as `FlatTensor` or a reference; transform, augment, columns, group, time
+_StoredSet = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
 
 @final
@@ -103,9 +103,9 @@ class StoredClient(NamedTuple):
         def examples(stored_set: _StoredSet | None) -> Examples | None:
             if stored_set is None:
                 return None
-            x, y, index, transform, augment, columns = stored_set
+            x, y, index, *rest = stored_set
             inputs = x.restore(load) if isinstance(x, _StoredParts) else load(x)
-            return Examples(inputs, load(y), None if index is None else load(index), transform, augment, columns)
+            return Examples(inputs, load(y), None if index is None else load(index), *rest)
 
         train, test, val, common = map(examples, self.sets)
         return Client(self.id, self.model, train, test, val, common, self.task, self.loss)
@@ -143,7 +143,16 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
         return tuple(
             None
             if s is None
-            else (inputs(s.x), store_tensor(s.y), store_tensor(s.index), s.transform, s.augment, s.columns)
+            else (
+                inputs(s.x),
+                store_tensor(s.y),
+                store_tensor(s.index),
+                s.transform,
+                s.augment,
+                s.columns,
+                s.group,
+                s.time,
+            )
             for s in (client.train, client.test, client.val, client.global_test)
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import safetensors.torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -29,6 +30,7 @@ from polyfed.core.io.atomic_files import (
     open_file,
     write_file_atomically,
 )
+from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.simulation.storage import predictions_parquet
 from polyfed.simulation.storage.directory import read_config, read_metrics
 from polyfed.simulation.storage.paths import safe_file_name
@@ -50,13 +52,15 @@ class Predictions:
         round: counted from 1.
         outputs: of the network (logits; numbers for regression), float32, shape (n, ...).
         targets: of the same examples, shape (n,) of classes, (n, labels) or (n, outputs).
-        columns: further columns of the same examples (`Examples.columns`), each of shape (n,).
+        columns: further columns of the same examples (`Examples.columns`), each of shape (n,), without groups and times.
+        groups: anonymous number of the group of each example (`Examples.group`), shape (n,); None without groups.
     """
 
     round: int
     outputs: Tensor
     targets: Tensor
     columns: Mapping[str, NDArray[Any]]
+    groups: NDArray[np.int64] | None = None
 
 
 def read_predictions(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
@@ -76,8 +80,7 @@ def read_predictions(folder: str | Path, client: str, *, split: str = "test", ro
     chosen_round = _default_round(Path(folder), available) if round is None else round
     if chosen_round not in available:
         raise UserError(missing_predictions_message(client, split, chosen_round, available))
-    outputs, targets, columns = predictions_parquet.read_outputs_and_targets(file, split, chosen_round)
-    return Predictions(chosen_round, outputs, targets, columns)
+    return Predictions(chosen_round, *predictions_parquet.read_outputs_and_targets(file, split, chosen_round))
 
 
 def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
@@ -224,8 +227,9 @@ class PredictionStore:
         if round not in available:
             raise UserError(missing_predictions_message(client, split, round, available))
         examples = getattr(self._clients[client], split)
-        columns = {name: examples.column(name) for name in examples.columns or {}}
-        return Predictions(round, self._memory[round][client][split], examples.labels.cpu(), columns)
+        columns = {name: examples.column(name) for name in examples.shown_columns}
+        outputs = self._memory[round][client][split]
+        return Predictions(round, outputs, examples.labels.cpu(), columns, group_numbers(examples))
 
     # -- one round ------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Reads and writes the Parquet file with a client's predictions: a row for each example and round.
 
 Columns: `round` (int32), `split` ("test" or "val"), `example` (int32, its position in that set), `target` (a number,
-or a list of them), `output` (list of float32), then the columns of the examples. Shapes, and names of columns that had
-to be changed, are in the schema's metadata.
+or a list of them), `output` (list of float32), `group` (int32, an anonymous number, where examples have groups), then the
+columns of the examples. Shapes, and names of columns that had to be changed, are in the schema's metadata.
 """
 
 import json
@@ -21,12 +21,13 @@ from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import create_private_folder_if_missing, open_atomic_file, open_file
 from polyfed.core.io.validation import DAMAGED_FILE_ERRORS, parse_json, validation_error
+from polyfed.data.partitioning.group_split import group_numbers
 
 if TYPE_CHECKING:
     import pyarrow
 
 SPLITS = ("test", "val")
-_RESERVED = ("round", "split", "example", "target", "output")
+_RESERVED = ("round", "split", "example", "target", "output", "group")
 _KEY = b"polyfed"
 MOST_BYTES = 2 * 256 * 2**20  # most bytes of predictions that a run keeps: two large rounds
 MOST_ROWS = 20_000_000  # a larger file takes minutes to read
@@ -63,7 +64,10 @@ def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mappin
         "target": _numbers(targets) if math.prod(targets.shape[1:]) == 1 else _lists(targets),
         "output": _lists(outputs),
     }  # fmt: skip
-    names = sorted({name for _, _, _, data in rows for name in data.columns or {}})
+    groups = {id(data): group_numbers(data) for _, _, _, data in rows}
+    if all(numbers is not None for numbers in groups.values()):
+        arrays["group"] = pa.array(np.concatenate([groups[id(data)] for _, _, _, data in rows]).astype(np.int32))
+    names = sorted({name for _, _, _, data in rows for name in data.shown_columns})
     stored_names = {name: f"{name}_" if name in _RESERVED else name for name in names}
     arrays |= {stored_names[name]: _column(name, [data for _, _, _, data in rows]) for name in names}
     header = {
@@ -96,10 +100,12 @@ class StoredOutputs(NamedTuple):
     outputs: Tensor
     targets: Tensor
     columns: dict[str, NDArray[Any]]
+    groups: NDArray[np.int64] | None
+    """Anonymous numbers of the examples' groups; None if the file has none."""
 
 
 def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutputs:
-    """Reads the network's outputs after a round for a split, with the targets and further columns of the examples.
+    """Reads the network's outputs after a round for a split, with the targets further columns and groups of the examples.
 
     Raises:
         UserError: the file is damaged, or there is no such split.
@@ -112,11 +118,15 @@ def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutput
         outputs = _tensor(table.column("output"), header["output"])
         targets = _tensor(table.column("target"), header["target"])
         columns = {name: np.asarray(table.column(short)) for short, name in header["columns"].items()}
+        has_groups = (
+            "group" in table.column_names and "group" not in header["columns"]
+        )  # an older file has such a column
+        groups = np.asarray(table.column("group"), dtype=np.int64) if has_groups else None
         if len(targets) != len(outputs) or outputs.dim() < 2 or not outputs.is_floating_point():
             raise ValueError("outputs and targets do not fit")
     except (*DAMAGED_FILE_ERRORS, pa.ArrowException) as error:
         raise UserError(_damaged(path, error)) from error
-    return StoredOutputs(outputs, targets, columns)
+    return StoredOutputs(outputs, targets, columns, groups)
 
 
 def _read_table(path: Path, split: str, round: int | None, columns: list[str] | None) -> "pyarrow.Table":

@@ -132,7 +132,7 @@ def parse_configuration(
         for s, default in DEFAULTS.items()
     }
     if is_offered("data.partition.name"):
-        source_fields = [option.key for option in options_of(_class_of_choice("data", names["data"]), "data")]
+        source_fields = {o.key: o.default for o in options_of(_class_of_choice("data", names["data"]), "data")}
         partition_name = names_by_option["data.partition"] or config_values.get("data.partition.name")
         implied = partition_options_of_site_column(source_fields, config_values, argv, partition_name)
         names["data.partition"] = implied.pop("data.partition.name", names["data.partition"])

@@ -66,12 +66,12 @@ def find_last_option_value(option: str, argv: Sequence[str]) -> str | None:
 
 
 def partition_options_of_site_column(
-    fields: Sequence[str], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
+    fields: Mapping[str, Any], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
     """Returns the options that make each site one client, for a data source with a column of sites.
 
     Args:
-        fields: the options of the source.
+        fields: the options of the source, with their defaults.
         config_values: what a file says, by key.
         argv: of the command line.
         partition_name: the partition that an option or a file chooses; None if none does.
@@ -79,9 +79,9 @@ def partition_options_of_site_column(
     Raises:
         UserError: neither a column nor a partition is given, so that rows would be dealt to simulated clients.
     """
-    if not {"data.site", "data.layout"} & set(fields) or partition_name not in (None, "natural"):
+    if not {"data.site", "data.layout"} & fields.keys() or partition_name not in (None, "natural"):
         return {}
-    site = find_last_option_value("--data.site", argv) or config_values.get("data.site")
+    site = find_last_option_value("--data.site", argv) or config_values.get("data.site", fields.get("data.site"))
     if "data.layout" in fields:
         layout = find_last_option_value("--data.layout", argv) or config_values.get("data.layout")
         if layout in (None, "class"):

@@ -15,6 +15,7 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.capabilities import describe_evaluated_network
+from polyfed.core.data_warnings import collect_data_warnings
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
@@ -194,17 +195,15 @@ def load_checked_participants(experiment: Experiment) -> Participants:
         UserError: they do not.
     """
     check_ray_cluster_trusted(experiment.settings)
-    experiment_data = load_participants(experiment)
-    _check_methods_and_models(experiment, experiment_data)
-    return experiment_data
+    with collect_data_warnings() as data_warnings:
+        experiment_data = load_participants(experiment)
+        _check_methods_and_models(experiment, experiment_data)
+    return replace(experiment_data, data_warnings=tuple(data_warnings))
 
 
 def _new_progress(out: Path, quiet: bool, logger: Sequence[str]) -> Progress:
-    return (
-        build_tracker(logger, out, build_terminal_progress(quiet=quiet))
-        if logger
-        else build_terminal_progress(quiet=quiet)
-    )
+    progress = build_terminal_progress(quiet=quiet)
+    return build_tracker(logger, out, progress) if logger else progress
 
 
 def _run_method(

@@ -1,0 +1,157 @@
+"""Warns of columns of a table that look like ids, and of columns that nearly are the target."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.data_warnings import warn_of_data
+from polyfed.data.formats.files import Table
+from polyfed.data.tabular.columns import has_identifier_name
+from polyfed.data.tabular.table_reader import (
+    column_as_arrow_array,
+    column_as_numbers,
+    column_as_texts,
+    is_numeric_column,
+    is_text_type,
+)
+
+_LEAST_ROWS = 50  # below which chance explains what is said here
+_LEAST_IDS = 10  # different values of an id that repeats
+_MANY_TIMES = 20  # rows of a value in sequence from which on that alone makes an id
+_MOST_COMPARED = 50  # columns that may be constant within the values of an id
+# Correlation from which on a column nearly is the target. A rare one for a feature that is known before: the two scores of
+# UCI's Parkinson data, one of which contains the other, have 0.947.
+_CORRELATION = 0.94
+_AREA = 0.995  # AUC of a single column
+_LEAST_OF_CLASS = 10  # examples of a class for that AUC
+
+Codes = NDArray[np.int64]
+
+
+def warn_of_suspicious_columns(
+    table: Table, y: Tensor, targets: Sequence[str], features: Sequence[str], site: str | None, roles: Sequence[str]
+) -> None:
+    """Warns of each column that looks like an id, unless rows have groups, and of each feature that nearly is the target.
+
+    Args:
+        table: the rows.
+        y: the targets as networks get them, shape (n,) of classes or (n, targets) of numbers or labels.
+        targets: the columns of `y`.
+        features: the columns that networks get.
+        site: the column of sites; None without one.
+        roles: columns with another role (groups, times).
+    """
+    if table.num_rows < _LEAST_ROWS:
+        return
+    others = [name for name in table.column_names if name not in (*targets, *roles, site)]
+    codes = {name: numbers for name in others if (numbers := _codes_of_column(table, name)) is not None}
+    sites = None if site is None else np.unique(column_as_texts(table, site).astype(str), return_inverse=True)[1]
+    for name in features:
+        in_order = name in codes and not has_identifier_name(name)  # those are warned of where columns are read
+        if in_order and bool((np.diff(codes[name]) == 1).all() or (np.diff(codes[name]) == -1).all()):
+            warn_of_data(
+                f"column {name!r} has a different value in each row, in order: the number of the row, or a time? Leave it "
+                f"out (--data.drop {name}), or give --data.time {name}"
+            )
+    if not roles:
+        for name in others:
+            if name in codes and (looks := _describe_id(name, codes, sites)):
+                cure = (
+                    f"give --data.group {name} if it is that of a patient or the like (its rows then count as one), or "
+                )
+                warn_of_data(
+                    f"column {name!r} has {looks}: an id? {cure}leave it out (--data.drop {name})"
+                    if name in features
+                    else f"column {name!r}, which is no feature, has {looks}: an id? If its rows belong together, give "
+                    f"--data.group {name}; otherwise they train in one set and test in another"
+                )
+    for name in features:
+        for sentence in _near_target_sentences(table, name, y, targets, codes.get(name)):
+            warn_of_data(f"{sentence}: is it known before the target is? If not, leave it out (--data.drop {name})")
+
+
+def _codes_of_column(table: Table, name: str) -> Codes | None:
+    """Returns a column of texts or whole numbers as numbers from 0; None for other columns, and where values are missing."""
+    column: NDArray[Any]
+    if is_numeric_column(table, name):
+        column = column_as_numbers(table, name)
+        if not bool((column == np.floor(column)).all()):  # NaN is no whole number either
+            return None
+    elif is_text_type(column_as_arrow_array(table, name).type):
+        column = column_as_texts(table, name)
+        if any(value is None for value in column):
+            return None
+        column = column.astype(str)
+    else:
+        return None
+    return np.unique(column, return_inverse=True)[1]
+
+
+def _describe_id(name: str, codes: dict[str, Codes], sites: Codes | None) -> str:
+    """Returns in what a column looks like an id, in a few words, or "" if it does not.
+
+    Either its values stand in sequence, many times each or with another column constant within each of them; or several
+    columns are constant within each of its values, in any order of the rows: sex and age within a patient.
+    """
+    values = codes[name]
+    rows, different = len(values), int(values.max()) + 1
+    if different < _LEAST_IDS or rows < 2 * different:
+        return ""
+    keys = values if sites is None else sites * different + values
+    pairs = len(np.unique(keys))
+    if sites is not None and pairs <= int(sites.max()) + 1:
+        return ""  # one value a site: it describes the site
+    in_sequence = 1 + int((np.diff(keys) != 0).sum()) == pairs
+    compared = [other for other in codes if other != name][:_MOST_COMPARED]
+    num_constant = sum(
+        bool(codes[other].max() > 0) and len(np.unique(keys * (int(codes[other].max()) + 1) + codes[other])) == pairs
+        for other in compared
+    )
+    times = f"{different} values that each occur about {round(rows / different)} times"
+    if in_sequence and (rows >= _MANY_TIMES * different or num_constant):
+        return f"{times} in sequence"
+    return f"{times}, and {num_constant} columns are constant within each" if num_constant > 1 else ""
+
+
+def _near_target_sentences(
+    table: Table, name: str, y: Tensor, targets: Sequence[str], codes: Codes | None
+) -> Iterator[str]:
+    """Yields a sentence for each target that a single column nearly is."""
+    numbers = column_as_numbers(table, name) if is_numeric_column(table, name) else None
+    columns = [y.numpy()] if y.dim() == 1 else list(y.numpy().T)
+    for target, values in zip(targets, columns, strict=True):
+        has_classes = not y.is_floating_point() or bool(np.isin(values, (0, 1)).all())
+        if has_classes and codes is not None and _determines(codes, values.astype(np.int64)):
+            yield f"column {name!r} nearly is the target {target!r} (each of its values goes with one class)"
+        elif has_classes and numbers is not None and len(np.unique(values)) == 2:
+            area = _area_of_column(numbers, values == values.max())
+            if area is not None and max(area, 1 - area) >= _AREA:
+                yield f"column {name!r} nearly is the target {target!r} (alone it has an AUC of {max(area, 1 - area):.3f})"
+        elif not has_classes and numbers is not None:
+            present = ~np.isnan(numbers)
+            x, t = numbers[present], values[present].astype(np.float64)
+            if len(x) >= _LEAST_ROWS and x.std() > 0 and t.std() > 0:
+                correlation = float(np.corrcoef(x, t)[0, 1])
+                if abs(correlation) >= _CORRELATION:
+                    yield f"column {name!r} nearly is the target {target!r} (correlation {correlation:.2f})"
+
+
+def _determines(codes: Codes, classes: Codes) -> bool:
+    """Returns whether each value of a column, of several rows each, goes with one class only."""
+    different, pairs = int(codes.max()) + 1, len(np.unique(codes * (int(classes.max()) + 1) + classes))
+    return 2 <= different <= len(codes) / 5 and pairs == different and len(np.unique(classes)) > 1
+
+
+def _area_of_column(numbers: NDArray[np.float64], positive: NDArray[np.bool_]) -> float | None:
+    """Returns the AUC of a column for two classes; None if a class has few rows with a value."""
+    present = ~np.isnan(numbers)
+    x, is_positive = numbers[present], positive[present]
+    m, q = int(is_positive.sum()), int((~is_positive).sum())
+    if min(m, q) < _LEAST_OF_CLASS:
+        return None
+    _, place, counts = np.unique(x, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return float((ranks[is_positive].sum() - m * (m + 1) / 2) / (m * q))
