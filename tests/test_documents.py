@@ -107,7 +107,7 @@ def test_readme_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^polyfed .*", text, flags=re.MULTILINE)]
-    known = {"run", "resume", "report", "compare", "data", "reproduce", "flower", "list"}
+    known = {"run", "resume", "report", "compare", "look", "data", "reproduce", "flower", "list"}
     assert {command[0] for command in commands} == known - {"resume"}  # which stands in a comment
     assert main(["run", "fedavg_digits", "--rounds", "1", "--quiet", "--workers", "0", "--out", "runs/a"]) == 0
     for command in [*commands, ["resume", "runs/a"]]:

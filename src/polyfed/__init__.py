@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from polyfed.core.examples.examples import Examples
     from polyfed.core.io.trusted_code import trust_code
     from polyfed.report.export.folder import export_model
+    from polyfed.report.look import look
     from polyfed.simulation.callbacks.base import Callback
     from polyfed.simulation.federate import federate, resume
     from polyfed.simulation.results.run import Run
@@ -40,6 +41,7 @@ __all__ = [
     "compare",
     "export_model",
     "federate",
+    "look",
     "resume",
     "tasks",
     "trust_code",
@@ -62,6 +64,7 @@ _HOMES = {
     "compare": "comparison.compare",
     "export_model": "report.export.folder",
     "federate": "simulation.federate",
+    "look": "report.look",
     "resume": "simulation.federate",
     "trust_code": "core.io.trusted_code",
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from polyfed.cli import subcommands
 from polyfed.cli.commands.argv import CommandParser, format_warning, print_error_and_return_status
 from polyfed.cli.commands.results import export_command, predict_command
-from polyfed.cli.commands.run import inspect_commands
+from polyfed.cli.commands.run import inspect_commands, look_command
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 
@@ -25,6 +25,7 @@ _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
   predict RUN FILE                     predict the rows of a CSV file with a client's network
   export RUN --client ID --to FOLDER   write a client's network to a folder that works without polyfed and the data
   warmstart RUN [OPTIONS]              generate weights for unseen clients with the hypernetwork of a run of flha_ghn
+  look [RECIPE|config.yaml|DATA]       show all sites' data side by side before training, and what differs
   data [RECIPE|config.yaml] [OPTIONS]  show how many examples of each class every client has
   graph MODEL --input SHAPE [OPTIONS]  show the layers of a network, and which of them a hypernetwork can generate
   reproduce [PAPER TABLE] [OPTIONS]    run a table or figure of a paper, and print the results next to the paper's
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         "export": export_command.export_command,
         "predict": predict_command.predict_command,
         "data": inspect_commands.data_command,
+        "look": look_command.look_command,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")

@@ -36,6 +36,7 @@ def run(argv: list[str]) -> None:
     parser.add_option("--out", "DIR", "run directory to create (default: runs/NAME-DATE-TIME)")
     recipes.add_scale_and_variant_options(parser)
     parser.add_flag("--quiet", "print no progress")
+    parser.add_flag("--cross-site", "also score every site's model on every other site's test examples")
     parser.add_option(
         "--logger", "NAME", "tensorboard or mlflow: follow the run there, too (pip install 'polyfed[tracking]'); "
         "resume "
@@ -46,6 +47,7 @@ def run(argv: list[str]) -> None:
         parser.print_help()
         print("  --loss MODULE:NAME  your own loss, a function of outputs and targets\n")
     recipe, config, note = recipes.pop_recipe(words, options.scale, options.variant)
+    words += ["--cross_site", "true"] if options.cross_site else []
     config = configuration_parser.parse_configuration(words, config, "polyfed run")
     from polyfed.cli.commands.run import run_command
     from polyfed.simulation.experiment import build_experiment
@@ -84,6 +86,7 @@ def compare(argv: list[str]) -> None:
     recipe, config, note = recipes.pop_recipe(words, others.scale, others.variant)
     if any(option_name(word) == "--seed" for word in words):
         raise UserError("polyfed compare takes no --seed; give --seeds, one or several")
+    words += ["--cross_site", "true"] if others.cross_site else []
     config = configuration_parser.parse_configuration(words, config, "polyfed compare")
     from polyfed.cli.commands.compare import compare_command
 

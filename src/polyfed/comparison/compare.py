@@ -39,6 +39,7 @@ from polyfed.simulation.checks.client_list import list_clients
 from polyfed.simulation.checks.data_leakage import limit_leak_warnings
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.checks.fingerprints import initial_weights_fingerprint as first_weights_of
+from polyfed.simulation.rounds.federated_preprocessing import check_enough_values
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.preparation import check_method
 from polyfed.simulation.rounds.secure_aggregation import check_secure_support
@@ -50,7 +51,7 @@ DEFAULT_NUM_SEEDS = 5
 
 A mean gain of 10 points of accuracy over 4 clients with 200 test examples each is found in 66 of 100 comparisons with 3
 seeds, in 99 with 5; one of 5 points in 25 and 56 (`benchmarks/verdicts.py`)."""
-_NOT_RESULTS = ("seed", "keep", "checkpoint_every", *EXECUTION_FIELDS)
+_NOT_RESULTS = ("seed", "keep", "checkpoint_every", "cross_site", *EXECUTION_FIELDS)
 
 
 def compare(
@@ -83,6 +84,7 @@ def compare(
     compress: str | Compressor | None = "none",
     compress_down: str | Compressor | None = "none",
     secure: bool = False,
+    cross_site: bool = False,
     title: str = "comparison",
     callbacks: Iterable[Callback] = (),
     progress: bool = True,
@@ -92,14 +94,13 @@ def compare(
 
     `local` is always compared, `fedavg` and `fedavg_ft` too where the clients have one architecture. A method that they do
     not suit is left out, with the reason; one of which a run fails (it diverges, for instance) is reported as failed,
-    and the
-    others are compared. The same call with the same `out` goes on where it was stopped; finished runs are not repeated.
+    and the others are compared. The same call with the same `out` goes on where it was stopped; finished runs stay.
 
     Args:
         clients: who takes part, as for `federate`.
         methods: names, methods, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
-            on_error, min_replies, compress, compress_down: of each run, see `polyfed.simulation.settings.Settings`.
+            on_error, min_replies, compress, compress_down, cross_site: of each run (`polyfed.simulation.settings`).
         secure: whether the server sees nothing but the sum of a round's replies. Methods that need each reply by itself are
             left out; `local` sends none, and stays.
         seeds: one run of each method per seed; default 0 to 4, or one for each dealing of `resplit`. With one seed nothing
@@ -151,7 +152,7 @@ def compare(
     settings = Settings(
         rounds=rounds, clients_per_round=clients_per_round, engine=engine, workers=workers, ray_address=ray_address,
         gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
-        on_error=on_error, min_replies=min_replies, secure=secure,
+        on_error=on_error, min_replies=min_replies, secure=secure, cross_site=cross_site,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
@@ -308,13 +309,13 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
     Every error that can be found before training is found here, for each seed."""
     skipped: dict[str, str] = {}
     data: dict[str, Any] = {}
-    fingerprints: dict[str, str] = {}
-    first_weights = ""
+    fingerprints, first_weights = dict[str, str](), ""
     for seed in plan.seeds:
         client_set = plan.build_client_set(seed)
         settings = dataclasses.replace(plan.settings, seed=seed)
         requirements.check_clients(client_set.clients)
         requirements.check_networks_run(client_set.clients)
+        check_enough_values(client_set.clients, secure=settings.secure)
         settings.cohort_size(len(client_set.clients))
         for label, method in plan.methods.items():
             if label in skipped:
@@ -373,8 +374,7 @@ def _search_entry(plan: ComparisonPlan) -> dict[str, Any] | None:
 
 
 def _method_fields(method: Method) -> dict[str, Any]:
-    fields: dict[str, Any] = describe_method_and_settings(method, Settings())["algorithm"]
-    return fields
+    return dict(describe_method_and_settings(method, Settings())["algorithm"])
 
 
 def _reason_unsuited(client_set: ClientSet, method: Method, settings: Settings) -> str | None:

@@ -284,6 +284,7 @@ def _run_or_resume(
         keep=job.keep,
         secure=settings.secure and supports_secure_sum(job.method),  # the others that are here send nothing
         on_error="skip" if job.skip_failed_clients else settings.on_error,
+        cross_site=settings.cross_site and job.keep_predictions,  # runs of a search are not compared
     )
     return run_federation(
         client_set.clients,

@@ -35,6 +35,7 @@ DISCLOSURES = {
     "class_means": "means over the client's examples of each class",
     "class_counts": "how many examples of each class the client has, or the classes' shares",
     "moments": "of a client's table, how many rows have each column of numbers, their means and variances",
+    "summaries": "names and categories of the columns of a client's data, and counts, means, spreads and histograms of them",
     "ranks": "in how few numbers the client's update can be written, which depends on its data and network",
     "choice": "which of several models suits the client's data best",
     "form": "names, shapes or whole numbers of its tensors that depend on its data",
@@ -42,7 +43,7 @@ DISCLOSURES = {
 }
 """The words of `Algorithm.discloses`: what the server may learn of a client. A method may bring more (`NewDisclosure`)."""
 
-CONSENT = frozenset({"weights", "architecture", "class_means", "class_counts", "moments"})
+CONSENT = frozenset({"weights", "architecture", "class_means", "class_counts", "moments", "summaries"})
 """The words of `DISCLOSURES` that a site must have allowed before the method runs there (`disclosures_needing_consent`)."""
 
 TRAITS = {

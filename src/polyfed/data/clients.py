@@ -57,7 +57,8 @@ def make_clients(
     if there are none.
 
     All examples are views of the pool's store, so that 500 clients need no more memory than the data set; only clients with
-    a shift have a store of their own. The examples keep the pool's columns.
+    a shift have a store of their own, and test and validation rows of a table, so that `client.test.x` are its own rows. The
+    examples keep the pool's columns.
 
     Args:
         pool: the data set.
@@ -165,8 +166,8 @@ def _build_table_clients(
             store.input_tensor[np.concatenate([client_rows.test, client_rows.val])]
         )
         client_store = replace(store, transform=client_preprocessor)
-        parts = (_select(client_store, part) for part in (client_rows.train, client_rows.test, client_rows.val))
-        train, test, val = parts
+        train = _select(client_store, client_rows.train)
+        test, val = (_own_rows(client_store, part) for part in (client_rows.test, client_rows.val))
         clients.append(ClientData(client_rows.id, train, test, val if len(val) else None, None, client_rows))
     if not is_fitted_later:  # otherwise there are no statistics yet to compare with
         warn_of_changed_constants(changed_by_site)
@@ -193,6 +194,13 @@ def _draw_global_test(pool: PooledDataset, size: int, seed: int) -> Examples | N
     # Renaming this purpose would change the draw, and with it published results.
     rows = draw_stratified_rows(pool.task.strata(pool.test.labels), size, derive_seed(seed, "balanced_test"))
     return _select(pool.test, rows)
+
+
+def _own_rows(examples: Examples, rows: NDArray[Any]) -> Examples:
+    """Returns the examples at these rows with a store of their own, so that `client.test.x` are the client's rows alone."""
+    part = _select(examples, rows)
+    columns = {name: part.column(name) for name in part.columns or {}}
+    return replace(part, x=part.raw_inputs, y=part.labels, index=None, columns=columns or None)
 
 
 def _select(examples: Examples, rows: NDArray[Any]) -> Examples:

@@ -25,6 +25,7 @@ from polyfed.simulation.callbacks.stop import UserCallbackRunner
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.factory import build_engine_for_settings
 from polyfed.simulation.monitoring.progress import Progress, resolve_progress
+from polyfed.simulation.results.cross_site_scores import write_cross_site
 from polyfed.simulation.results.run import Run
 from polyfed.simulation.rounds.engine_choice import resolve_auto_engine
 from polyfed.simulation.rounds.federation import Federation
@@ -69,6 +70,7 @@ def federate(
     compress: str | Compressor | None = "none",
     compress_down: str | Compressor | None = "none",
     secure: bool = False,
+    cross_site: bool = False,
     config: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     callbacks: Iterable[Callback] = (),
@@ -81,7 +83,7 @@ def federate(
         clients: the participants, each with its own data and network.
         algorithm: the method, or its name in the registry for its default hyper-parameters.
         rounds, seed, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every,
-            checkpoint_every, on_error, min_replies, keep, compress, compress_down, secure: see
+            checkpoint_every, on_error, min_replies, keep, compress, compress_down, secure, cross_site: see
             `polyfed.simulation.settings.Settings`.
         metrics: scores to compute at evaluation: names such as "auc", functions `f(outputs, targets) -> float` and
             `polyfed.Metric` objects; the first decides which round is the best. None takes the task's own.
@@ -114,7 +116,7 @@ def federate(
         rounds=rounds, seed=seed, clients_per_round=clients_per_round, engine=engine, workers=workers,
         ray_address=ray_address, gpus_per_worker=gpus_per_worker, device=device,
         evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,
-        on_error=on_error, min_replies=min_replies, keep=keep, secure=secure,
+        on_error=on_error, min_replies=min_replies, keep=keep, secure=secure, cross_site=cross_site,
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
     return run_federation(
@@ -316,7 +318,12 @@ def run_remaining_rounds(
                 ) from stop
             raise
     path = None if directory is None else directory.path
-    return Run(federation, run.history, run.checkpoint, path, run.best, predictions, run.stopped_by)
+    finished_run = Run(federation, run.history, run.checkpoint, path, run.best, predictions, run.stopped_by)
+    if federation.settings.cross_site:
+        finished_run = dataclasses.replace(finished_run, cross_site_scores=finished_run.cross_site())
+        if path is not None:
+            write_cross_site(finished_run.cross_site(), path)
+    return finished_run
 
 
 def _build_engine(

@@ -46,6 +46,9 @@ class Settings:
         keep: the round whose models and predictions are kept: "last"; "best", by the mean score on the clients' validation
             examples; "loss", the lowest loss on all validation examples together; or the number of a round.
 
+        cross_site: whether every client's model is scored on every other client's test examples at the end
+            (`polyfed.simulation.results.cross_site`); in simulations alone, since models travel.
+
     Raises:
         UserError: a value outside its range, with the value.
 
@@ -70,6 +73,7 @@ class Settings:
     compress: str = "none"
     compress_down: str = "none"
     secure: bool = False
+    cross_site: bool = False
 
     def __post_init__(self) -> None:
         convert_numpy_fields_in_place(self)
@@ -97,8 +101,9 @@ class Settings:
         for name, choices in words.items():
             if (value := getattr(self, name)) not in choices:
                 raise UserError(f"unknown {name} {value!r}; {did_you_mean(str(value), choices)}")
-        if not isinstance(self.secure, bool):
-            raise UserError(f"secure must be true or false, got {self.secure!r}")
+        for name in ("secure", "cross_site"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}")
         is_round = isinstance(self.keep, int) and not isinstance(self.keep, bool) and 1 <= self.keep <= self.rounds
         if self.keep not in ("last", "best", "loss") and not is_round:
             raise UserError(

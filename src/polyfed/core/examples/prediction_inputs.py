@@ -18,8 +18,8 @@ def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> E
     Args:
         reference: the examples whose form the inputs must have.
         x: a tensor or array, shape (n, ...), or a tuple or dict of them, as the client's are; images of uint8 may lack the
-            axis of their one channel. For a client with a table, raw rows: a pandas frame, a mapping of columns, or a list
-            of {name: value}.
+            axis of their one channel. For a client with a table, raw rows: a pandas frame, a mapping of columns, a list
+            of {name: value}, or a tensor as `client.test.x`, NaN where there is no value.
         name: the inputs' name in errors.
 
     Raises:
@@ -66,7 +66,8 @@ def _convert_part_like(store: Tensor, transform: Any, x: Any, name: str) -> Tens
     images = torch.uint8 in (inputs.dtype, store.dtype) and inputs.dtype != store.dtype and store.dim() > 2
     if images or (inputs.is_floating_point() and not store.is_floating_point()) or inputs.is_complex():
         raise UserError(f"{name} are {inputs.dtype}, the client's are {store.dtype}; give that type")
-    if encode is None and not bool(torch.isfinite(inputs).all()):
+    is_table = hasattr(transform, "encode")  # whose stored rows have NaN where there is no value
+    if not is_table and not bool(torch.isfinite(inputs).all()):
         raise UserError(f"{name} have values that are NaN or infinite; leave these examples out, or fill them in")
     if (warn := getattr(transform, "warn_of_changed_constants", None)) is not None:
         warn(inputs, name)

@@ -62,6 +62,7 @@ class Deployment:
         file: a Python file on the server, with `model()` (the common network, for methods that need one architecture),
             `architectures()` (a list of factories, for methods that need them all) and `public()` (unlabelled examples);
             None if the method needs none of these.
+        look: whether to look at the data of the sites before round 1, with their consent (`disclose=look`).
         secure_threshold: t of the secure sums: the smallest number of a round's sites that a sum needs, and that can unmask
             it; None requires more than two thirds of them.
 
@@ -78,10 +79,13 @@ class Deployment:
     max_megabytes: float = 1024.0
     file: Path | None = None
     secure_threshold: int | None = None
+    look: bool = False
 
     def __post_init__(self) -> None:
         if not self.sites or len(set(self.sites)) < len(self.sites):
             raise UserError(f"sites must name at least one site, each once, got {', '.join(self.sites) or 'none'!r}")
+        if not isinstance(self.look, bool):
+            raise UserError(f"look must be true or false, got {self.look!r}")
         for name in ("join_seconds", "round_seconds", "max_megabytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):

@@ -50,6 +50,11 @@ def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
         raise UserError(
             f"keep = {config['keep']!r} is not possible between sites, which keep only their newest states; leave it out"
         )
+    if options.pop("cross-site", False):
+        raise UserError(
+            "cross-site scores every site's model on the other sites' test examples, for which models would travel between "
+            "sites; it is for simulations alone, so leave it out"
+        )
     method_fields = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("algorithm.")}
     choices = [*field_by_option, *setting_options, "algorithm.name"]
     if unknown := [key for key in options if key not in choices and not key.startswith("algorithm.")]:

@@ -14,6 +14,7 @@ from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection, noise_inc
 from polyfed.deploy.protocol.errors import RefusalError
 from polyfed.deploy.protocol.handshake import check_public_inputs, input_spec_by_part
 from polyfed.deploy.protocol.wire import DATA_SPEC_REQUIREMENTS, find_code_reference
+from polyfed.deploy.site.look import LOOK_NAME, build_allowed_look
 from polyfed.deploy.site.preprocessing import MOMENTS_NAME
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_init import check_client_init
@@ -28,6 +29,7 @@ def build_allowed_algorithm(
     secure_only: bool,
     allow_disclosure: bool,
     protection: ReplyProtection,
+    allow_look: bool = False,
 ) -> Algorithm[Any, Any]:
     """Builds the method that a message's header names, or refuses if the site's owner does not allow it.
 
@@ -37,6 +39,7 @@ def build_allowed_algorithm(
         secure_only: whether the site takes part in secure sums only.
         allow_disclosure: whether the server may learn weights or architecture.
         protection: the site's clipping and noise.
+        allow_look: whether the server may look at the columns of the site's data.
 
     Raises:
         RefusalError: the owner does not allow the method.
@@ -44,11 +47,13 @@ def build_allowed_algorithm(
     """
     fields = dict(head["algorithm"])
     name = str(fields.pop("name"))
-    # The site's own table decides later whether `Moments` may run.
-    algorithm = Moments() if name == MOMENTS_NAME else _build_registered(name, fields, methods)
     secure = bool(head.get("secure"))
     if secure_only and not secure:
         raise RefusalError("this site takes part in secure sums only (secure=true in its node-config)")
+    if name == LOOK_NAME:  # has a consent of its own
+        return build_allowed_look(fields, secure=secure, consents=allow_look, protection=protection)
+    # The site's own table decides later whether `Moments` may run.
+    algorithm = Moments() if name == MOMENTS_NAME else _build_registered(name, fields, methods)
     if secure and not supports_secure_sum(algorithm):
         raise RefusalError(f"{name} needs each site's message by itself, and has no secure sums")
     if not allow_disclosure and (disclosures := sorted(effective_disclosures(algorithm, secure) & CONSENT)):

@@ -28,8 +28,11 @@ from polyfed.simulation.rounds.secure_aggregation import effective_disclosures, 
 if TYPE_CHECKING:
     from polyfed.deploy.secure_aggregation.client import SumParticipation
 
-_NON_METRICS = frozenset({"num_examples", "train_loss", "seconds", "columns", "errors"})  # entries of `disclose`
-_NON_NUMERIC = frozenset({"seconds", "columns", "errors"})
+_NON_METRICS = frozenset(
+    {"num_examples", "train_loss", "seconds", "columns", "look", "errors"}
+)  # entries of `disclose`
+_NON_NUMERIC = frozenset({"seconds", "columns", "look", "errors"})
+_MAX_ERROR_LENGTH = 4000  # characters of an exception's text; a longer one could exceed the limit of the header
 _LOG = logging.getLogger("polyfed.site")
 
 
@@ -85,6 +88,13 @@ class DisclosureGuard:
                 self.data_set,
             )
         return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta}
+
+    def describe_error(self, error: BaseException | str) -> str:
+        """Returns the text that the server gets about an error: its type or, if the owner allows it, all of it."""
+        if "errors" in self.disclose:
+            return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_MAX_ERROR_LENGTH]
+        kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
+        return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
 
     def reply_depends_on_data(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
         """Returns whether the answer to a task may contain anything that depends on the site's data.

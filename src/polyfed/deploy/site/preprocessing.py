@@ -24,7 +24,7 @@ from polyfed.core.io.atomic_files import (
     write_file_atomically,
 )
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.data.tabular.harmonise import count_and_sum_columns_and_targets, preprocessor_of
+from polyfed.data.tabular.harmonise import preprocessor_of
 from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
 from polyfed.data.tabular.schema import table_schema
 from polyfed.deploy.privacy.gaussian_mechanism import ReplyProtection
@@ -33,13 +33,14 @@ from polyfed.deploy.protocol.table_summary import SchemaSummary, hash_json_value
 from polyfed.deploy.protocol.wire import SITE_HEAD_BYTES
 from polyfed.deploy.site.private_state import InvalidSiteStateError
 from polyfed.simulation.rounds.federated_preprocessing import (
+    MIN_ROWS,
     Moments,
     apply_preprocessing,
     build_moments_method,
+    columns_with_few_values,
 )
 
 MOMENTS_NAME = registry_name(Moments())
-_MIN_ROWS = 5  # rows with a value, below which a column's sum stays at the site
 _FILE = "preprocessing.json"
 _HEAD_RESERVE = 4096  # bytes of a header for its other fields
 
@@ -70,10 +71,9 @@ def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, sec
             "its table asks for preprocess='federated', whose sums would leave it without its noise and "
             "clipping; preprocess='site' sends none"
         )
-    count, _ = count_and_sum_columns_and_targets(client.train)
-    if not secure_sums and bool(((count > 0) & (count < _MIN_ROWS)).any()):
+    if not secure_sums and columns_with_few_values(client):
         raise RefusalError(
-            f"a column of its table has values in fewer than {_MIN_ROWS} training rows, which their sum would nearly "
+            f"a column of its table has values in fewer than {MIN_ROWS} training rows, which their sum would nearly "
             "reveal; leave that column out, or use preprocess='site' or secure sums"
         )
 

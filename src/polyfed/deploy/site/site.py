@@ -28,6 +28,7 @@ from polyfed.deploy.site.admission import (
     check_client_and_get_architecture,
 )
 from polyfed.deploy.site.disclosure_guard import DisclosureGuard
+from polyfed.deploy.site.look import LOOK, answer_look
 from polyfed.deploy.site.preprocessing import (
     apply_common_preprocessing,
     check_and_save_common_preprocessing,
@@ -47,6 +48,7 @@ from polyfed.deploy.site.site_task import SiteTask, StartedTask, check_phase, pa
 from polyfed.simulation.checks.fingerprints import data_fingerprint
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.rounds.federated_look import FederatedLook
 from polyfed.simulation.rounds.federated_preprocessing import Moments
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
 ActionResult = TypeVar("ActionResult")
 _LOG = logging.getLogger("polyfed.site")
 _RUN_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_MAX_ERROR_LENGTH = 4000  # characters of an exception's text; a longer one could exceed the limit of the header
 
 
 @final
@@ -70,7 +71,8 @@ class Site:
         folder: the site's own folder (`state-dir`).
         disclose: values that the site may send beside those that the method needs: "num_examples", "train_loss", "seconds",
             names of metrics such as "accuracy", "columns" for the names of a table's columns
-            (`polyfed.deploy.protocol.table_summary`), and "errors" for the text of exceptions.
+            (`polyfed.deploy.protocol.table_summary`), "look" for statistics of all columns (`polyfed.deploy.site.look`), and
+            "errors" for the text of exceptions.
         allow_disclosure: whether methods may run that disclose weights or architecture to the server.
         methods: names of the methods that may run; None allows all.
         protection: clipping and noise of the site's replies.
@@ -117,7 +119,7 @@ class Site:
             )
         algorithm = build_allowed_algorithm(
             envelope.head, methods=self.methods, secure_only=self.secure, allow_disclosure=self.allow_disclosure,
-            protection=self.protection,
+            protection=self.protection, allow_look=LOOK in self.disclose,
         )  # fmt: skip
         self._run_folder(envelope.head)
         with lock_folder(self.folder):
@@ -131,6 +133,9 @@ class Site:
                 return self._answer_introduction(envelope.head, algorithm)
             if envelope.head["kind"] == "prepare":
                 return self._answer_prepare(envelope.head)
+            if envelope.head["kind"] == "look":
+                self._disclosure_guard.record_and_get_cost()
+                return answer_look(envelope.head, algorithm, self._load_client())
             return self._answer_task(envelope, algorithm)
 
     def _refuse_on_error(self, action: Callable[[], ActionResult]) -> ActionResult | Envelope:
@@ -142,14 +147,7 @@ class Site:
             return Envelope({"client": self.name, "refused": str(refusal)})
         except Exception as error:  # the site's own code may raise anything
             _LOG.error("%s", traceback.format_exc())
-            return Envelope({"client": self.name, "refused": self._error_for_server(error)})
-
-    def _error_for_server(self, error: BaseException | str) -> str:
-        """Returns the text that the server gets about an error: its type or, if the owner allows it, all of it."""
-        if "errors" in self.disclose:
-            return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_MAX_ERROR_LENGTH]
-        kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
-        return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
+            return Envelope({"client": self.name, "refused": self._disclosure_guard.describe_error(error)})
 
     def _secure_sum_client(self, head: Mapping[str, Any]) -> "SecureSumClient":
         from polyfed.deploy.secure_aggregation.client import SecureSumClient  # needs the package cryptography
@@ -256,9 +254,9 @@ class Site:
             if evaluation is None:
                 return training
             return Envelope({**training.head, EVALUATION_KEY: dict(evaluation.head)})
-        client = self._load_client(None if (is_preprocessing := isinstance(algorithm, Moments)) else folder)
-        if is_preprocessing:
-            check_table_sums_allowed(client, self.protection, secure_sums=bool(head.get("secure")))
+        client = self._load_client(None if isinstance(algorithm, Moments | FederatedLook) else folder)
+        if isinstance(algorithm, Moments):
+            check_table_sums_allowed(client, self.protection, secure_sums=bool(head.get("secure_sums")))
         metrics = resolve_requested_metrics(head.get("metrics", []), client.task)
         check_or_record_client_identity(folder, client.id, data_fingerprint([client]))
         engine = InProcessEngine(algorithm, [client], choose_device(self.device), metrics)
@@ -377,8 +375,8 @@ class Site:
         """
         RequestLog(self._run_folder(started.site_task.head)).count_refusal(started.request)
         if not self._hides_replies(started.site_task.head):
-            return Envelope({**answer, "failure": self._error_for_server(error)})
-        reason = self._error_for_server(error) if "errors" in self.disclose else FAILURE_TEXT
+            return Envelope({**answer, "failure": self._disclosure_guard.describe_error(error)})
+        reason = self._disclosure_guard.describe_error(error) if "errors" in self.disclose else FAILURE_TEXT
         if started.site_task.task.phase == "local":
             return Envelope({"client": self.name, "refused": reason})
         return Envelope({**answer, "failure": reason})

@@ -96,12 +96,13 @@ def _html_group(
             notes_title=count_with_noun(len(notes), "note"),
             methods_table=html_methods_table(run_group),
             quarters=quarters,
-            panels=[*prediction_panels, *view_panels],
+            panels=[*extras.panels.items(), *prediction_panels, *view_panels],
         )
     convergence = run_group.comparison_results.get("convergence") or {}
     judgements = [f"{label}: {entry['sentence']}" for label, entry in convergence.items() if entry.get("sentence")]
     (curves_heading, curves_figure), *other_quarters = quarters.items()
     details = [
+        *extras.panels.items(),
         *prediction_panels,
         (curves_heading, html_bullet_list(judgements) + curves_figure),
         ("All methods: percentiles, tests, costs", html_methods_table(run_group)),

@@ -55,6 +55,7 @@ class PageExtras:
         predictions: predictions of the test examples; None without any.
         predictions_note: a sentence that says why there are none; may be empty.
         subgroup_columns: columns of the test examples by whose values the page has scores.
+        panels: further panels of the group by heading: the look at the sites' data, the scores of every model at every site.
     """
 
     class_counts: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class PageExtras:
     predictions: GroupPredictions | None = None
     predictions_note: str = ""
     subgroup_columns: Sequence[str] = ()
+    panels: Mapping[str, Markup] = field(default_factory=dict)
 
 
 def html_methods_table(run_group: RunGroup) -> Markup:

@@ -21,6 +21,8 @@ from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.results.cross_site import compute_cross_site
+from polyfed.simulation.results.cross_site_scores import CrossSiteScores
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
 from polyfed.simulation.storage.predictions import Predictions, PredictionStore
@@ -42,6 +44,7 @@ class Run:
         best: the state after the round that is kept; None with `keep="last"`.
         prediction_store: the stored predictions; None if none were kept.
         stopped_by: the class of the callback that stopped the run, or None.
+        cross_site_scores: every client's model at every client; None unless the run was asked for them.
     """
 
     federation: Federation
@@ -51,6 +54,7 @@ class Run:
     best: Checkpoint | None = None
     prediction_store: PredictionStore | None = None
     stopped_by: str | None = None
+    cross_site_scores: CrossSiteScores | None = None
 
     @property
     def kept_checkpoint(self) -> Checkpoint:
@@ -149,8 +153,8 @@ class Run:
             client: its id.
             x: inputs as in `Client`: a tensor or array, shape (n, ...) of the client's inputs. Images of uint8 are
                 normalised as the client's are, by `client.train.transform`. For data of a table, raw rows: a pandas frame, a
-                mapping of columns, a list of {name: value}, or a CSV or Parquet file by its path; they are prepared as the
-                client's training rows were, missing values and all.
+                mapping of columns, a list of {name: value}, a CSV or Parquet file by its path, or another client's `test.x`
+                from the same table; they are prepared as the client's training rows were, missing values and all.
 
         Returns:
             Outputs (logits; numbers for regression, of a table in the unit of its target), float32 on the CPU, shape
@@ -198,6 +202,24 @@ class Run:
         return self.prediction_store.get_predictions(
             client, split, self.kept_checkpoint.round if round is None else round
         )
+
+    def cross_site(self) -> CrossSiteScores:
+        """Returns the scores of every client's personal network on every client's test examples, with intervals: rows are
+        models, columns are patients. They are computed now unless the run was asked for them (`cross_site=True`).
+
+        The networks are those of `model`. `print` shows the matrix; `table()` has a row for each cell.
+
+        Raises:
+            UserError: the clients are real sites, whose models and test examples stay there.
+
+        >>> from polyfed.algorithms import FedAvg
+        >>> from polyfed.simulation.federate import federate
+        >>> from polyfed.testing import small_clients
+        >>> run = federate(small_clients(2), FedAvg(), rounds=1, workers=0)
+        >>> [[cell.model_of for cell in row] for row in run.cross_site().matrix()]
+        [['client-0', 'client-0'], ['client-1', 'client-1']]
+        """
+        return self.cross_site_scores or compute_cross_site(self.federation, self.kept_checkpoint)
 
     def _check_client(self, client: str, folder: str) -> None:
         """Checks that the run has this client and its data in this process; raises a `UserError` if not."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.messages.fixed_point import FRACTION_BITS
 from polyfed.core.state_dict import StateDict, StateDictSpec
@@ -35,6 +36,8 @@ from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 from polyfed.simulation.settings import Settings
 
+MIN_ROWS = 5
+"""Sets the number of rows with a value below which a column's sum stays at its site."""
 _ROUNDS = 2
 
 
@@ -134,11 +137,40 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
     Raises:
         UserError: examples of no table or of different ones, or sums that fixed point cannot hold.
     """
+    check_enough_values(clients, secure=secure)
     client_by_id = {client.id: client for client in sorted(clients, key=lambda client: client.id)}
     template = merge_table_definitions({i: preprocessor_of(client.train) for i, client in client_by_id.items()})
     federation = Federation(client_by_id, build_moments_method(template), build_moments_settings(seed, secure))
     engine = InProcessEngine(federation.algorithm, list(client_by_id.values()), torch.device("cpu"), federation.metrics)
     return run_moments_rounds(federation, engine, template)
+
+
+def columns_with_few_values(client: Client) -> list[str]:
+    """Returns the columns of numbers of a client's table that have a value in some training rows, and in fewer than
+    `MIN_ROWS`."""
+    count, _ = count_and_sum_columns_and_targets(client.train)
+    preprocessor = preprocessor_of(client.train)
+    names = [column.name for column in preprocessor.columns if column.categories is None] + list(preprocessor.classes)
+    return [name for name, rows in zip(names, count.tolist(), strict=False) if 0 < rows < MIN_ROWS]
+
+
+def check_enough_values(clients: Sequence[Client], *, secure: bool) -> None:
+    """Checks for tables with federated preprocessing that real sites would send their sums of columns, so that a simulation
+    passes nothing that they refuse.
+
+    Raises:
+        UserError: a column of a client has so few values that their sum would nearly reveal them, and is not hidden in a
+            secure sum.
+    """
+    for client in () if secure else clients:
+        table = client.train.transform
+        is_federated = isinstance(table, TablePreprocessor) and table.scope == "federated"
+        if is_federated and (names := columns_with_few_values(client)):
+            raise UserError(
+                f"client {client.id!r}: column {names[0]!r} has values in fewer than {MIN_ROWS} training rows, which their "
+                "sum would nearly reveal, so that between real sites it is refused (preprocess='federated'); leave the "
+                f"column out (drop={names[0]!r}, --data.drop {names[0]}), or use preprocess='site' or secure=True"
+            )
 
 
 def build_moments_method(template: TablePreprocessor) -> Moments:
@@ -215,9 +247,9 @@ def with_common_preprocessing(clients: Sequence[Client], seed: int, secure: bool
     Raises:
         UserError: their tables differ, or some have none.
     """
-    if not needs_common_preprocessing(
-        [c.train.transform for c in clients if isinstance(c.train.transform, TablePreprocessor)]
-    ):
+    tables = [c.train.transform for c in clients if isinstance(c.train.transform, TablePreprocessor)]
+    check_enough_values(clients, secure=secure)
+    if not needs_common_preprocessing(tables):
         return clients
     common = fit_common_preprocessing(clients, seed=seed, secure=secure).prepared
     return [apply_preprocessing(client, common) for client in clients]

@@ -121,6 +121,7 @@ def build_compare_parser() -> CommandParser:
         'search with N runs a method by Optuna, which also takes ranges: "lr=0.001..0.3"',
         parse_whole_number,
     )
+    parser.add_flag("--cross-site", "also score every site's model on every other site's test examples")
     parser.add_flag("--no-references", "leave out simple models and the model of all data pooled")
     parser.add_option(
         "--parallel",
@@ -146,7 +147,7 @@ class ParsedCompareOptions(NamedTuple):
 
     Attributes:
         compare_options: the options of the comparison.
-        folder_and_recipe_options: the options --out, --scale and --variant.
+        folder_and_recipe_options: the options --out, --scale, --variant and --cross-site.
         remaining_words: all other words of the command line.
     """
 
@@ -156,7 +157,7 @@ class ParsedCompareOptions(NamedTuple):
 
 
 def parse_compare_options(argv: Sequence[str]) -> ParsedCompareOptions:
-    """Parses the options of `polyfed compare`; returns them, the options --out, --scale and --variant, and the
+    """Parses the options of `polyfed compare`; returns them, the options --out, --scale, --variant and --cross-site, and the
     remaining words.
 
     Raises:
@@ -168,6 +169,7 @@ def parse_compare_options(argv: Sequence[str]) -> ParsedCompareOptions:
     """
     options, words = build_compare_parser().parse_declared_options(argv)
     others = Namespace(**{name: vars(options).pop(name) for name in ("out", "scale", "variant")})
+    others.cross_site = vars(options).pop("cross_site") or None
     values = {name: value for name, value in vars(options).items() if value is not None}
     if "method_config" in values:
         values["method_config"] = expand_user_path(values["method_config"], "--method-config")

@@ -10,6 +10,8 @@ from polyfed.comparison.storage.comparison_directory import (
     Comparison,
 )
 from polyfed.comparison.tuning.ranking import format_chosen_fields
+from polyfed.simulation.results.cross_site_scores import FILE as CROSS_SITE_FILE
+from polyfed.simulation.results.cross_site_scores import average_cross_site, read_cross_site
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
@@ -39,8 +41,22 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
             print_line(console, f"{label}: {convergence['sentence']}")
     for note in results["notes"]:
         print_line(console, f"note: {note}")
+    for line in _cross_site_lines(comparison):
+        print_line(console, line)
     if comparison.out is not None:
         print_line(console, f"Everything about this comparison is in {comparison.out}")
+
+
+def _cross_site_lines(comparison: Comparison) -> list[str]:
+    """Returns as text every site's model at every other site: of training alone and of the best method, if they were
+    computed."""
+    lines: list[str] = []
+    for label in dict.fromkeys((comparison.results["reference"], comparison.results["best"])):
+        if label is not None and comparison.out is not None:
+            parts = [read_cross_site(path.parent) for path in sorted((comparison.out / label).rglob(CROSS_SITE_FILE))]
+            if matrices := [part for part in parts if part is not None]:
+                lines += [f"{label}:", *str(average_cross_site(matrices)).splitlines()]
+    return lines
 
 
 def _new_table(title: str, columns: Sequence[str]) -> PlainTable:

@@ -72,7 +72,7 @@ def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[F
         value = values.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             yield problem_finding("configuration", f"{file}: {key} must be positive, got {value!r}")
-    for key in ("allow-disclosure", "resume"):
+    for key in ("allow-disclosure", "resume", "look"):
         if not isinstance(values.get(key, False), bool):
             yield problem_finding("configuration", f"{file}: {key} must be true or false, got {values[key]!r}")
     settings = {

@@ -20,11 +20,16 @@ from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.number_format import count_with_noun, join_first_and_count_rest
+from polyfed.data.look.look import look_at_sites
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
 from polyfed.report.page import update_norms
+from polyfed.report.page.cross_site import CROSS_SITE_HEADING, html_cross_site
+from polyfed.report.page.look import LOOK_HEADING, html_look
 from polyfed.report.page.page import render_page
 from polyfed.report.page.sections import PageExtras
+from polyfed.simulation.experiment import Participants
+from polyfed.simulation.results.cross_site_scores import average_cross_site, read_cross_site
 
 PAGE = "report.html"
 MAX_CLIENTS = 12  # clients on the terminal; on the page, panels of one kind of all runs together
@@ -171,17 +176,36 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
         for heading, html in panels.items():
             if html:
                 method_views.setdefault(heading, {})[panel_name] = html
+    extra_panels = _site_panels(run_group, participants, key)
     if run_group.comparison_results:
-        return _comparison_class_counts(run_group, method_views)
+        return replace(_comparison_class_counts(run_group, method_views), panels=extra_panels)
     if participants is None:
-        return PageExtras(class_note=reason, method_views=method_views)
+        return PageExtras(class_note=reason, method_views=method_views, panels=extra_panels)
     if not participants.classes:
-        return PageExtras(
-            class_note="Examples with several labels are not counted by class.", method_views=method_views
-        )
+        note = "Examples with several labels are not counted by class."
+        return PageExtras(class_note=note, method_views=method_views, panels=extra_panels)
     class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
     more = "" if len(run_group.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
-    return PageExtras({runs[0].seed: class_counts}, participants.pool.class_names, more, method_views)
+    return PageExtras(
+        {runs[0].seed: class_counts}, participants.pool.class_names, more, method_views, panels=extra_panels
+    )
+
+
+def _site_panels(run_group: RunGroup, participants: Participants | None, key: str) -> dict[str, Markup]:
+    """Renders the look at the sites' data, where the configuration says which data they have, and the scores of every
+    site's model at every site, where they were computed."""
+    panels = {}
+    matrices = {}
+    for method in run_group.methods:
+        parts = [read_cross_site(run.folder) for run in method.runs if run.folder is not None]
+        if scores := [part for part in parts if part is not None]:
+            matrices[method.label] = average_cross_site(scores)
+    if matrices:
+        panels[CROSS_SITE_HEADING] = html_cross_site(matrices, f"{key}-cross")
+    if participants is not None:
+        seen = look_at_sites(participants.clients, tuple(map(str, participants.pool.class_names)))
+        panels[LOOK_HEADING] = html_look(seen, f"{key}-look")
+    return panels
 
 
 def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Mapping[str, Markup]]) -> PageExtras:

@@ -56,9 +56,7 @@ def run_experiment(
         UserError: what `federate` refuses; nothing has been computed.
         RoundError: a baseline could not be finished; all others were, and the table has them.
     """
-    for folder in run_folders_by_method(
-        experiment, out
-    ).values():  # a baseline's too: found before the first run, not after it
+    for folder in run_folders_by_method(experiment, out).values():  # a baseline's too, before the first run
         check_can_become_run_directory(folder)
     experiment_data = load_checked_participants(experiment)
     runs = {
@@ -284,6 +282,9 @@ def show_run_table(runs: Mapping[str, Run], experiment_data: Participants, out: 
     if cost := experiment_data.preparation:
         traffic_text = f"{cost['bytes_up'] / 1024:.1f} kB up, {cost['bytes_down'] / 1024:.1f} kB down"
         print_line(console, f"preprocessing from sums over all clients: {traffic_text} in {cost['rounds']} rounds")
+    if (cross_site := runs[main].cross_site_scores) is not None:
+        for line in str(cross_site).splitlines():
+            print_line(console, line)
     print_line(console, f"Everything about this run is in {out}")
     if experiment_data.unseen:
         unseen_text = f"{', '.join(c.id for c in experiment_data.unseen)} took no part"

@@ -1,0 +1,88 @@
+"""Implements `polyfed look`: describes the data of all sites side by side, before anything is trained."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyfed.cli.commands.argv import CommandParser, expand_optional_path, has_help_flag
+from polyfed.core.errors import UserError
+
+if TYPE_CHECKING:
+    from polyfed.simulation.experiment import Experiment
+
+_TABLES = frozenset({".csv", ".tsv", ".parquet", ".pq"})
+
+
+def look_command(argv: list[str]) -> None:
+    """Parses the command line of `polyfed look`, and shows the look."""
+    from polyfed.cli.commands.options import configuration_parser, recipes
+
+    parser = CommandParser(
+        "polyfed look [RECIPE|config.yaml|DATA] [OPTIONS]",
+        "Shows the data of all sites side by side before anything is trained: of each column the missing values, mean, "
+        "spread, zeros, percentiles and a histogram, and of the target how many examples of each class; marks what differs "
+        "(an empty column, a number that stands for \"not measured\", another unit, few events), and says what it means. "
+        "DATA is a CSV or Parquet file, or the name of a data set (polyfed list data).",
+        "All other options are those of polyfed run: polyfed look heart.csv --data.target ill --data.site hospital.",
+    )  # fmt: skip
+    parser.add_option("--out", "FILE", "HTML page to write, with histograms side by side; it needs no network")
+    parser.add_flag("--json", "print JSON instead of text")
+    parser.add_flag(
+        "--between-sites", "show what real sites would: by messages, without counts of fewer than five rows"
+    )
+    recipes.add_recipe_options(parser)
+    if has_help_flag(argv):
+        parser.print_help()
+        return
+    options, words = parser.parse_words(argv)
+    words = _as_data_options(words)
+    recipe = recipes.pop_recipe(words, options.scale, options.variant)
+    config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed look")
+    out = expand_optional_path(options.out, "--out")
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out must be an HTML file, got {options.out!r}")
+    from polyfed.report.look import look
+    from polyfed.simulation.experiment import build_experiment
+
+    experiment = build_experiment(config)
+    clients, class_names = _load_clients(experiment)
+    seen = look(
+        clients,
+        class_names=class_names,
+        between_sites=options.between_sites,
+        secure=options.between_sites and experiment.settings.secure,
+        out=out,
+    )
+    print(json.dumps(seen.to_json_dict(), ensure_ascii=False, indent=1) if options.json else str(seen))
+    if out is not None:
+        print(f"The page: {out}", file=sys.stderr if options.json else sys.stdout)
+
+
+def _load_clients(experiment: "Experiment") -> tuple[list[Any], tuple[str, ...]]:
+    """Loads the data of an experiment's clients without their networks, and the names of the classes.
+
+    Preprocessing over all sites is not fitted: it may refuse what a look must show.
+    """
+    from polyfed.core.algorithm import Client
+    from polyfed.core.seeds import derive_seed
+    from polyfed.data import make_clients
+
+    pool = experiment.source.load()
+    seed = derive_seed(experiment.settings.seed, "partition")
+    parts, _ = make_clients(pool, experiment.split, experiment.partition, seed, experiment.shifts, None, False)
+    clients = [Client(d.id, None, d.train, d.test, d.val, task=pool.task) if len(d.test) else d for d in parts]
+    return clients, tuple(map(str, pool.class_names))
+
+
+def _as_data_options(words: list[str]) -> list[str]:
+    """Returns the words of the command line, with a first word that is a data file or the name of a data set as options."""
+    if not words or words[0].startswith("-"):
+        return list(words)
+    from polyfed.cli import static_registry
+    from polyfed.cli.commands.options.recipes import recipe_files
+
+    first, *rest = words
+    if Path(first).suffix.lower() in _TABLES:
+        return ["--data", "table", "--data.path", first, *rest]
+    return ["--data", first, *rest] if first in static_registry.SOURCES and first not in recipe_files() else list(words)

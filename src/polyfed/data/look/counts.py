@@ -1,0 +1,206 @@
+"""Counts and sums the columns of one site, in three passes that are the same for data in memory and for messages.
+
+1. `count_values`: how many values a column of numbers has, their sum, how many are a number that often stands for "not
+   measured" (0, -9, 999), and a histogram over cells that are the same for all data; how often each category occurs.
+2. `sum_squares`: squared differences from the mean of all sites.
+3. `count_histograms`: a histogram between two edges that suit all sites.
+
+No pass holds a row. `suppress_small_counts` hides counts of fewer than `MIN_COUNT` rows, for sites that send them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from polyfed.data.look.columns import LookColumn, SiteColumns
+from polyfed.data.look.number_statistics import NumberStatistics
+
+MIN_COUNT = 5
+"""Sets the smallest number of rows whose count or sum leaves a real site."""
+SUPPRESSED = -1.0
+"""Stands for a count from 1 to `MIN_COUNT` - 1."""
+CODES = (0.0, -1.0, -8.0, -9.0, -88.0, -99.0, -888.0, -999.0, -9999.0, 9.0, 77.0, 88.0, 99.0, 777.0, 888.0, 999.0, 7777.0,
+         8888.0, 9999.0, 99999.0)  # fmt: skip
+"""Lists the numbers that often stand for "not measured"."""
+BINS = 20
+_DECADES = (-6, 9)  # of the cells that are the same for all data
+_PER_DECADE = 5
+_POSITIVE_EDGES = torch.tensor(
+    [10 ** (k / _PER_DECADE) for k in range(_DECADES[0] * _PER_DECADE, _DECADES[1] * _PER_DECADE + 1)],
+    dtype=torch.float64,
+)
+UNIVERSAL_EDGES = torch.cat([-_POSITIVE_EDGES.flip(0), torch.tensor([-1e-12, 1e-12]), _POSITIVE_EDGES])
+Counts = dict[str, Tensor]
+
+
+def number_positions(columns: Sequence[LookColumn]) -> list[int]:
+    """Returns the positions of the columns of numbers."""
+    return [position for position, column in enumerate(columns) if column.values is None]
+
+
+def count_values(site: SiteColumns) -> Counts:
+    """Counts and sums the values of each column.
+
+    Returns:
+        rows (1,); count, total and whole (values that are whole numbers), (numbers,); codes (numbers, codes); cells
+        (numbers, universal cells); categories, (sum of categories + 1 for each column,), the last of each column being
+        rows without a value. All float64.
+    """
+    numeric = number_positions(site.columns)
+    x = site.cells[:, numeric]
+    present = ~x.isnan()
+    values = torch.where(present, x, 0.0)
+    cells = torch.stack([_count_in_cells(x[:, k], UNIVERSAL_EDGES) for k in range(len(numeric))]) if numeric else x.T
+    categories = [
+        torch.bincount(torch.where(cells_.isnan(), len(column.values), cells_).long(), minlength=len(column.values) + 1)
+        for position, column in enumerate(site.columns)
+        if column.values is not None
+        for cells_ in [site.cells[:, position]]
+    ]
+    return {
+        "rows": torch.tensor([float(len(site.cells))], dtype=torch.float64),
+        "count": present.sum(0).double(),
+        "total": values.sum(0),
+        "whole": (present & (values == values.round())).sum(0).double(),
+        "codes": torch.stack([(x == code).sum(0).double() for code in CODES], dim=1),
+        "cells": cells,
+        "categories": torch.cat(categories).double() if categories else torch.zeros(0, dtype=torch.float64),
+    }
+
+
+def sum_squares(site: SiteColumns, center: Tensor, scale: Tensor) -> Counts:
+    """Returns for each column of numbers the sum of ((x - center) / scale)², as "squares"."""
+    x = (site.cells[:, number_positions(site.columns)] - center) / scale
+    return {"squares": torch.where(x.isnan(), 0.0, x**2).sum(0)}
+
+
+def count_histograms(site: SiteColumns, low: Tensor, high: Tensor) -> Counts:
+    """Returns a histogram of each column of numbers: below `low`, `BINS` cells of equal width, and from `high` on."""
+    x = site.cells[:, number_positions(site.columns)]
+    rows = [
+        _count_in_cells(x[:, k], torch.linspace(float(low[k]), float(high[k]), BINS + 1, dtype=torch.float64))
+        for k in range(x.shape[1])
+    ]
+    return {"histograms": torch.stack(rows) if rows else torch.zeros(0, BINS + 2, dtype=torch.float64)}
+
+
+def _count_in_cells(values: Tensor, edges: Tensor) -> Tensor:
+    """Counts the values below the first edge, between edges, and from the last edge on; NaN is no value."""
+    present = values[~values.isnan()]
+    cell = torch.bucketize(present.contiguous(), edges, right=True)
+    return torch.bincount(cell, minlength=len(edges) + 1).double()
+
+
+def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookColumn]) -> Counts:
+    """Returns the counts as a real site sends them: those of fewer than `MIN_COUNT` rows are `SUPPRESSED`.
+
+    A column with so few values has no sum. Where only one cell of a column would be hidden, and so could be computed from
+    the others, the smallest other is hidden, too. Where fewer than `MIN_COUNT` rows have no value, the count is rounded down
+    to a multiple of `MIN_COUNT`, and the sums with it.
+
+    >>> counts = {"categories": torch.tensor([20.0, 3.0, 9.0, 0.0])}
+    >>> suppress_small_counts(counts, [LookColumn("a", ("x", "y", "z"))])["categories"].tolist()
+    [20.0, -1.0, -1.0, 0.0]
+    """
+    safe = dict(counts)
+    if "count" in counts:
+        count, rows = counts["count"], float(counts["rows"][0])
+        missing = rows - count
+        rounded = torch.where((missing > 0) & (missing < MIN_COUNT), (count / MIN_COUNT).floor() * MIN_COUNT, count)
+        is_hidden = (count > 0) & (count < MIN_COUNT)
+        share = torch.where(count > 0, rounded / count.clamp(min=1.0), 0.0)
+        safe["count"] = torch.where(is_hidden, SUPPRESSED, rounded)
+        safe["total"] = torch.where(is_hidden, 0.0, counts["total"] * share)
+        safe["whole"] = torch.where(counts["whole"] == count, safe["count"].clamp(min=0.0), 0.0)
+        safe["codes"] = torch.where((counts["codes"] > 0) & (counts["codes"] < MIN_COUNT), SUPPRESSED, counts["codes"])
+        if "squares" in counts:
+            safe["squares"] = torch.where(is_hidden, 0.0, counts["squares"] * share)
+    for name in ("cells", "histograms"):
+        if name in counts:
+            safe[name] = torch.stack([_hide_cells(row) for row in counts[name]]) if len(counts[name]) else counts[name]
+    if "categories" in counts:
+        sizes = [len(column.values) + 1 for column in columns if column.values is not None]
+        parts = torch.split(counts["categories"], sizes) if sizes else ()
+        safe["categories"] = torch.cat([_hide_cells(part) for part in parts]) if sizes else counts["categories"]
+    return safe
+
+
+def _hide_cells(cells: Tensor) -> Tensor:
+    is_hidden = (cells > 0) & (cells < MIN_COUNT)
+    if int(is_hidden.sum()) == 1 and bool(((cells > 0) & ~is_hidden).any()):
+        others = torch.where((cells > 0) & ~is_hidden, cells, math.inf)
+        is_hidden[int(others.argmin())] = True
+    return torch.where(is_hidden, SUPPRESSED, cells)
+
+
+def add_counts(parts: Sequence[Mapping[str, Tensor]]) -> Counts:
+    """Adds the counts of several sites; a suppressed count adds nothing."""
+    return {name: torch.stack([part[name] for part in parts]).clamp(min=0.0).sum(0) if name != "total"
+            else torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}  # fmt: skip
+
+
+def choose_center_and_scale(counts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the mean of all sites and a scale for each column of numbers, from the sum of their counts."""
+    count = counts["count"].clamp(min=1.0)
+    scales = []
+    for cells in counts["cells"]:
+        first, last = _ends_of_cells(cells.nonzero().flatten().tolist())
+        scales.append(max(last - first, 1e-9))
+    return counts["total"] / count, torch.tensor(scales, dtype=torch.float64)
+
+
+def _ends_of_cells(occupied: Sequence[int]) -> tuple[float, float]:
+    """Returns the ends of the universal cells that hold values, and of their neighbours on the same side of zero, whose few
+    values may be hidden."""
+    if not occupied:
+        return 0.0, 1.0
+    edges = torch.cat([UNIVERSAL_EDGES[:1] * 2, UNIVERSAL_EDGES, UNIVERSAL_EDGES[-1:] * 2]).tolist()
+    zero_cell = len(_POSITIVE_EDGES) + 1
+    first = occupied[0] if occupied[0] in (0, zero_cell) else occupied[0] - 1
+    last = occupied[-1] if occupied[-1] in (len(edges) - 2, zero_cell) else occupied[-1] + 1
+    return edges[first], edges[last + 1]
+
+
+def choose_edges(counts: Mapping[str, Tensor], center: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the lowest and highest edge of the histogram of each column of numbers, from the sum over all sites.
+
+    They are 3.5 standard deviations from the mean, without numbers far outside that stand for "not measured", and no wider
+    than the values.
+    """
+    lows, highs = [], []
+    for k, cells in enumerate(counts["cells"]):
+        statistics = number_statistics(counts, k, center, scale)
+        far_codes = statistics.far_codes(min_share=0.005)
+        rest = statistics.without(far_codes)
+        is_occupied = cells > 0
+        for code in far_codes:
+            code_cell = int(torch.bucketize(torch.tensor(code, dtype=torch.float64), UNIVERSAL_EDGES, right=True))
+            if float(cells[code_cell]) <= statistics.codes[code]:
+                is_occupied[code_cell] = False
+        occupied = is_occupied.nonzero().flatten().tolist()
+        first, last = _ends_of_cells(occupied)
+        low, high = max(rest.mean - 3.5 * rest.sd, first), min(rest.mean + 3.5 * rest.sd, last)
+        if bool(counts["whole"][k] == counts["count"][k]) and high - low <= BINS:  # one cell for each whole number
+            low = math.floor(low + 0.5) - 0.5
+            high = low + BINS * math.ceil((math.floor(high) + 0.5 - low) / BINS)
+        if not high > low:
+            margin = 0.5 * max(abs(rest.mean), 1.0)
+            low, high = rest.mean - margin, rest.mean + margin
+        lows.append(low)
+        highs.append(high)
+    return torch.tensor(lows, dtype=torch.float64), torch.tensor(highs, dtype=torch.float64)
+
+
+def number_statistics(counts: Mapping[str, Tensor], position: int, center: Tensor, scale: Tensor) -> NumberStatistics:
+    """Returns the statistics of one column of numbers at a site, or over all sites, from its counts and sums."""
+    count = float(counts["count"][position])
+    return NumberStatistics(
+        count,
+        float(counts["total"][position]),
+        float(center[position]),
+        float(counts["squares"][position] * scale[position] ** 2),
+        dict(zip(CODES, counts["codes"][position].tolist(), strict=True)),
+        bool(counts["whole"][position] == counts["count"][position].clamp(min=0.0)),
+    )

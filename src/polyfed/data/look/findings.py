@@ -1,0 +1,354 @@
+"""Finds what differs between the sites of a `Look`, and says in a sentence each what it means for federating.
+
+One finding is about one column, and names all of its sites, so that a hundred sites need no hundred sentences.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from polyfed.core.io.number_format import join_first_and_count_rest
+from polyfed.data.look.columns import LookColumn
+from polyfed.data.look.counts import MIN_COUNT
+from polyfed.data.look.number_statistics import GRADES, NumberStatistics
+from polyfed.data.look.summaries import SiteLook, SiteSummaries
+from polyfed.data.look.units import describe_unit_difference
+
+FEW = 10
+"""Sets the number of examples of a class, or of events, below which a site has few."""
+_EMPTY, _OFTEN_MISSING = 0.9, 0.4  # shares of rows without a value
+_FEW_ROWS = 30
+_ENOUGH = 20  # values whose mean and spread can be compared
+_NAMED = 5
+_SHIFT = 1.0  # standard deviations between the means of two sites
+_BALANCE = 0.4  # difference of a class's share between sites
+_CODE_SHARE = 0.02
+_ONLY_HERE = 0.15  # share of a number that no other site has
+Kind = Literal["code", "unit", "empty", "classes", "few", "missing", "constant", "category", "balance", "shift"]
+_ORDER: tuple[Kind, ...] = (
+    "code",
+    "unit",
+    "empty",
+    "classes",
+    "few",
+    "missing",
+    "constant",
+    "category",
+    "balance",
+    "shift",
+)
+
+
+@final
+@dataclass(frozen=True)
+class LookFinding:
+    """Describes one difference between the sites: in which column, at which sites, and what it means for federating.
+
+    Args:
+        kind: which rule found it.
+        column: its name; "" for all examples of a site.
+        sites: where.
+        text: a sentence on what was seen.
+        meaning: a sentence on what follows for federating.
+    """
+
+    kind: Kind
+    column: str
+    sites: tuple[str, ...]
+    text: str
+    meaning: str
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Returns the finding as a dict for JSON."""
+        return {"kind": self.kind, "column": self.column, "sites": list(self.sites), "text": self.text,
+                "meaning": self.meaning}  # fmt: skip
+
+
+def find_differences(look: SiteSummaries) -> list[LookFinding]:
+    """Returns what differs between the sites: hidden codes, units, empty columns, rare classes first."""
+    findings = list(_find_few_examples(look))
+    for column in look.columns:
+        if column.values is None:
+            findings += _NumberColumn(look, column).find_all()
+        else:
+            findings += _find_in_categories(look, column)
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.kind))
+
+
+def _find_few_examples(look: SiteSummaries) -> Iterator[LookFinding]:
+    sites = {name: f"{site.rows}" for name, site in look.sites.items() if site.rows < _FEW_ROWS}
+    if sites:
+        yield LookFinding(
+            "few", "", tuple(sites), f"few examples: {_list_sites(sites)}",
+            "an answer about such a site rests on a handful of test examples; deal them several times (--resplit), and read "
+            "its interval rather than its score",
+        )  # fmt: skip
+
+
+def _list_sites(text_by_site: Mapping[str, str]) -> str:
+    return join_first_and_count_rest([f"{name} ({text})" for name, text in text_by_site.items()], _NAMED)
+
+
+class _NumberColumn:
+    """Compares one column of numbers between the sites."""
+
+    def __init__(self, look: SiteSummaries, column: LookColumn) -> None:
+        self._column, self._name = column, column.name
+        self._sites = {name: site.numbers[column.name] for name, site in look.sites.items()}
+        self._rows = {name: site.rows for name, site in look.sites.items()}
+        self._statistics = {
+            name: summary.statistics for name, summary in self._sites.items() if summary.statistics.count >= MIN_COUNT
+        }
+        self._codes = self._hidden_codes()
+        self._clean = {name: s.without(self._codes.get(name, ())) for name, s in self._statistics.items()}
+        self._clean = {name: s for name, s in self._clean.items() if s.count >= MIN_COUNT}
+
+    def find_all(self) -> list[LookFinding]:
+        """Returns all findings about this column."""
+        rules: tuple[Callable[[], Iterator[LookFinding]], ...] = (
+            self._find_codes, self._find_empty, self._find_constant, self._find_units_and_shifts,
+        )  # fmt: skip
+        return [finding for rule in rules for finding in rule()]
+
+    def _hidden_codes(self) -> dict[str, list[float]]:
+        """Returns by site the numbers that seem to stand for "not measured": far from all other values, or frequent here and
+        nowhere else."""
+        codes: dict[str, list[float]] = {}
+        total = _add_statistics(list(self._statistics.values()))
+        for name, site in self._statistics.items():
+            others = _add_statistics([s for other, s in self._statistics.items() if other != name])
+            for code, count in site.codes.items():
+                if count < MIN_COUNT or site.code_share(code) < _CODE_SHARE:
+                    continue
+                is_far = total.without([code]).is_far(code)
+                is_only_here = (
+                    site.code_share(code) >= _ONLY_HERE
+                    and others.count >= 20
+                    and others.codes.get(code, 0.0) == 0
+                    and others.sd > 0
+                    and abs(code - others.mean) > (max(others.sd, GRADES) if others.is_whole else others.sd)
+                )
+                if is_far or is_only_here:
+                    codes.setdefault(name, []).append(code)
+        return codes
+
+    def _find_codes(self) -> Iterator[LookFinding]:
+        for code in sorted({code for codes in self._codes.values() for code in codes}):
+            sites = {
+                name: f"{self._statistics[name].codes[code]:.0f} of {self._statistics[name].count:.0f} values"
+                for name, codes in self._codes.items()
+                if code in codes
+            }
+            free = [name for name, s in self._statistics.items() if s.codes.get(code, 0.0) == 0]
+            elsewhere = f", never at {join_first_and_count_rest(free, _NAMED)}" if free else ""
+            yield LookFinding(
+                "code", self._name, tuple(sites),
+                f"{self._name} is {code:g} at {_list_sites(sites)}{elsewhere}: does {code:g} stand for \"not measured\"?",
+                f"networks would learn it as a value, and a mean and scale over all sites would be spoilt; if {code:g} "
+                "means not measured, empty these cells before",
+            )  # fmt: skip
+
+    def _find_empty(self) -> Iterator[LookFinding]:
+        shares = {name: 1 - max(s.statistics.count, 0.0) / self._rows[name] for name, s in self._sites.items()}
+        if not shares or min(shares.values()) > 0.5:
+            return
+        empty, often = dict[str, str](), dict[str, str]()
+        too_few = False
+        for name, share in shares.items():
+            count = self._sites[name].statistics.count
+            values = f"{count:.0f}" if count >= 0 else f"fewer than {MIN_COUNT}"
+            too_few |= 0 < count < MIN_COUNT or count < 0
+            if share >= _EMPTY:
+                empty[name] = f"{values} of {self._rows[name]} rows have a value"
+            elif share >= _OFTEN_MISSING and min(shares.values()) <= 0.1:
+                often[name] = f"{100 * share:.0f} %"
+        if empty:
+            refusal = (
+                f"; with fewer than {MIN_COUNT} values at a site preprocess='federated' is refused" if too_few else ""
+            )
+            yield LookFinding(
+                "empty", self._name, tuple(empty), f"{self._name} is empty or nearly so at {_list_sites(empty)}",
+                f"there it is a constant, and a common network learns it from the other sites alone; leave it out "
+                f"(--data.drop {self._name}), or let sites have networks of their own{refusal}",
+            )  # fmt: skip
+        if often:
+            yield LookFinding(
+                "missing", self._name, tuple(often), f"{self._name} has often no value at {_list_sites(often)}",
+                "that a value is missing then says which site a row is from; compare with the column left out",
+            )  # fmt: skip
+
+    def _find_constant(self) -> Iterator[LookFinding]:
+        constant = {name: f"{s.mean:g}" for name, s in self._statistics.items() if s.sd == 0}
+        varying = [name for name, s in self._statistics.items() if s.sd > 0]
+        constant = {name: text for name, text in constant.items() if not self._codes.get(name)}
+        if constant and varying:
+            yield LookFinding(
+                "constant", self._name, tuple(constant), f"{self._name} has one value only at {_list_sites(constant)}",
+                "scaled by the site's own rows it becomes 0 there, whatever a later patient has; scale over all sites "
+                "(--data.preprocess federated), or leave it out",
+            )  # fmt: skip
+
+    def _find_units_and_shifts(self) -> Iterator[LookFinding]:
+        varying = {name: s for name, s in self._clean.items() if s.sd > 0 and s.count >= _ENOUGH}
+        if len(varying) < 2:
+            return
+        reference = _weighted_median(varying)
+        units, shifts = dict[str, str](), dict[str, str]()
+        for name, site in varying.items():
+            if text := describe_unit_difference(site, reference):
+                units[name] = f"mean {site.mean:.3g}: {text}"
+            elif abs(site.mean - reference.mean) > _SHIFT * math.sqrt((site.sd**2 + reference.sd**2) / 2):
+                shifts[name] = f"{site.mean:.3g} ± {site.sd:.2g}"
+        if units:
+            yield LookFinding(
+                "unit", self._name, tuple(units),
+                f"{self._name} seems to have another unit at {_list_sites(units)}; the others' mean is {reference.mean:.3g}",
+                "a common network and a common scale take these for other patients; bring all sites to one unit before",
+            )  # fmt: skip
+        if shifts and not units:
+            meaning = (
+                "a model of all sites averages over different outcomes; each site's own part of a network can follow its own"
+                if self._column.is_target
+                else "scaled by its own rows a site loses this difference, and scaled over all sites it keeps it; try both"
+            )
+            yield LookFinding(
+                "shift", self._name, tuple(shifts),
+                f"{self._name} lies elsewhere at {_list_sites(shifts)}; the others have {reference.mean:.3g} ± "
+                f"{reference.sd:.2g}", meaning,
+            )  # fmt: skip
+
+
+def _add_statistics(parts: Sequence[NumberStatistics]) -> NumberStatistics:
+    codes: dict[float, float] = {}
+    for part in parts:
+        for code, count in part.codes.items():
+            codes[code] = codes.get(code, 0.0) + max(count, 0.0)
+    return NumberStatistics(
+        sum(part.count for part in parts), sum(part.total for part in parts), parts[0].center if parts else 0.0,
+        sum(part.squares for part in parts), codes, all(part.is_whole for part in parts),
+    )  # fmt: skip
+
+
+def _weighted_median(sites: Mapping[str, NumberStatistics]) -> NumberStatistics:
+    """Returns the statistics of the site whose mean is the median over all rows."""
+    ordered = sorted(sites.values(), key=lambda site: site.mean)
+    half, seen = sum(site.count for site in ordered) / 2, 0.0
+    for site in ordered:
+        seen += site.count
+        if seen >= half:
+            return site
+    return ordered[-1]
+
+
+def _find_in_categories(look: SiteSummaries, column: LookColumn) -> Iterator[LookFinding]:
+    """Finds rare and absent classes in a target, and in a feature categories that a site lacks or has alone."""
+    name, values = column.name, column.values or ()
+    counts = {site: look.sites[site].categories[name] for site in look.sites}
+    rows = {site: sum(max(c, 0.0) for c in by_value.values()) for site, by_value in counts.items()}
+    if not column.is_target:
+        yield from _find_in_features(name, values, counts, rows)
+        return
+    absent: dict[tuple[str, ...], list[str]] = {}
+    few: list[str] = []
+    few_sites: dict[str, None] = {}
+    for value in values:
+        lacking = tuple(site for site in counts if counts[site][value] == 0 and rows[site])
+        if lacking and len(lacking) < len(counts):
+            absent.setdefault(lacking, []).append(repr(value))
+        for site in counts:
+            if counts[site][value] < FEW and counts[site][value] != 0:
+                few.append(f"{value!r} at {site} ({_count_text(counts[site][value])} of {rows[site]:.0f})")
+                few_sites[site] = None
+    if len(absent) > 3:
+        count_by_value = {value: len(sites) for sites, absent_values in absent.items() for value in absent_values}
+        all_sites = tuple(site for site in counts if any(site in sites for sites in absent))
+        listed = [f"{value} at {count} of {len(counts)} sites" for value, count in sorted(count_by_value.items())]
+        texts = {all_sites: f"{name} is never {join_first_and_count_rest(listed, _NAMED)}"}
+    else:
+        texts = {
+            sites: f"{name} is never {join_first_and_count_rest(absent_values, _NAMED)} at "
+            f"{join_first_and_count_rest(sites, _NAMED)}"
+            for sites, absent_values in absent.items()
+        }
+    for sites, text in texts.items():
+        yield LookFinding(
+            "classes", name, sites, text,
+            "such a site cannot learn it alone or be tested on it; a common network can still say it there",
+        )  # fmt: skip
+    if few:
+        yield LookFinding(
+            "few", name, tuple(few_sites), f"{name} has few examples of {join_first_and_count_rest(few, _NAMED)}",
+            "scores and intervals rest on these few and not on the number of rows: one example more or less can turn a "
+            "choice; expect \"not decided\", and let no such site choose learning rates for all",
+        )  # fmt: skip
+    big = [site for site in counts if rows[site] >= 20]
+    if len(big) > 1:
+        shares = {v: {site: max(counts[site][v], 0.0) / rows[site] for site in big} for v in values}
+        value, by_site = max(shares.items(), key=lambda item: max(item[1].values()) - min(item[1].values()))
+        low, high = min(by_site, key=lambda site: by_site[site]), max(by_site, key=lambda site: by_site[site])
+        if by_site[high] - by_site[low] >= _BALANCE:
+            yield LookFinding(
+                "balance", name, (low, high),
+                f"{name} {value!r} makes up {100 * by_site[low]:.0f} % of {low} and {100 * by_site[high]:.0f} % of {high}",
+                "a common network's probabilities fit neither; scores that depend on a threshold gain from a part of the "
+                "network of one's own",
+            )  # fmt: skip
+
+
+def _count_text(count: float) -> str:
+    return f"fewer than {MIN_COUNT}" if count < 0 else f"{count:.0f}"
+
+
+def _find_in_features(
+    name: str, values: Sequence[str], counts: Mapping[str, Mapping[str, float]], rows: Mapping[str, float]
+) -> Iterator[LookFinding]:
+    present = {site: rows[site] - max(counts[site][""], 0.0) for site in counts}
+    filled = [site for site in counts if present[site] >= MIN_COUNT]
+    empty = {
+        site: f"{max(present[site], 0):.0f} of {rows[site]:.0f} rows have a value"
+        for site in counts
+        if rows[site] and present[site] < (1 - _EMPTY) * rows[site]
+    }
+    if empty and len(empty) < len(counts):
+        yield LookFinding(
+            "empty", name, tuple(empty), f"{name} is empty or nearly so at {_list_sites(empty)}",
+            "there it is a constant, and a common network learns it from the other sites alone; leave it out "
+            f"(--data.drop {name}), or let sites have networks of their own",
+        )  # fmt: skip
+    lacking_sites: dict[str, list[str]] = {}
+    for value in values:
+        total = sum(max(counts[site][value], 0.0) for site in filled)
+        for site in filled:
+            others = sum(present[other] for other in filled if other != site)
+            count = max(counts[site][value], 0.0)
+            share_elsewhere = (total - count) / others if others else 0.0
+            if counts[site][value] == 0 and share_elsewhere * present[site] >= MIN_COUNT and share_elsewhere >= 0.05:
+                lacking_sites.setdefault(value, []).append(site)
+    for value, sites in lacking_sites.items():
+        yield LookFinding(
+            "category", name, tuple(sites),
+            f"{name} is never {value!r} at {join_first_and_count_rest(sites, _NAMED)}, and often elsewhere",
+            "the weights of this category are learned at the other sites alone; if it is only written differently, give it "
+            "one name before",
+        )  # fmt: skip
+
+
+def marked_sites(look: SiteSummaries, findings: Sequence[LookFinding]) -> dict[tuple[str, str], str]:
+    """Returns the kind of the most serious finding by (column, site)."""
+    marks: dict[tuple[str, str], str] = {}
+    for finding in findings:
+        for site in finding.sites:
+            marks.setdefault((finding.column, site), finding.kind)
+    return marks
+
+
+def events_of(look: SiteSummaries, site: SiteLook) -> str:
+    """Returns how many examples of each class a site has, as text; "" for targets that are numbers."""
+    parts = []
+    for column in look.columns:
+        if column.is_target and column.values is not None:
+            counts = site.categories[column.name]
+            shown = [f"{value}: {_count_text(counts[value])}" for value in column.values[:8]]
+            parts.append(f"{column.name} {', '.join(shown)}{' …' if len(column.values) > 8 else ''}")
+    return "; ".join(parts[:3])

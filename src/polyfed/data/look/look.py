@@ -1,0 +1,127 @@
+"""Defines `Look`, the description of the data of several sites side by side, and builds it for data in this process."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples
+from polyfed.data.clients import ClientData
+from polyfed.data.look import counts as passes
+from polyfed.data.look.columns import LookColumn, SiteColumns, merge_columns, read_site_columns
+from polyfed.data.look.counts import MIN_COUNT
+from polyfed.data.look.findings import LookFinding, find_differences
+from polyfed.data.look.summaries import LookFrame, SiteLook, SiteSummaries, build_summaries
+from polyfed.data.look.text import format_look
+from polyfed.data.table import ClientTables
+from polyfed.data.tabular.columns import sorted_unique_texts
+
+
+@final
+@dataclass(frozen=True)
+class Look:
+    """Describes the data of several sites side by side, without a row of anyone; `print` shows it.
+
+    Args:
+        summaries: columns and statistics of each site.
+        findings: what differs between the sites, the most serious first.
+
+    >>> from polyfed.testing import small_clients
+    >>> seen = look_at_sites(small_clients(2))
+    >>> list(seen.sites), seen.columns[-1].name, seen.sites["client-0"].numbers["x0"].missing
+    (['client-0', 'client-1'], 'class', 0.0)
+    """
+
+    summaries: SiteSummaries
+    findings: tuple[LookFinding, ...]
+
+    @classmethod
+    def of(cls, summaries: SiteSummaries) -> "Look":
+        """Returns the look at these summaries, with its findings."""
+        return cls(summaries, tuple(find_differences(summaries)))
+
+    def __repr__(self) -> str:
+        return f"Look({len(self.columns)} columns at {', '.join(list(self.sites)[:5])})"  # shows no data
+
+    def __str__(self) -> str:
+        return format_look(self.summaries, self.findings)
+
+    @property
+    def columns(self) -> tuple[LookColumn, ...]:
+        """Returns the columns: features, then targets."""
+        return self.summaries.columns
+
+    @property
+    def sites(self) -> Mapping[str, SiteLook]:
+        """Returns the statistics of each site."""
+        return self.summaries.sites
+
+    def table(self) -> list[dict[str, Any]]:
+        """Returns a row for each column and site: rows, missing, mean, sd, zeros, percentiles, and counts of categories."""
+        return self.summaries.table()
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Returns sites, columns and findings as a dict for JSON."""
+        local = self.summaries.is_local
+        return {
+            "format": 1,
+            "between_sites": not local,
+            "smallest_count": 1 if local else MIN_COUNT,
+            "sites": {
+                name: {"rows": site.rows, "parts": dict(site.parts), "different_tokens": site.different_tokens}
+                for name, site in self.sites.items()
+            },
+            "edges": {name: list(ends) for name, ends in self.summaries.edges.items()},
+            "columns": self.table(),
+            "findings": [finding.to_json_dict() for finding in self.findings],
+        }
+
+
+def read_sites(
+    clients: Iterable[Client | ClientData] | ClientTables, class_names: Sequence[str] = ()
+) -> dict[str, SiteColumns]:
+    """Reads the examples of several sites as columns, by site.
+
+    Raises:
+        UserError: there is no client, or something else than a client.
+    """
+    if isinstance(clients, ClientTables):
+        class_names = class_names or clients.class_names
+        clients = clients.client_data
+    sites: dict[str, SiteColumns] = {}
+    for client in clients:
+        if not isinstance(client, Client | ClientData):
+            raise UserError(
+                f"look takes clients (pf.Client) or the tables of pf.data.split_table, got {type(client).__name__}"
+            )
+        if client.id in sites:
+            raise UserError(f"two clients are called {client.id!r}; give each another name")
+        sets = {"train": client.train, "val": client.val, "test": client.test}
+        sites[client.id] = read_site_columns(
+            {name: examples for name, examples in sets.items() if isinstance(examples, Examples) and len(examples)},
+            class_names,
+        )
+    if not sites:
+        raise UserError("look needs at least one client")
+    return {name: sites[name] for name in sorted_unique_texts(list(sites))}
+
+
+def look_at_sites(clients: Iterable[Client | ClientData] | ClientTables, class_names: Sequence[str] = ()) -> Look:
+    """Describes the data of clients in this process.
+
+    Args:
+        clients: clients, or a table that was divided by `polyfed.data.split_table`.
+        class_names: names of the classes; empty for those of a table, or numbers.
+    """
+    sites = read_sites(clients, class_names)
+    columns = merge_columns([site.columns for site in sites.values()])
+    common = {name: site.in_columns(columns) for name, site in sites.items()}
+    counts = {name: passes.count_values(site) for name, site in common.items()}
+    center, scale = passes.choose_center_and_scale(passes.add_counts(list(counts.values())))
+    for name, site in common.items():
+        counts[name] |= passes.sum_squares(site, center, scale)
+    low, high = passes.choose_edges(passes.add_counts(list(counts.values())), center, scale)
+    for name, site in common.items():
+        counts[name] |= passes.count_histograms(site, low, high)
+    return Look.of(build_summaries(columns, counts, LookFrame(center, scale, low, high), common))

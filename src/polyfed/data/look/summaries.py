@@ -1,0 +1,214 @@
+"""Describes the columns of each site by statistics, from the counts and sums that a site computes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from torch import Tensor
+
+from polyfed.data.look.columns import LookColumn, SiteColumns
+from polyfed.data.look.counts import MIN_COUNT, Counts, number_positions, number_statistics
+from polyfed.data.look.number_statistics import NumberStatistics
+
+ALL_SITES = "all sites"
+
+
+@final
+@dataclass(frozen=True)
+class NumberSummary:
+    """Describes a column of numbers at one site.
+
+    Args:
+        statistics: counts and sums; a count of -1 is one below `MIN_COUNT` that is not shown.
+        missing: rows without a value; None where too few to be shown.
+        histogram: counts of values below the lowest edge, in cells of equal width, and from the highest edge on; -1 for a
+            count that is not shown.
+        percentiles: about the 1st, 50th and 99th percentile; None without values.
+        ends: the smallest and the largest value, of data in memory alone; None between sites.
+    """
+
+    statistics: NumberStatistics
+    missing: float | None
+    histogram: tuple[float, ...]
+    percentiles: tuple[float, float, float] | None
+    ends: tuple[float, float] | None = None
+
+    @property
+    def is_hidden(self) -> bool:
+        """Returns whether the column has too few values to be shown."""
+        return self.statistics.count < 0
+
+
+@final
+@dataclass(frozen=True)
+class SiteLook:
+    """Describes the examples of one site.
+
+    Args:
+        rows: number of examples that were looked at.
+        parts: number of examples by set; empty if it is not known.
+        numbers: by column of numbers.
+        categories: by column of categories, how many rows have each; -1 for a count that is not shown. The key "" counts the
+            rows without a value.
+        different_tokens: number of different token ids in texts; None if there are none, or it is not known.
+    """
+
+    rows: int
+    parts: Mapping[str, int]
+    numbers: Mapping[str, NumberSummary]
+    categories: Mapping[str, Mapping[str, float]]
+    different_tokens: int | None = None
+
+
+@final
+@dataclass(frozen=True)
+class SiteSummaries:
+    """Holds the columns of all sites, and the statistics of each site.
+
+    Args:
+        columns: features, then targets.
+        sites: by name; only `ALL_SITES` if the sites sent masked sums.
+        edges: lowest and highest edge of the histograms, by column of numbers.
+        is_local: whether the data are in this process, so that all counts are shown.
+    """
+
+    columns: tuple[LookColumn, ...]
+    sites: Mapping[str, SiteLook]
+    edges: Mapping[str, tuple[float, float]]
+    is_local: bool = True
+
+    def table(self) -> list[dict[str, Any]]:
+        """Returns a row for each column and site, as `Look.table`."""
+        rows: list[dict[str, Any]] = []
+        for column in self.columns:
+            for name, site in self.sites.items():
+                row: dict[str, Any] = {
+                    "column": column.name,
+                    "target": column.is_target,
+                    "site": name,
+                    "rows": site.rows,
+                }
+                if column.values is None:
+                    row |= _number_fields(site.numbers[column.name])
+                else:
+                    categories = {v: _shown(n) for v, n in site.categories[column.name].items()}
+                    row |= {"missing": categories.pop("", 0), "categories": categories}
+                rows.append(row)
+        return rows
+
+
+def _shown(count: float) -> int | str:
+    return f"<{MIN_COUNT}" if count < 0 else round(count)
+
+
+def _number_fields(summary: NumberSummary) -> dict[str, Any]:
+    if summary.is_hidden:
+        return {"values": f"<{MIN_COUNT}"}
+    statistics = summary.statistics
+    fields: dict[str, Any] = {
+        "values": round(statistics.count),
+        "missing": f"<{MIN_COUNT}" if summary.missing is None else round(summary.missing),
+        "mean": _finite(statistics.mean),
+        "sd": _finite(statistics.sd),
+        "zeros": _shown(statistics.codes.get(0.0, 0.0)),
+        "codes": {f"{code:g}": _shown(count) for code, count in statistics.codes.items() if count and code},
+        "histogram": [_shown(count) for count in summary.histogram],
+    }
+    if summary.percentiles is not None:
+        fields |= dict(zip(("p1", "median", "p99"), summary.percentiles, strict=True))
+    if summary.ends is not None:
+        fields |= {"min": summary.ends[0], "max": summary.ends[1]}
+    return fields
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LookFrame:
+    """Holds what all sites share: for each column of numbers the center and scale of the squares, and the edges."""
+
+    center: Tensor
+    scale: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def build_summaries(
+    columns: Sequence[LookColumn],
+    counts: Mapping[str, Counts],
+    frame: LookFrame,
+    local_sites: Mapping[str, SiteColumns] | None = None,
+) -> SiteSummaries:
+    """Builds the description of the sites from their counts.
+
+    Args:
+        columns: of all sites.
+        counts: of the three passes, by site.
+        frame: centers, scales and edges of the columns of numbers.
+        local_sites: the sites' examples, where they are in this process: for exact percentiles and ends.
+    """
+    numeric = number_positions(columns)
+    edges = {columns[i].name: (float(frame.low[k]), float(frame.high[k])) for k, i in enumerate(numeric)}
+    sites = {}
+    for name, site_counts in counts.items():
+        local = None if local_sites is None else local_sites[name]
+        numbers = {
+            columns[i].name: _summarize_number(
+                site_counts, k, frame, None if local is None else local.cells[:, i].numpy()
+            )
+            for k, i in enumerate(numeric)
+        }
+        categories, start = {}, 0
+        for column in columns:
+            if column.values is not None:
+                part = site_counts["categories"][start : start + len(column.values) + 1].tolist()
+                start += len(part)
+                categories[column.name] = dict(zip((*column.values, ""), part, strict=True))
+        sites[name] = SiteLook(
+            round(float(site_counts["rows"][0])),
+            {} if local is None else local.parts,
+            numbers,
+            categories,
+            None if local is None else local.different_tokens,
+        )
+    return SiteSummaries(tuple(columns), sites, edges, local_sites is not None)
+
+
+def _summarize_number(counts: Counts, position: int, frame: LookFrame, values: Any) -> NumberSummary:
+    statistics = number_statistics(counts, position, frame.center, frame.scale)
+    histogram = tuple(counts["histograms"][position].tolist())
+    missing: float | None = float(counts["rows"][0]) - statistics.count
+    percentiles = ends = None
+    if values is not None:
+        present = values[~np.isnan(values)]
+        if len(present):
+            low, middle, high = np.percentile(present, (1, 50, 99)).tolist()
+            percentiles, ends = (low, middle, high), (float(present.min()), float(present.max()))
+    elif statistics.count > 0:
+        percentiles = _percentiles_of_histogram(histogram, float(frame.low[position]), float(frame.high[position]))
+        if percentiles is not None and statistics.is_whole:
+            percentiles = (round(percentiles[0]), round(percentiles[1]), round(percentiles[2]))
+        missing = None if 0 < (missing or 0) < MIN_COUNT else missing
+    return NumberSummary(statistics, missing, histogram, percentiles, ends)
+
+
+def _percentiles_of_histogram(histogram: Sequence[float], low: float, high: float) -> tuple[float, float, float] | None:
+    """Returns about the 1st, 50th and 99th percentile; values outside the edges count as at them."""
+    cells = np.clip(np.asarray(histogram), 0, None)
+    if not cells.sum():
+        return None
+    width = (high - low) / (len(cells) - 2)
+    edges = np.concatenate([[low], np.linspace(low, high, len(cells) - 1), [high]])
+    cumulative = np.concatenate([[0.0], np.cumsum(cells) / cells.sum()])
+    result = []
+    for share in (0.01, 0.5, 0.99):
+        cell = int(np.searchsorted(cumulative, share, side="left")) - 1
+        cell = min(max(cell, 0), len(cells) - 1)
+        inside = (share - cumulative[cell]) / max(cumulative[cell + 1] - cumulative[cell], 1e-12)
+        result.append(float(edges[cell] + inside * (width if 0 < cell < len(cells) - 1 else 0.0)))
+    return result[0], result[1], result[2]

@@ -1,0 +1,34 @@
+"""Recognises a column that a site has in another unit than the others, by the ratio of means and spreads."""
+
+from polyfed.data.look.number_statistics import NumberStatistics
+
+_FACTORS = {
+    10.0: "", 100.0: "m and cm, or a share and per cent", 1000.0: "g and kg, or m and mm", 1e6: "",
+    2.54: "inches and cm", 2.2046: "kg and pounds", 30.48: "feet and cm", 12.0: "months and years", 60.0: "minutes",
+    365.25: "days and years", 18.016: "glucose in mmol/L and mg/dL", 38.67: "cholesterol in mmol/L and mg/dL",
+    88.42: "creatinine in mg/dL and µmol/L", 7.5006: "kPa and mmHg", 4.184: "kcal and kJ",
+}  # fmt: skip
+_MEANS, _SPREADS = 1.25, 2.0  # largest ratios to a factor
+_LARGE = 8.0  # factors that natural differences between sites hardly reach
+_APART = 1.5  # sums of standard deviations between the means, for small factors
+
+
+def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics) -> str:
+    """Returns by which factor a site's numbers differ from the reference as units do, as text; "" if they do not.
+
+    >>> metres, centimetres = NumberStatistics(50.0, 85.0, 1.7, 0.5), NumberStatistics(50.0, 8500.0, 170.0, 5000.0)
+    >>> describe_unit_difference(metres, centimetres)
+    'a factor of about 100 (m and cm, or a share and per cent?)'
+    """
+    if not (site.mean * reference.mean > 0 and site.sd > 0 and reference.sd > 0):
+        return ""
+    means, spreads = site.mean / reference.mean, site.sd / reference.sd
+    if means < 1:
+        means, spreads = 1 / means, 1 / spreads
+    factor = min(_FACTORS, key=lambda candidate: max(means / candidate, candidate / means))
+    is_near = max(means / factor, factor / means) <= _MEANS and max(spreads / factor, factor / spreads) <= _SPREADS
+    are_apart = abs(site.mean - reference.mean) > _APART * (site.sd + reference.sd)
+    if not is_near or not (factor >= _LARGE or are_apart):
+        return ""
+    examples = f" ({_FACTORS[factor]}?)" if _FACTORS[factor] else ""
+    return f"a factor of about {factor:g}{examples}"

@@ -1,0 +1,193 @@
+"""Renders a look at the sites' data for the page: what differs, then for each column the histograms of the sites side by
+side, and a table."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from markupsafe import Markup
+
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import write_file_atomically
+from polyfed.core.io.number_format import capitalize_first, count_with_noun, end_with_period, shorten_name
+from polyfed.data.look.columns import LookColumn
+from polyfed.data.look.counts import BINS, MIN_COUNT
+from polyfed.data.look.findings import events_of, marked_sites
+from polyfed.data.look.look import Look
+from polyfed.data.look.summaries import NumberSummary, SiteLook
+from polyfed.data.look.text import format_short
+from polyfed.report.page.elements import html_columns, html_figure, html_list, html_table, render_template
+from polyfed.report.page.svg_charts import CHART_WIDTH, format_tick, svg_image, svg_text, text_width
+from polyfed.simulation.storage.directory import package_versions
+
+LOOK_HEADING = "The sites' data side by side"
+_COLUMNS, _SITES = 60, 16  # columns with a figure; sites in a figure
+_ROW = 30  # height of a site's histogram
+
+
+def html_look(look: Look, key: str) -> Markup:
+    """Renders what differs between the sites, the sites' sizes, and a figure for each column."""
+    marks = marked_sites(look.summaries, look.findings)
+    sentences = [
+        f"{end_with_period(capitalize_first(finding.text))} {capitalize_first(finding.meaning)}."
+        for finding in look.findings
+    ] or ["No column differs between the sites in a way that is known to mislead."]
+    if not look.summaries.is_local:
+        sentences.append(f"Counts of fewer than {MIN_COUNT} rows stay at their site and are shown as <{MIN_COUNT}.")
+    sizes = [
+        [name, str(site.rows), *(str(site.parts.get(part, "–")) for part in ("train", "val", "test")),
+         events_of(look.summaries, site) or "–"]
+        for name, site in look.sites.items()
+    ]  # fmt: skip
+    sizes_table = html_table("Examples of each site", ["site", "rows", "train", "val", "test", "targets"], sizes)
+    marked_first = sorted(look.columns, key=lambda column: not any(place[0] == column.name for place in marks))
+    shown = [column for column in look.columns if column in marked_first[:_COLUMNS]]
+    sites = sorted(look.sites, key=lambda name: not any(place[1] == name for place in marks))[:_SITES]
+    sites = [name for name in look.sites if name in sites]
+    figures = [
+        html_figure(
+            svg_site_histograms(look, column, sites, marks, f"{key}-{k}"),
+            _caption(column, marks),
+            _numbers_table(look, column, marks),
+        )
+        for k, column in enumerate(shown)
+    ]
+    rest = []
+    if hidden := len(look.columns) - len(shown):
+        rest.append(f"{count_with_noun(hidden, 'more column')} without marks: polyfed look --json has all.")
+    if hidden := len(look.sites) - len(sites):
+        rest.append(f"The figures leave out {count_with_noun(hidden, 'site')}; the tables below them have all.")
+    return Markup("{}{}{}{}").format(html_list(sentences), sizes_table, html_columns(figures), html_list(rest))
+
+
+def _caption(column: LookColumn, marks: Mapping[tuple[str, str], str]) -> str:
+    kinds = dict.fromkeys(kind for (name, _), kind in marks.items() if name == column.name)
+    marked = f" (marked: {', '.join(kinds)})" if kinds else ""
+    return f"{column.name}{', the target' if column.is_target else ''}{marked}"
+
+
+def _numbers_table(look: Look, column: LookColumn, marks: Mapping[tuple[str, str], str]) -> Markup:
+    if column.values is None:
+        columns = ["site", "values", "missing", "mean", "sd", "zeros", "1 %", "median", "99 %", "mark"]
+        rows = [
+            [name, *_number_cells(site.numbers[column.name]), marks.get((column.name, name), "")]
+            for name, site in look.sites.items()
+        ]
+    else:
+        columns = ["site", *column.values, "missing", "mark"]
+        rows = [
+            [name, *(_count(site.categories[column.name][value]) for value in (*column.values, "")),
+             marks.get((column.name, name), "")]
+            for name, site in look.sites.items()
+        ]  # fmt: skip
+    return html_table(column.name, columns, rows)
+
+
+def _count(count: float) -> str:
+    return f"<{MIN_COUNT}" if count < 0 else f"{count:.0f}"
+
+
+def _number_cells(summary: NumberSummary) -> list[str]:
+    statistics = summary.statistics
+    if summary.is_hidden or statistics.count == 0:
+        return [_count(statistics.count), *["–"] * 7]
+    percentiles = ["–"] * 3 if summary.percentiles is None else [f"{value:.4g}" for value in summary.percentiles]
+    missing = f"<{MIN_COUNT}" if summary.missing is None else f"{summary.missing:.0f}"
+    zeros = _count(statistics.codes.get(0.0, 0.0))
+    return [
+        _count(statistics.count),
+        missing,
+        f"{statistics.mean:.4g}",
+        format_short(statistics.sd),
+        zeros,
+        *percentiles,
+    ]
+
+
+def svg_site_histograms(
+    look: Look, column: LookColumn, sites: Sequence[str], marks: Mapping[tuple[str, str], str], key: str
+) -> Markup:
+    """Draws the histograms of one column, one below the other on one axis; those of marked sites have the colour of a loss.
+
+    The heights are shares of the site's values, so that small sites can be compared with large ones.
+    """
+    labels = [shorten_name(name) for name in sites]
+    left = round(max(map(text_width, labels))) + 10
+    counts = {name: _bars(look.sites[name], column) for name in sites}
+    size = max(len(bars) for bars in counts.values())
+    width = (CHART_WIDTH - left - 8) / size
+    parts = []
+    for k, name in enumerate(sites):
+        base = 6 + (k + 1) * _ROW - 4
+        bars = np.clip(np.asarray(counts[name], dtype=float), 0, None)
+        shares = bars / max(bars.max(initial=0.0), 1e-9)
+        kind = "less" if (column.name, name) in marks else "more"
+        described = escape(f"{name}: {_describe(look.sites[name], column)}")
+        parts.append(f'<g data-t="{described}"><path class="hit" d="M0 {base - _ROW + 4}H{CHART_WIDTH}V{base}H0Z"/>')
+        parts.append(svg_text(left - 6, base - 4, labels[k], "end"))
+        parts += [
+            f'<rect class="{kind}" x="{left + cell * width + 0.5:.1f}" y="{base - share * (_ROW - 8):.1f}" '
+            f'width="{max(width - 1, 0.8):.1f}" height="{share * (_ROW - 8):.1f}"/>'
+            for cell, share in enumerate(shares)
+            if share
+        ]
+        parts.append(f'<path class="grid" d="M{left} {base}H{CHART_WIDTH - 8}"/></g>')
+    bottom = 6 + len(sites) * _ROW
+    if column.values is None:
+        low, high = look.summaries.edges[column.name]
+        inside = CHART_WIDTH - left - 8 - 2 * width
+        parts += [
+            svg_text(left + width + share * inside, bottom + 12, format_tick(low + share * (high - low), ""), "middle")
+            for share in (0.0, 0.5, 1.0)
+        ]
+    else:
+        step = max(1, round(len(column.values) / 8))
+        parts += [
+            svg_text(left + (cell + 0.5) * width, bottom + 12, shorten_name(value, 8), "middle")
+            for cell, value in enumerate(column.values[:size])
+            if cell % step == 0
+        ]
+    description = f"Histograms of {len(sites)} sites; the outer cells hold what lies outside the axis."
+    return svg_image(key, column.name, description, bottom + 20, parts)
+
+
+def _bars(site: SiteLook, column: LookColumn) -> Sequence[float]:
+    if column.values is not None:
+        return [site.categories[column.name][value] for value in column.values[: 2 * BINS]]
+    return site.numbers[column.name].histogram
+
+
+def _describe(site: SiteLook, column: LookColumn) -> str:
+    if column.values is not None:
+        return ", ".join(f"{value} {_count(site.categories[column.name][value])}" for value in column.values[:8])
+    values, missing, mean, sd, *_ = _number_cells(site.numbers[column.name])
+    return f"{values} values, {missing} missing, {mean} ± {sd}"
+
+
+def write_look_page(look: Look, path: Path) -> None:
+    """Writes a page with nothing but the look: one HTML file that needs no network connection.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    package_files = files("polyfed.report.page")
+    style, script = (
+        Markup(package_files.joinpath(name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")
+    )
+    page = render_template(
+        "page",
+        title="polyfed look",
+        heading=LOOK_HEADING,
+        style=style,
+        notes=[],
+        groups=[html_look(look, "look")],
+        versions=package_versions(),
+        curves={},
+        scripts=script,
+    )
+    try:
+        write_file_atomically(path, page.encode(), private=False)
+    except OSError as error:
+        raise UserError(f"cannot write the page {path} ({error.strerror}); give another --out FILE.html") from error

@@ -1,0 +1,228 @@
+"""Looks at the data of all sites by messages, as real sites do: a method in three rounds whose replies are counts and sums.
+
+The rounds are the passes of `polyfed.data.look.counts`. Counts of fewer than five rows stay at their site. With secure sums
+the server sees the sum over all sites alone, and so nothing of a single one.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.algorithms.base.averaging import Averaging
+from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
+from polyfed.core.errors import UserError
+from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
+from polyfed.data.look import counts as passes
+from polyfed.data.look.columns import LookColumn, SiteColumns, merge_columns
+from polyfed.data.look.counts import MIN_COUNT, Counts, number_positions, suppress_small_counts
+from polyfed.data.look.look import Look, read_sites
+from polyfed.data.look.summaries import ALL_SITES, LookFrame, build_summaries
+from polyfed.simulation.engines.base import Engine
+from polyfed.simulation.engines.inprocess import InProcessEngine
+from polyfed.simulation.monitoring.progress import SilentProgress
+from polyfed.simulation.rounds.federation import Federation
+from polyfed.simulation.rounds.training_round import run_round
+from polyfed.simulation.settings import Settings
+
+PASSES = (("rows", "count", "total", "whole", "codes", "cells", "categories"), ("squares",), ("histograms",))
+"""Lists the names of the tensors that a site sends in each round."""
+_COUNTS = frozenset({"count", "whole", "codes", "cells", "categories", "histograms"})
+
+
+def columns_to_json(columns: Sequence[LookColumn]) -> str:
+    """Returns columns as a JSON text, which `columns_from_json` reads."""
+    return json.dumps([[c.name, None if c.values is None else list(c.values), c.is_target] for c in columns])
+
+
+def columns_from_json(text: str) -> tuple[LookColumn, ...]:
+    """Reads columns from a JSON text.
+
+    Raises:
+        UserError: it is no such text.
+
+    >>> columns_from_json(columns_to_json([LookColumn("age"), LookColumn("ill", ("no", "yes"), True)]))[1].values
+    ('no', 'yes')
+    """
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        raise UserError(f"these are no columns of a look: {error}") from error
+    if wrong := validation_error(content, list[list[Any]], "columns"):
+        raise UserError(f"these are no columns of a look: {wrong}")
+    columns = []
+    for entry in content:
+        is_column = len(entry) == 3 and isinstance(entry[0], str) and isinstance(entry[2], bool)
+        if not is_column or validation_error(entry[1], list[str] | None):
+            raise UserError("these are no columns of a look: a column needs a name, its categories and true or false")
+        columns.append(LookColumn(entry[0], None if entry[1] is None else tuple(entry[1]), entry[2]))
+    if len({column.name for column in columns}) < len(columns):
+        raise UserError("these are no columns of a look: a name occurs twice")
+    return tuple(columns)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FederatedLook(Averaging):
+    """Collects counts and sums of the columns of all sites, as a method in three rounds.
+
+    The method's fields for training have no use.
+
+    Args:
+        columns: those of all sites, as `columns_to_json` writes them.
+        by_site: whether the server keeps the counts of each site; with secure sums it has their sum alone.
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+    discloses: ClassVar[frozenset[str]] = frozenset({"summaries"})
+    groups: ClassVar[tuple[str, ...]] = ("counts",)
+    _largest: ClassVar[float] = 1e100  # sums are in the units of the data
+    columns: str = "[]"
+    by_site: bool = True
+    weighted: bool = False
+
+    @property
+    def aggregates_by_sum(self) -> bool:
+        """Returns whether the server needs the sum over all sites alone."""
+        return not self.by_site
+
+    def server_init(self, server: ServerContext) -> dict[str, Any]:
+        """Returns the server's state before round 1: no counts yet."""
+        count = len(number_positions(columns_from_json(self.columns)))
+        zeros, ones = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
+        return {
+            "frame": {"center": zeros, "scale": ones, "low": zeros, "high": ones},
+            "done": 0,
+            "sum": {},
+            "sites": {},
+        }
+
+    def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
+        """Returns the message to a client: which pass this is, and what the passes before have found out for all sites."""
+        return Message({"frame": server_state["frame"]}, {"done": float(server_state["done"])})
+
+    def local_update(
+        self, message: Message, client_state: dict[str, Any], client: Client, seed: int
+    ) -> tuple[Message, dict[str, Any]]:
+        """Returns a client's counts and sums of this pass; those of too few rows are hidden, unless the sum of all clients
+        hides them."""
+        done = int(message.scalars["done"])
+        site, frame = read_own_columns(client).in_columns(columns_from_json(self.columns)), message.tensors["frame"]
+        counts = passes.count_values(site)
+        if done == 1:
+            counts |= passes.sum_squares(site, frame["center"], frame["scale"])
+        if done == 2:
+            counts |= passes.count_histograms(site, frame["low"], frame["high"])
+        counts = suppress_small_counts(counts, site.columns) if self.by_site else counts
+        return Message({"counts": {name: counts[name] for name in PASSES[done]}}), client_state
+
+    def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
+        """Returns the names, shapes and types that a reply must have. Raises a `ValueError` for values that no rows can
+        have, where they are not masked."""
+        columns = columns_from_json(self.columns)
+        frame = server_state["frame"]
+        empty = SiteColumns(columns, torch.zeros(0, len(columns), dtype=torch.float64), {})
+        zeros = {
+            **passes.count_values(empty),
+            **passes.sum_squares(empty, frame["center"], frame["scale"]),
+            **passes.count_histograms(empty, frame["low"], frame["high"]),
+        }
+        for name, tensor in reply.tensors.get("counts", {}).items():
+            if tensor.is_meta:  # of a masked part, or not read yet
+                continue
+            if name in _COUNTS and bool(((tensor < passes.SUPPRESSED) | (tensor != tensor.floor())).any()):
+                raise ValueError("a count of rows is negative, or no whole number")
+            if name == "squares" and bool((tensor < 0).any()):
+                raise ValueError("a sum of squares is negative")
+        return {"counts": state_dict_spec({name: zeros[name] for name in PASSES[int(server_state["done"])]})}
+
+    def server_step(
+        self, server_state: dict[str, Any], mean: Mapping[str, StateDict], client_ids: Sequence[str]
+    ) -> dict[str, Any]:
+        """Returns the server's next state: with the sum over all sites, unless it is made from their replies."""
+        if self.by_site:
+            return server_state
+        total = {name: tensor * len(client_ids) for name, tensor in mean["counts"].items()}
+        return self._next_state(
+            server_state, {n: t.round() if n in _COUNTS | {"rows"} else t for n, t in total.items()}
+        )
+
+    def keep_replies(self, server_state: dict[str, Any], replies: Mapping[str, Message]) -> dict[str, Any]:
+        """Returns the server's next state: with the counts of each site, and their sum."""
+        sites = {
+            i: {**server_state["sites"].get(i, {}), **dict(reply.tensors["counts"])}
+            for i, reply in sorted(replies.items())
+        }
+        total = passes.add_counts([dict(reply.tensors["counts"]) for reply in replies.values()])
+        return self._next_state({**server_state, "sites": sites}, total)
+
+    def _next_state(self, server_state: dict[str, Any], total: Counts) -> dict[str, Any]:
+        counts = {**server_state["sum"], **total}
+        frame: dict[str, Tensor] = dict(server_state["frame"])
+        if server_state["done"] == 0:
+            frame["center"], frame["scale"] = passes.choose_center_and_scale(counts)
+        elif server_state["done"] == 1:
+            frame["low"], frame["high"] = passes.choose_edges(counts, frame["center"], frame["scale"])
+        return {**server_state, "sum": counts, "frame": frame, "done": server_state["done"] + 1}
+
+    def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
+        """Returns a network that passes its inputs on, since nothing is evaluated."""
+        return nn.Identity()
+
+
+def read_own_columns(client: Client) -> SiteColumns:
+    """Returns the columns of one client's examples.
+
+    Raises:
+        UserError: the client has too few examples for any count of them to leave it.
+    """
+    site = read_sites([client])[client.id]
+    if len(site.cells) < MIN_COUNT:
+        raise UserError(f"client {client.id!r} has fewer than {MIN_COUNT} examples, of which no count may leave it")
+    return site
+
+
+@single_torch_thread()
+def look_between_sites(clients: Iterable[Client], *, seed: int = 0, secure: bool = False) -> Look:
+    """Describes the data of clients in this process as real sites would, by messages.
+
+    Args:
+        clients: the clients.
+        seed: of the run.
+        secure: whether the server sees the sum over all clients alone, in fixed point.
+
+    Raises:
+        UserError: a client has fewer than five examples, or sums are too large for fixed point.
+    """
+    client_by_id = {client.id: client for client in sorted(clients, key=lambda client: client.id)}
+    columns = merge_columns([read_own_columns(client).columns for client in client_by_id.values()])
+    federation = Federation(client_by_id, build_look_method(columns, secure), build_look_settings(seed, secure))
+    engine = InProcessEngine(federation.algorithm, list(client_by_id.values()), torch.device("cpu"), federation.metrics)
+    return run_look_rounds(federation, engine, columns)
+
+
+def build_look_method(columns: Sequence[LookColumn], secure: bool) -> FederatedLook:
+    """Builds the method that looks at these columns."""
+    return FederatedLook(columns=columns_to_json(columns), by_site=not secure)
+
+
+def build_look_settings(seed: int, secure: bool) -> Settings:
+    """Builds the settings of the three rounds, in which every client takes part."""
+    return Settings(rounds=len(PASSES), seed=seed, secure=secure)
+
+
+def run_look_rounds(federation: Federation, engine: Engine, columns: Sequence[LookColumn]) -> Look:
+    """Runs the three rounds, and returns the look at the data of all sites."""
+    checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
+    for _ in PASSES:
+        next_checkpoint = run_round(federation, checkpoint, history, engine, SilentProgress(), lambda *_: None)
+        history.append(next_checkpoint.unevaluated_record or {})
+        checkpoint = replace(next_checkpoint, unevaluated_record=None)  # there is nothing to evaluate
+    state: Any = checkpoint.state
+    sites = state["sites"] or {ALL_SITES: suppress_small_counts(state["sum"], columns)}
+    return Look.of(build_summaries(columns, sites, LookFrame(**state["frame"])))

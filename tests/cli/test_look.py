@@ -1,0 +1,87 @@
+"""`polyfed look` from a CSV file to text, JSON and a page, and the matrix of every site's model at every site."""
+
+import csv
+import json
+import random
+
+import pytest
+
+from polyfed.cli.main import main
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    draw = random.Random(0)
+    with open("patients.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["age", "chol", "lab", "outcome", "hospital"])
+        for i in range(160):
+            site = "north" if i % 2 else "south"
+            age = draw.gauss(60, 10)
+            chol = 0 if site == "south" else round(draw.gauss(240, 40))
+            lab = "" if site == "south" and i > 5 else round(draw.gauss(0, 1), 3)
+            writer.writerow([round(age, 2), chol, lab, int(age + draw.gauss(0, 5) > 60), site])
+    return tmp_path
+
+
+WORDS = ["--data.target", "outcome", "--data.site", "hospital"]
+
+
+def test_a_csv_file_is_looked_at(table, capsys):
+    assert main(["look", "patients.csv", *WORDS, "--out", "look.html"]) == 0
+    out, _ = capsys.readouterr()
+    assert "chol is 0 at south (80 of 80 values), never at north" in out
+    assert "lab is empty or nearly so at south (3 of 80 rows have a value)" in out
+    page = (table / "look.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 4
+    assert "The sites&#39; data side by side" in page
+    assert "https://" not in page
+
+
+def test_json_and_what_real_sites_would_show(table, capsys):
+    assert main(["look", "patients.csv", *WORDS, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert {finding["column"] for finding in content["findings"]} >= {"chol", "lab"}
+    assert main(["look", "patients.csv", *WORDS, "--between-sites", "--data.preprocess", "federated"]) == 0
+    out, _ = capsys.readouterr()
+    assert "fewer than 5 of 80 rows have a value" in out
+
+
+def test_recipes_and_data_sets_by_name(table, capsys):
+    assert main(["look", "digits", "--data.clients", "3", "--data.partition", "iid"]) == 0
+    assert "client-002: 599 examples" in capsys.readouterr().out
+    assert main(["look", "patients.csv", *WORDS, "--out", "look.txt"]) == 2
+    assert "--out must be an HTML file" in capsys.readouterr().err
+    assert main(["look", "patients.csv"]) == 2
+    assert main(["look", "--help"]) == 0
+    assert main(["--help"]) == 0
+    assert "  look [RECIPE|config.yaml|DATA]" in capsys.readouterr().out
+
+
+def test_the_matrix_in_a_run_and_on_its_page(table, capsys):
+    words = ["run", "--data", "table", "--data.path", "patients.csv", *WORDS, "--algorithm", "local", "--rounds", "1",
+             "--quiet", "--workers", "0", "--cross-site", "--out", "r"]  # fmt: skip
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "of every site's model (rows) on every site's test examples (columns)" in out
+    assert (table / "r" / "cross_site.json").exists()
+    assert main(["report", "r"]) == 0
+    page = (table / "r" / "report.html").read_text(encoding="utf-8")
+    assert "Every site&#39;s model at every site" in page
+    assert "patients of south" in page
+    assert 'class="own"' in page
+    assert "The sites&#39; data side by side" in page
+
+
+def test_the_matrix_in_a_comparison(table, capsys):
+    words = ["compare", "--data", "table", "--data.path", "patients.csv", *WORDS, "--algorithms", "local,fedavg",
+             "--rounds", "1", "--seeds", "0", "--tune", "none", "--no-references", "--quiet", "--parallel", "1",
+             "--cross-site", "--out", "c"]  # fmt: skip
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "local:\n" in out
+    assert "of every site's model (rows)" in out
+    assert (table / "c" / "local" / "seed-0" / "cross_site.csv").exists()
+    assert main(["compare", "c", "--cross-site"]) == 2
