@@ -31,7 +31,9 @@ def group_numbers(examples: Examples) -> NDArray[np.int64] | None:
     """
     if examples.group is None:
         return None
-    _, first, inverse = np.unique(group_id_of_each_row(examples.column(examples.group)), return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(
+        group_id_of_each_row(examples.column(examples.group)), return_index=True, return_inverse=True
+    )
     numbers: NDArray[np.int64] = np.argsort(np.argsort(first))[inverse]
     return numbers
 
