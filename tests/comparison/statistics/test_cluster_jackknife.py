@@ -6,8 +6,8 @@ import torch
 
 from polyfed.comparison.statistics.cluster_jackknife import group_pseudo_values, number_groups
 from polyfed.comparison.statistics.evidence import Evidence
-from polyfed.comparison.statistics.jackknife import NUM_GROUPS, jackknife_pseudo_values
-from polyfed.comparison.statistics.mrmc import gain_interval, score_interval, score_seeds
+from polyfed.comparison.statistics.jackknife import NUM_GROUPS, score_with_pseudo_values
+from polyfed.comparison.statistics.mrmc import mean_gain_with_interval, mean_score_with_interval, score_seeds
 from polyfed.comparison.verdicts.answer_basis import count_client_examples, count_examples_behind_answer
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metrics import METRICS
@@ -54,9 +54,9 @@ def test_copies_of_a_patient_s_row_say_nothing_new(name, task):
     many = torch.arange(30).repeat_interleave(140)
     arguments = METRICS[name], [outputs], [others], targets
     copies = METRICS[name], [outputs[many]], [others[many]], targets[many]
-    assert gain_interval(*copies, groups=many.numpy()) == pytest.approx(gain_interval(*arguments))
-    without = gain_interval(*copies)
-    single = gain_interval(*arguments)
+    assert mean_gain_with_interval(*copies, groups=many.numpy()) == pytest.approx(mean_gain_with_interval(*arguments))
+    without = mean_gain_with_interval(*copies)
+    single = mean_gain_with_interval(*arguments)
     assert without[2] - without[1] < (single[2] - single[1]) / 5, "rows taken for patients"
 
 
@@ -72,10 +72,10 @@ def test_groups_of_one_row_change_nothing():
 
 def test_more_groups_than_blocks_and_a_single_group():
     outputs, targets, of = drawn("classes", groups=NUM_GROUPS + 9, rows=3)
-    score, values = jackknife_pseudo_values(METRICS["balanced_accuracy"], outputs, targets, of)
+    score, values = score_with_pseudo_values(METRICS["balanced_accuracy"], outputs, targets, of)
     assert len(values) == NUM_GROUPS
     assert np.mean(values) == pytest.approx(score, abs=0.02)
-    assert score_interval(METRICS["accuracy"], [outputs], targets, groups=np.zeros(len(of), np.int64)) is None
+    assert mean_score_with_interval(METRICS["accuracy"], [outputs], targets, groups=np.zeros(len(of), np.int64)) is None
 
 
 def test_the_interval_covers_what_patients_vary():
@@ -86,7 +86,7 @@ def test_the_interval_covers_what_patients_vary():
         outputs = torch.from_numpy(np.stack([~right, right], axis=1).astype(np.float64))
         targets, of = torch.ones(len(right), dtype=torch.int64), np.arange(24).repeat(20)
         for name, groups in (("rows", None), ("patients", of)):
-            _, low, high = score_interval(METRICS["accuracy"], [outputs], targets, groups=groups)
+            _, low, high = mean_score_with_interval(METRICS["accuracy"], [outputs], targets, groups=groups)
             hit[name] += low <= 0.7 <= high
     assert hit["patients"] >= 186
     assert hit["rows"] < 120
@@ -103,7 +103,7 @@ def test_a_comparison_counts_groups():
     for name, groups in (("rows", None), ("groups", of)):
         evidence = Evidence(METRICS["accuracy"], [0, 1], scores, lambda label, seed, client: by_label[label],
                             lambda client: targets, True, True, {}, lambda client, g=groups: g)  # fmt: skip
-        gain = evidence.evaluate_methods(["local", "fedavg"], "local", None)["fedavg"].gain_by_client["a"]
+        gain = evidence.estimate_scores_and_gains(["local", "fedavg"], "local", None)["fedavg"].gain_by_client["a"]
         widths[name] = gain.high - gain.low
     assert widths["groups"] != widths["rows"]
     examples = Examples(outputs.float(), targets, group=of)

@@ -8,7 +8,7 @@ import torch
 
 import polyfed as pf
 from polyfed.core.errors import UserError
-from polyfed.data.concat import concat_examples, describe_mismatch
+from polyfed.data.concat import concat_examples, concatenation_obstacle
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import resplit_clients
 
@@ -63,7 +63,7 @@ def test_refusals(options, words):
 
 def test_sets_with_and_without_groups_are_not_split_again():
     with_groups, without = pf.Examples(X, Y, group=IDS), pf.Examples(X + 20, Y)
-    assert describe_mismatch(with_groups, without) == "groups are column 'group' and missing"
+    assert concatenation_obstacle(with_groups, without) == "groups are column 'group' and missing"
     client = pf.Client("north", None, with_groups, without)
     with pytest.raises(UserError, match="train and test cannot be joined and split again, since their groups are"):
         resplit_clients([client], 2)

@@ -10,7 +10,7 @@ from polyfed.core.examples.examples import Examples
 from polyfed.data import Split, split_table
 from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.data.partitioning.time_split import split_by_time, split_within_groups_by_time
-from polyfed.data.partitioning.validation_split import hold_out_validation_sets
+from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
 
 RNG = np.random.default_rng(0)
 N = 120
@@ -76,7 +76,7 @@ def test_equal_times_stay_together():
 def test_the_last_rows_validate():
     x, y = torch.randn(20, 2), torch.arange(20) % 2
     train = Examples(x, y, time=np.arange(20)[::-1].copy())
-    (client,) = hold_out_validation_sets([Client("a", None, train, (x, y))], seed=0)
+    (client,) = hold_out_missing_validation_sets([Client("a", None, train, (x, y))], seed=0)
     assert client.val.times.tolist() == [3, 2, 1, 0] or client.val.times.min() > client.train.times.max()
 
 

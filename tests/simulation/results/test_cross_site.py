@@ -227,11 +227,11 @@ def test_a_comparison_keeps_the_matrix_of_each_compared_run(tmp_path):
 
 
 def test_between_real_sites_it_is_refused():
-    from polyfed.deploy.server.server_config import configure_server
+    from polyfed.deploy.server.server_config import build_or_restore_server
 
     config = {"sites": "a,b", "out": "run", "rounds": 1, "algorithm.name": "local", "cross-site": True}
     with pytest.raises(pf.UserError, match="models would travel between sites"):
-        configure_server(config)
+        build_or_restore_server(config)
 
 
 def test_it_is_a_yes_or_no():

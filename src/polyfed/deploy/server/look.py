@@ -88,7 +88,7 @@ def look_at_data(
 def _collect_columns(server: DeploymentServer, sites: list[str], engine: EnvelopeEngine) -> tuple[LookColumn, ...]:
     """Requests from each site the names and categories of its columns, and returns those of all sites."""
     by_site: dict[str, tuple[LookColumn, ...]] = {}
-    envelopes = {site: Envelope({**server.introduction_head(), "kind": "look", "client": site}) for site in sites}
+    envelopes = {site: Envelope({**server.build_introduction_head(), "kind": "look", "client": site}) for site in sites}
     for site, answer in engine.exchange(envelopes, 0):
         try:
             head: dict[str, Any] = {"refused": answer} if isinstance(answer, str) else parse_head(answer.head)

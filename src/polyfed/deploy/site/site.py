@@ -134,7 +134,7 @@ class Site:
             if envelope.head["kind"] == "prepare":
                 return self._answer_prepare(envelope.head)
             if envelope.head["kind"] == "look":
-                self._disclosure_guard.record_and_get_cost()
+                self._disclosure_guard.record_message_and_get_cost()
                 return answer_look(envelope.head, algorithm, self._load_client())
             return self._answer_task(envelope, algorithm)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from polyfed.core.io.number_format import format_number, format_without_percent_sign
-from polyfed.report.page.elements import html_block, html_dropdown_panels, html_list, html_table, render_template
+from polyfed.core.io.number_format import format_number, format_number_without_percent_sign
+from polyfed.report.page.elements import html_bullet_list, html_div, html_dropdown_panels, html_table, render_template
 from polyfed.simulation.results.cross_site_scores import CrossSiteCell, CrossSiteScores
 
 CROSS_SITE_HEADING = "Every site's model at every site"
@@ -41,7 +41,7 @@ def _html_matrix(scores: CrossSiteScores) -> Markup:
     if hidden := len(scores.clients) - len(names):
         notes.append(f"{hidden} more sites are in cross_site.csv of the run directory.")
     others = [_html_other_metric(scores, other) for other in scores.metrics[1:]] if len(names) <= 12 else []
-    return html_block(Markup("{}{}{}").format(table, html_list(notes), Markup("").join(others)))
+    return html_div(Markup("{}{}{}").format(table, html_bullet_list(notes), Markup("").join(others)))
 
 
 def _cell(cell: CrossSiteCell, entry: Mapping[str, Any], low: float, high: float, *, is_own: bool) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def _cell(cell: CrossSiteCell, entry: Mapping[str, Any], low: float, high: float
     share = 0.0 if cell.value is None or high == low else (cell.value - low) / (high - low)
     interval = ""
     if cell.low is not None and cell.high is not None:
-        interval = f"{format_without_percent_sign(cell.low, unit)} to {format_without_percent_sign(cell.high, unit)}"
+        interval = f"{format_number_without_percent_sign(cell.low, unit)} to {format_number_without_percent_sign(cell.high, unit)}"
     title = cell.reason or f"{cell.examples} test examples"
     if cell.difference is not None:
         title += f"; {format_number(cell.difference, unit, signed=True)} against the own model"
     return {
-        "text": format_without_percent_sign(cell.value, unit), "interval": interval, "title": title, "is_own": is_own,
+        "text": format_number_without_percent_sign(cell.value, unit), "interval": interval, "title": title, "is_own": is_own,
         "percent": round(60 * (share if entry["higher_is_better"] else 1 - share)) if cell.value is not None else 0,
     }  # fmt: skip
 

@@ -18,8 +18,14 @@ from polyfed.data.look.findings import events_of, marked_sites
 from polyfed.data.look.look import Look
 from polyfed.data.look.summaries import NumberSummary, SiteLook
 from polyfed.data.look.text import format_short
-from polyfed.report.page.elements import html_columns, html_figure, html_list, html_table, render_template
-from polyfed.report.page.svg_charts import CHART_WIDTH, format_tick, svg_image, svg_text, text_width
+from polyfed.report.page.elements import html_bullet_list, html_figure, html_side_by_side, html_table, render_template
+from polyfed.report.page.svg_charts import (
+    CHART_WIDTH,
+    estimate_text_width,
+    format_axis_tick,
+    svg_element_with_title,
+    svg_text,
+)
 from polyfed.simulation.storage.directory import package_versions
 
 LOOK_HEADING = "The sites' data side by side"
@@ -59,7 +65,9 @@ def html_look(look: Look, key: str) -> Markup:
         rest.append(f"{count_with_noun(hidden, 'more column')} without marks: polyfed look --json has all.")
     if hidden := len(look.sites) - len(sites):
         rest.append(f"The figures leave out {count_with_noun(hidden, 'site')}; the tables below them have all.")
-    return Markup("{}{}{}{}").format(html_list(sentences), sizes_table, html_columns(figures), html_list(rest))
+    return Markup("{}{}{}{}").format(
+        html_bullet_list(sentences), sizes_table, html_side_by_side(figures), html_bullet_list(rest)
+    )
 
 
 def _caption(column: LookColumn, marks: Mapping[tuple[str, str], str]) -> str:
@@ -114,7 +122,7 @@ def svg_site_histograms(
     The heights are shares of the site's values, so that small sites can be compared with large ones.
     """
     labels = [shorten_name(name) for name in sites]
-    left = round(max(map(text_width, labels))) + 10
+    left = round(max(map(estimate_text_width, labels))) + 10
     counts = {name: _bars(look.sites[name], column) for name in sites}
     size = max(len(bars) for bars in counts.values())
     width = (CHART_WIDTH - left - 8) / size
@@ -139,7 +147,9 @@ def svg_site_histograms(
         low, high = look.summaries.edges[column.name]
         inside = CHART_WIDTH - left - 8 - 2 * width
         parts += [
-            svg_text(left + width + share * inside, bottom + 12, format_tick(low + share * (high - low), ""), "middle")
+            svg_text(
+                left + width + share * inside, bottom + 12, format_axis_tick(low + share * (high - low), ""), "middle"
+            )
             for share in (0.0, 0.5, 1.0)
         ]
     else:
@@ -150,7 +160,7 @@ def svg_site_histograms(
             if cell % step == 0
         ]
     description = f"Histograms of {len(sites)} sites; the outer cells hold what lies outside the axis."
-    return svg_image(key, column.name, description, bottom + 20, parts)
+    return svg_element_with_title(key, column.name, description, bottom + 20, parts)
 
 
 def _bars(site: SiteLook, column: LookColumn) -> Sequence[float]:

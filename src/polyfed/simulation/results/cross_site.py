@@ -17,8 +17,8 @@ from torch import Tensor
 
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import ClientError, UserError
-from polyfed.core.evaluation.metrics import Metric
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.evaluation.metric import Metric
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
 from polyfed.simulation.engines.inprocess import InProcessEngine
@@ -32,7 +32,7 @@ _MANY_CELLS, _FEW_GROUPS = 400, 10
 _SHARES = frozenset({"auc", "average_precision"})
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def compute_cross_site(federation: Federation, checkpoint: Checkpoint) -> CrossSiteScores:
     """Scores every client's model of a checkpoint on every client's test examples.
 

@@ -16,7 +16,7 @@ from polyfed.algorithms.base.averaging import Averaging
 from polyfed.core.algorithm import Client, ClientInfo, Message, ServerContext
 from polyfed.core.errors import UserError
 from polyfed.core.io.validation import parse_json, validation_error
-from polyfed.core.machine.threads import single_torch_thread
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.data.look import counts as passes
 from polyfed.data.look.columns import LookColumn, SiteColumns, merge_columns
@@ -27,7 +27,7 @@ from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.monitoring.progress import SilentProgress
 from polyfed.simulation.rounds.federation import Federation
-from polyfed.simulation.rounds.training_round import run_round
+from polyfed.simulation.rounds.training_round import train_and_aggregate_round
 from polyfed.simulation.settings import Settings
 
 PASSES = (("rows", "count", "total", "whole", "codes", "cells", "categories"), ("squares",), ("histograms",))
@@ -152,7 +152,9 @@ class FederatedLook(Averaging):
             server_state, {n: t.round() if n in _COUNTS | {"rows"} else t for n, t in total.items()}
         )
 
-    def keep_replies(self, server_state: dict[str, Any], replies: Mapping[str, Message]) -> dict[str, Any]:
+    def update_state_from_single_replies(
+        self, server_state: dict[str, Any], replies: Mapping[str, Message]
+    ) -> dict[str, Any]:
         """Returns the server's next state: with the counts of each site, and their sum."""
         sites = {
             i: {**server_state["sites"].get(i, {}), **dict(reply.tensors["counts"])}
@@ -187,7 +189,7 @@ def read_own_columns(client: Client) -> SiteColumns:
     return site
 
 
-@single_torch_thread()
+@exclusive_single_torch_thread_with_grad()
 def look_between_sites(clients: Iterable[Client], *, seed: int = 0, secure: bool = False) -> Look:
     """Describes the data of clients in this process as real sites would, by messages.
 
@@ -220,7 +222,9 @@ def run_look_rounds(federation: Federation, engine: Engine, columns: Sequence[Lo
     """Runs the three rounds, and returns the look at the data of all sites."""
     checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
     for _ in PASSES:
-        next_checkpoint = run_round(federation, checkpoint, history, engine, SilentProgress(), lambda *_: None)
+        next_checkpoint = train_and_aggregate_round(
+            federation, checkpoint, history, engine, SilentProgress(), lambda *_: None
+        )
         history.append(next_checkpoint.unevaluated_record or {})
         checkpoint = replace(next_checkpoint, unevaluated_record=None)  # there is nothing to evaluate
     state: Any = checkpoint.state

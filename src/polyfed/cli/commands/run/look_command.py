@@ -31,11 +31,11 @@ def look_command(argv: list[str]) -> None:
     parser.add_flag(
         "--between-sites", "show what real sites would: by messages, without counts of fewer than five rows"
     )
-    recipes.add_recipe_options(parser)
+    recipes.add_scale_and_variant_options(parser)
     if has_help_flag(argv):
         parser.print_help()
         return
-    options, words = parser.parse_words(argv)
+    options, words = parser.parse_declared_options(argv)
     words = _as_data_options(words)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
     config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed look")
@@ -80,9 +80,13 @@ def _as_data_options(words: list[str]) -> list[str]:
     if not words or words[0].startswith("-"):
         return list(words)
     from polyfed.cli import static_registry
-    from polyfed.cli.commands.options.recipes import recipe_files
+    from polyfed.cli.commands.options.recipes import shipped_recipe_files
 
     first, *rest = words
     if Path(first).suffix.lower() in _TABLES:
         return ["--data", "table", "--data.path", first, *rest]
-    return ["--data", first, *rest] if first in static_registry.SOURCES and first not in recipe_files() else list(words)
+    return (
+        ["--data", first, *rest]
+        if first in static_registry.SOURCES and first not in shipped_recipe_files()
+        else list(words)
+    )
