@@ -68,6 +68,7 @@ def hospitals(rows=90):
     return pd.DataFrame({"age": age, "crp": rng.normal(5, 2, rows), "hospital": place, "ill": (age > 50).astype(int)})
 
 
+@pytest.mark.filterwarnings("ignore:column 'age' nearly is the target")
 def test_fedhenn_is_compared_on_dealings_of_a_table_with_public_rows():
     sites = pf.data.split_table(hospitals(), "ill", "hospital", preprocess="federated", public_fraction=0.2)
     clients = sites.build_clients(

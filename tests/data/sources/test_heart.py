@@ -47,7 +47,7 @@ def test_hospitals_are_clients():
     assert [c.id for c in clients] == ["Cleveland", "Hungary", "Switzerland", "VA"]
     assert sum(len(part) for c in clients for part in (c.train, c.val, c.test)) == 920
     assert torch.isfinite(clients[1].train.batch(torch.arange(10))[0]).all()
-    assert Heart(positive=None).load().num_classes == 5
+    assert Heart(positive=None).load().num_outputs == 5
     with pytest.raises(UserError, match="positiv"):
         pf.data.heart(positiv=">0")
 

@@ -49,7 +49,8 @@ def _cell(cell: CrossSiteCell, entry: Mapping[str, Any], low: float, high: float
     share = 0.0 if cell.value is None or high == low else (cell.value - low) / (high - low)
     interval = ""
     if cell.low is not None and cell.high is not None:
-        interval = f"{format_number_without_percent_sign(cell.low, unit)} to {format_number_without_percent_sign(cell.high, unit)}"
+        lowest, highest = (format_number_without_percent_sign(end, unit) for end in (cell.low, cell.high))
+        interval = f"{lowest} to {highest}"
     title = cell.reason or f"{cell.examples} test examples"
     if cell.difference is not None:
         title += f"; {format_number(cell.difference, unit, signed=True)} against the own model"
