@@ -152,6 +152,29 @@ def test_one_dealing_for_all_seeds(polyfed):
     assert "mean over clients: not decided: 90 test examples cannot answer" in out
 
 
+@pytest.mark.thorough
+def test_folds_from_the_command_line(polyfed):
+    """A plan writes nothing; a comparison of folds goes on in its directory, with the repeats that it began with."""
+    words = ["fedavg_digits", *SMALL, *PLAIN, "--folds", "2", "--fold-repeats", "2", "--out", "a"]
+    status, out, err = polyfed("compare", *words, "--plan")
+    assert status == 0, err
+    assert "12 runs" in out
+    assert not (polyfed.here / "a" / "comparison.yaml").exists()
+    status, out, err = polyfed("compare", *words)
+    assert status == 0, err
+    content = json.loads((polyfed.here / "a" / "comparison.json").read_text())
+    assert (content["folds"], content["fold_repeats"], content["seeds"]) == (2, 2, [0, 1, 2, 3])
+    assert [row["basis"] for row in content["answers"]] == ["50 test examples"] * 3
+    (polyfed.here / "a" / "comparison.json").unlink()
+    status, out, err = polyfed("compare", "a", "--quiet")
+    assert status == 0, err
+    again = json.loads((polyfed.here / "a" / "comparison.json").read_text())
+    assert again["answers"] == content["answers"]
+    status, out, err = polyfed("compare", *words[:-1], "b", "--resplit", "2")
+    assert status == 2
+    assert "give one of them" in err
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
+from polyfed.comparison.fold_tests import FoldTests
 from polyfed.comparison.statistics.convergence import advice_if_loss_still_falls, judge_convergence
-from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
+from polyfed.comparison.statistics.estimate import ALPHA, CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import Evidence
+from polyfed.comparison.statistics.fold_evidence import FoldEvidence
+from polyfed.comparison.statistics.fold_statistics import describe_folds, use_cross_validated_scores
 from polyfed.comparison.statistics.learning_curve import (
     CurvePoint,
     build_learning_curve,
@@ -31,6 +34,7 @@ from polyfed.comparison.verdicts.rival_gains import (
     name_of_method_or_reference,
     reference_scores,
 )
+from polyfed.comparison.verdicts.site_model import build_site_model
 from polyfed.comparison.verdicts.verdict_sentences import (
     budget_sentence,
     build_answers,
@@ -71,6 +75,8 @@ class ResultInputs:
         reference_outputs: returns the outputs of a simple model, seed and client on the client's test examples.
         data_warnings: sentences about the data, for the top of the page.
         paths: run directories, relative to the comparison's.
+        fold_tests: the test examples of each fold, if the runs are folds.
+        alpha: the error rate of intervals from folds.
     """
 
     description: Mapping[str, Any]
@@ -86,6 +92,8 @@ class ResultInputs:
     data_warnings: Sequence[str] = ()
     paths: Mapping[Run, str] = field(default_factory=dict)
     groups: Callable[[int, str], NDArray[np.int64] | None] = lambda seed, client: None
+    fold_tests: FoldTests | None = None
+    alpha: float = ALPHA
 
 
 def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
         "clients": sorted(next(iter(inputs.client_sizes.values()))),
         "same_clients": description["same_clients"],
     }
-    content |= {"resplit": description.get("resplit")}
+    content |= {"resplit": description.get("resplit"), **describe_folds(inputs.fold_tests, description)}
     content |= {
         "class_names": None if inputs.class_names is None else list(inputs.class_names),
         "data": inputs.client_sizes,
@@ -154,6 +162,8 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     content["left_out"] = list(inputs.left_out)
     evidence = _build_evidence(content, inputs, [label for label in labels if means_of[label] is not None])
     unclear = add_method_statistics(content, evidence)
+    if evidence.folds is not None:
+        use_cross_validated_scores(content, evidence.folds)
     add_reference_gains(content, evidence, metric)
     content["convergence"] = {label: _convergence_entry(label, inputs) for label in labels}
     content["predictions"] = any(
@@ -172,6 +182,7 @@ def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, A
     content["answers"], content["mean_answer"] = build_answers(
         content, leader, why_not, leader_gain_over_alternatives(content, evidence, leader), metric, by_class=by_class
     )
+    content["site_model"] = build_site_model(content["mean_answer"], evidence, metric)
     content["verdicts"] = verdict_sentences(content, content["answers"], content["mean_answer"])
     content |= {
         "covers": coverage_sentences(content),
@@ -259,7 +270,7 @@ def _warnings(content: Mapping[str, Any], data_warnings: Sequence[str], budget: 
         sentences.append(
             "The methods were not tuned (--tune none): a gain may be that of a learning rate that suits one method better."
         )
-    if len(content["seeds"]) == 2:
+    if len(content["seeds"]) == 2 and not content.get("folds"):
         sentences.append("Two seeds say little of what another seed would give, so that intervals are many times as wide as "
                      "with five: give more (--seeds 0,1,2,3,4, or --resplit 5).")  # fmt: skip
     not_converged = [label for label, entry in content["convergence"].items() if entry["converged"] is False]
@@ -351,7 +362,7 @@ def _ranking(
 def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Sequence[str]) -> Evidence:
     """Builds the evidence of the methods with scores and of the simple models."""
     methods = content["methods"]
-    seeds, fixed = content["seeds"], content["same_clients"] and not content["resplit"]
+    seeds, fixed = content["seeds"], content["same_clients"] and not (content["resplit"] or content.get("folds"))
     rounds = {label: {int(s): run["round"] for s, run in methods[label]["runs"].items()} for label in methods}
 
     def outputs(label: str, seed: int, client: str) -> Tensor | None:
@@ -360,6 +371,11 @@ def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Se
         return inputs.reference_outputs(name_of_method_or_reference(label), seed, client)
 
     method_scores = {label: {int(s): run["scores"] for s, run in methods[label]["runs"].items()} for label in scored}
+    tests, folds = inputs.fold_tests, None
+    if tests is not None:
+        folds = FoldEvidence(
+            inputs.metric, seeds, tests.design.number, outputs, tests.targets, tests.units, inputs.alpha
+        )
     return Evidence(
         metric=inputs.metric,
         seeds=seeds,
@@ -373,6 +389,7 @@ def _build_evidence(content: Mapping[str, Any], inputs: ResultInputs, scored: Se
             for s, sizes in inputs.client_sizes.items()
         },
         groups=lambda client: inputs.groups(seeds[0], client),
+        folds=folds,
     )
 
 

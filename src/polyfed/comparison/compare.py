@@ -10,14 +10,16 @@ from polyfed.algorithms import Local
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.build_results import ResultInputs, build_results
 from polyfed.comparison.final_runs import run_final_methods
+from polyfed.comparison.fold_tests import read_fold_tests
+from polyfed.comparison.forecast import forecast_comparison
 from polyfed.comparison.method_selection import check_equal_training, select_methods
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
 from polyfed.comparison.references.fit_references import FittedReferences, fit_references
+from polyfed.comparison.sequential_looks import run_until_decided
 from polyfed.comparison.storage import comparison_directory
 from polyfed.comparison.storage.comparison_directory import RESULTS_FORMAT, SELECTION_RULE, Comparison
 from polyfed.comparison.tuning import hyperparameter_search
 from polyfed.comparison.tuning.client_rounds import compared_rounds_of_local_runs, freeze_history_after
-from polyfed.comparison.tuning.grid import EXTEND
 from polyfed.comparison.verdicts.answer_basis import count_client_examples
 from polyfed.core.algorithm import Client
 from polyfed.core.capabilities import describe_evaluated_network
@@ -30,9 +32,9 @@ from polyfed.core.examples.examples import Examples
 from polyfed.core.io.atomic_files import add_resume_hint_if_disk_full, expand_user_path
 from polyfed.core.io.plain_values import numpy_to_python
 from polyfed.core.messages.compressors import Compressor
+from polyfed.data.partitioning.folds import build_folds, redraw_clients
 from polyfed.data.partitioning.group_split import group_numbers
 from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
-from polyfed.data.partitioning.resplit import resplit_clients as dealt_anew
 from polyfed.simulation.callbacks.base import Callback, validate_callbacks
 from polyfed.simulation.checks import requirements
 from polyfed.simulation.checks.client_list import list_clients
@@ -62,6 +64,10 @@ def compare(
     seeds: Sequence[int] | None = None,
     resplit: int | None = None,
     metrics: Any = None,
+    folds: int | None = None,
+    fold_repeats: int = 1,
+    stop_when_decided: bool = False,
+    plan_only: bool = False,
     out: str | Path | None = None,
     public: Any = None,
     like: Method | None = None,
@@ -103,10 +109,17 @@ def compare(
             on_error, min_replies, compress, compress_down, cross_site: of each run (`polyfed.simulation.settings`).
         secure: whether the server sees nothing but the sum of a round's replies. Methods that need each reply by itself are
             left out; `local` sends none, and stays.
-        seeds: one run of each method per seed; default 0 to 4, or one for each dealing of `resplit`. With one seed nothing
-            is decided, and with three only large gains are.
+        seeds: one run of each method per seed; default 0 to 4, or one for each dealing of `resplit` or fold of `folds`. With
+            one seed nothing is decided, and with three only large gains are.
         resplit: how many times each client's training, validation and test examples are dealt again, each time with another
             seed: the better answer where data are few. None keeps the sets that were given.
+        folds: tests every example of each client once, by k-fold cross-validation with this many folds, a run each. Decides
+            more than as many dealings of `resplit`. Groups (`Examples.group`) stay together, and count as one in intervals.
+        fold_repeats: how many times the folds are dealt again: 2 needs twice the runs, and decides smaller gains.
+        stop_when_decided: deals the folds again only until the mean's answer is decided, at most `fold_repeats` times. Each
+            look costs a little of the 5 % of false answers (O'Brien and Fleming's spending).
+        plan_only: trains nothing but a pilot of four runs, and says how many runs and minutes the comparison takes and how
+            small a gain it can decide: `results["plan"]`, and in sentences `verdicts`.
         metrics: names, functions `f(outputs, targets) -> float` or `polyfed.Metric` objects; the first decides. None takes
             accuracy, AUC (labels) or, for regression, the mean absolute error, and R² beside it.
         out: the directory (see `polyfed.comparison.storage.comparison_directory`); None keeps the results in memory.
@@ -145,8 +158,11 @@ def compare(
     client_list = list_clients(clients)
     seeds, resplit, target = numpy_to_python(seeds), numpy_to_python(resplit), numpy_to_python(target)
     tune, trials, parallel = numpy_to_python(tune), numpy_to_python(trials), numpy_to_python(parallel)
+    fold_design = build_folds(numpy_to_python(folds), numpy_to_python(fold_repeats))
     if seeds is None:
-        seeds = range(DEFAULT_NUM_SEEDS if resplit is None else resplit) if isinstance(resplit, int | None) else ()
+        num_runs = DEFAULT_NUM_SEEDS if resplit is None else resplit
+        num_runs = num_runs if fold_design is None else fold_design.num_runs
+        seeds = range(num_runs) if isinstance(num_runs, int) else ()
     if not isinstance(seeds, Sequence):
         raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], got {seeds!r}")
     settings = Settings(
@@ -156,14 +172,7 @@ def compare(
         compress=compress, compress_down=compress_down,  # type: ignore[arg-type]  # which they become
     )  # fmt: skip
     pool = None if public is None else as_examples(public, "public", labelled=False)
-    if resplit is None:
-        clients_by_seed: list[Sequence[Client]] = [client_list] * len(seeds)
-    else:
-        if len(seeds) != resplit:
-            raise UserError(
-                f"resplit={resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds"
-            )
-        clients_by_seed = list(dealt_anew(client_list, resplit))
+    clients_by_seed = redraw_clients(client_list, resplit, fold_design, seeds) or [tuple(client_list)] * len(seeds)
     client_sets = {
         seed: ClientSet(tuple(sets), apply_common_preprocessing_to_public(pool, sets))
         for seed, sets in zip(seeds, clients_by_seed, strict=True)
@@ -179,42 +188,18 @@ def compare(
         criteria=ResultCriteria(Budget.from_text(budget), target),
         out=None if out is None else expand_user_path(out, "out"),
         parallel_runs=parallel,
-        search_space=parse_search_space(tune, trials),
+        search_space=hyperparameter_search.parse_search_space(tune, trials),
         num_trials=trials,
         quiet=quiet or not progress,
         metrics=metric_list,
         num_resplits=resplit,
+        folds=fold_design,
+        stop_when_decided=stop_when_decided,
+        forecast_only=plan_only,
         with_references=references,
         callbacks=validate_callbacks(callbacks),
     )
     return run_comparison(plan)
-
-
-def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
-    """Returns the hyper-parameters to search, each with its values, from the arguments of `compare`; None for no
-    search.
-
-    Raises:
-        UserError: an unknown word, or `trials` without fields.
-
-    >>> parse_search_space("auto"), parse_search_space("none"), parse_search_space({"mu": [0.1, 1, ...]})
-    ({'lr': 'grid,...'}, None, {'mu': [0.1, 1, '...']})
-    """
-    if isinstance(tune, str):
-        if tune not in (hyperparameter_search.AUTO, hyperparameter_search.NONE):
-            raise UserError(
-                f"tune must be 'auto', 'none', or fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {tune!r}"
-            )
-        if trials is not None:
-            raise UserError(hyperparameter_search.trials_without_fields_error(trials))
-        return hyperparameter_search.DEFAULT_SEARCH_SPACE if tune == hyperparameter_search.AUTO else None
-    if not isinstance(tune, Mapping):
-        search_space: Mapping[str, Sequence[Any] | str] | None = tune  # None, or refused by `tuning.check`
-        return search_space
-    return {
-        name: [EXTEND if value is ... else value for value in values] if isinstance(values, list | tuple) else values
-        for name, values in tune.items()
-    }
 
 
 @limit_leak_warnings()
@@ -226,12 +211,12 @@ def run_comparison(plan: ComparisonPlan) -> Comparison:
         Interrupted: Ctrl-C.
         OSError: a full disk, say; complete runs are kept.
     """
-    if plan.out is None:
-        return _run_comparison(plan)
+    if plan.out is None or plan.forecast_only:
+        return run_until_decided(plan, _run_comparison)
     with add_resume_hint_if_disk_full(
         f"`polyfed compare {plan.out}`" if plan.experiment else f"the same call with out={str(plan.out)!r}"
     ):
-        return _run_comparison(plan)
+        return run_until_decided(plan, _run_comparison)
 
 
 def _run_comparison(plan: ComparisonPlan) -> Comparison:
@@ -247,6 +232,8 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
         plan = dataclasses.replace(plan, search_budget=_search_budget(plan))
         description, data, class_names = _describe(plan)
     methods = {label: plan.methods[label] for label in description["methods"]}
+    if plan.forecast_only:
+        return forecast_comparison(plan, methods, description["skipped"])
     if plan.out is not None:
         comparison_directory.write_description(plan.out, description, plan.criteria)
     try:
@@ -293,6 +280,8 @@ def _run_comparison(plan: ComparisonPlan) -> Comparison:
             if finished_run.folder and plan.out
         },
         lambda seed, client: group_numbers(_test_set(plan, seed, client)),
+        read_fold_tests(plan),
+        plan.alpha,
     )
     content = build_results(inputs, plan.criteria)
     if plan.out is not None:
@@ -342,11 +331,15 @@ def _describe(plan: ComparisonPlan) -> tuple[dict[str, Any], dict[str, Any], tup
         "methods": {label: _method_fields(method) for label, method in methods.items()},
         "evaluated": {label: describe_evaluated_network(method) for label, method in methods.items()},
         "skipped": skipped, "reference": _reference_label(methods),
-        "same_clients": plan.num_resplits is not None or len(set(fingerprints.values())) == 1,
+        "same_clients": bool(plan.num_resplits or plan.folds) or len(set(fingerprints.values())) == 1,
         "resplit": plan.num_resplits, "references": plan.with_references, "settings": settings_kept,
         "fingerprints": fingerprints, "first_weights": first_weights, "search": _search_entry(plan),
         "trials": plan.num_trials, "experiment": plan.experiment,
     }  # fmt: skip
+    if plan.folds is not None:
+        description["folds"] = plan.folds.number
+        if plan.most_repeats is not None:
+            description["most_repeats"] = plan.most_repeats
     if plan.search_space is not None and plan.search_budget.is_fixed:
         description["searched_at"] = str(plan.search_budget)
     return description, data, client_set.class_names

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes, supports_forked_runs
+from polyfed.comparison.statistics.estimate import ALPHA
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION, RESULTS, load_history_if_finished
 from polyfed.core.algorithm import Algorithm, Client
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.examples.examples import Examples
 from polyfed.core.serialization import deserialize_state, serialize_state
+from polyfed.data.partitioning.folds import Folds
 from polyfed.simulation.callbacks.base import Callback
 from polyfed.simulation.federate import resume_federation, run_federation
 from polyfed.simulation.monitoring.progress import Progress, SilentProgress, build_terminal_progress
@@ -75,6 +77,11 @@ class ComparisonPlan:
         quiet: whether no progress is shown.
         metrics: as `polyfed.core.evaluation.metrics.resolve_metrics` takes them; the first decides.
         num_resplits: number of times that training and test examples are split again, one seed each; None for none.
+        folds: the cross-validation of which each run is a fold; None for none.
+        stop_when_decided: whether the folds are dealt again only until the mean's answer is decided.
+        most_repeats: how often at most, which module `sequential_looks` sets; None without such looks.
+        alpha: the error rate of intervals.
+        forecast_only: whether only a pilot is run.
         with_references: whether simple models and a network on all data pooled are compared with the methods.
         callbacks: the user's callbacks, called in each run that is compared, not in the runs of a search.
 
@@ -96,6 +103,11 @@ class ComparisonPlan:
     quiet: bool = False
     metrics: tuple[Any, ...] = ()
     num_resplits: int | None = None
+    folds: Folds | None = None
+    stop_when_decided: bool = False
+    most_repeats: int | None = None
+    alpha: float = ALPHA
+    forecast_only: bool = False
     with_references: bool = False
     search_budget: Budget = field(default_factory=Budget)
     callbacks: tuple[Callback, ...] = ()
@@ -113,6 +125,11 @@ class ComparisonPlan:
         is_number = (
             isinstance(self.parallel_runs, int) and not isinstance(self.parallel_runs, bool) and self.parallel_runs >= 1
         )
+        if self.stop_when_decided and (self.folds is None or self.folds.repeats < 2):
+            raise UserError(
+                "stop_when_decided deals folds again until the mean's answer is decided; give folds, and at least 2 "
+                "fold_repeats (--folds 5 --fold-repeats 4)"
+            )
         if self.parallel_runs != "auto" and not is_number:
             raise UserError(f"parallel must be 'auto' or a number of runs from 1, got {self.parallel_runs!r}")
 

@@ -112,12 +112,21 @@ def test_the_pooled_curve_looks_like_no_verdict(page):
 
 
 @pytest.mark.thorough
-def test_many_sites_are_counted_and_open(page):
+def test_many_sites_are_grouped_by_answer_below_the_mean_and_drawn_together(page):
     top, _ = page({f"site-{k:02d}": 8 for k in range(45)})
-    shown, _, more = top.partition("The other 15 sites")
-    assert (shown.count('class="badge"'), more.count('class="badge"')) == (30, 15)
     assert "45 sites: 15 should join; 15 should stay alone; 15 not decided." in top
-    assert "Drawn are 30 of 45 sites, evenly." in top
+    headings = ["15 sites should join", "15 sites should stay alone", "15 sites not decided"]
+    places = [top.index(text) for text in ("Mean over sites:", *(f"<h3>{heading}</h3>" for heading in headings))]
+    assert places == sorted(places)
+    assert top.count("Mean over sites:") == 1
+    for k, heading in enumerate(headings):
+        group = top.partition(f"<h3>{heading}</h3>")[2].partition("<h3>")[0]
+        assert group.partition("</details>")[0].count('class="badge"') == 15
+        names, _, _ = group.partition("<details>")
+        assert len(re.findall(r"site-\d\d", names)) == 15, k
+    assert "All sites, from the largest gain to the smallest." in top
+    drawing = top.partition("<svg")[2].partition("</svg>")[0]
+    assert drawing.count('class="mark ') == 45
 
 
 def test_sites_that_are_others_in_each_seed_have_no_answer(page):

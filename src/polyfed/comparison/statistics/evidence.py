@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.comparison.statistics.estimate import Estimate
+from polyfed.comparison.statistics.fold_evidence import FoldEvidence
 from polyfed.comparison.statistics.mrmc import (
     GainOverRival,
     SeedScores,
@@ -21,6 +22,7 @@ from polyfed.comparison.statistics.mrmc import (
     score_seeds,
     variance_components_of_difference,
 )
+from polyfed.comparison.statistics.random_effects import RandomEffects, SiteGain, fit_random_effects
 from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric
@@ -94,6 +96,7 @@ class Evidence:
         has_same_clients: whether a client id names the same participant with every seed.
         sizes: seed -> client -> number of training and of test examples, or of their groups.
         groups: returns the group of each of a client's test examples, like `targets`; None if each is a unit of its own.
+        folds: the predictions of all folds, if the runs are those of a cross-validation; gains are then estimated from them.
     """
 
     metric: Metric
@@ -105,6 +108,7 @@ class Evidence:
     has_same_clients: bool
     sizes: Mapping[int, Mapping[str, tuple[int, int]]]
     groups: Callable[[str], NDArray[np.int64] | None] = lambda client: None
+    folds: FoldEvidence | None = None
     _seed_scores_cache: dict[tuple[str, str], SeedScores | None] = field(default_factory=dict, repr=False)
 
     def estimate_scores_and_gains(
@@ -164,10 +168,14 @@ class Evidence:
 
     def clients_scored_with_every_seed(self, label: str, rival: str | None) -> list[str]:
         """Returns the clients for which the method, and `rival` if it is not None, has a score with every seed."""
+        if self.folds is not None:
+            return list(self.folds.differences(label, rival))
         tables = [self.scores[name][seed] for name in (label, rival) if name is not None for seed in self.seeds]
         return [c for c in sorted(tables[0]) if all(table.get(c) is not None for table in tables)]
 
     def _estimate_mean_gain(self, label: str, rival: str | None, tests: int) -> Estimate | None:
+        if self.folds is not None:
+            return self.folds.estimate_mean(label, rival, tests)
         clients = self.clients_scored_with_every_seed(label, rival)
         if not clients:
             return None
@@ -186,6 +194,8 @@ class Evidence:
         )
 
     def _estimate_client_gains(self, label: str, rival: str | None, tests: int) -> dict[str, Estimate | None]:
+        if self.folds is not None:
+            return self.folds.estimate_clients(label, rival, tests)
         if not self.has_same_clients:
             return {}
         clients = self.clients_scored_with_every_seed(label, rival)
@@ -206,6 +216,38 @@ class Evidence:
         values = {c: [self._score_difference(label, rival, seed, c) for seed in self.seeds] for c in clients}
         sites = [self._resplit_differences(values[c], [c]) for c in clients]
         return dict(zip(clients, estimate_client_means_over_resplits(sites, num_tests=tests), strict=True))
+
+    def model_sites(self, label: str, rival: str) -> tuple[list[str], RandomEffects] | None:
+        """Models the gains of the method `label` over `rival` as a mean over sites and a deviation of each; returns the
+        clients and the model.
+
+        Returns None for few clients, and where an id names another client with each seed.
+        """
+        if not self.has_same_clients:
+            return None
+        clients = self.clients_scored_with_every_seed(label, rival)
+        gains, common = self._site_gains(label, rival, clients)
+        model = fit_random_effects(list(gains.values()), common)
+        return None if model is None else (list(gains), model)
+
+    def _site_gains(self, label: str, rival: str, clients: Sequence[str]) -> tuple[dict[str, SiteGain], float]:
+        """Returns the gain of each client, and the variance of the error that all clients share."""
+        if self.folds is not None:
+            return self.folds.site_gains(label, rival)
+        if self.has_same_data:
+            components = {c: of for c in clients if (of := self._variance_components(label, rival, c)) is not None}
+            means = np.mean([of.centres for of in components.values()], axis=0) if components else np.zeros(1)
+            common = float(means.var(ddof=1)) / len(means) if len(means) > 1 else 0.0
+            return {c: SiteGain(of.mean, of.variance) for c, of in components.items()}, common
+        if len(self.seeds) < 2 or not clients:
+            return {}, 0.0
+        table = {c: [self._score_difference(label, rival, seed, c) for seed in self.seeds] for c in clients}
+        sites = {c: self._resplit_differences(table[c], [c]) for c in clients}
+        variances = {c: site.mean_variance_factor * site.sample_variance for c, site in sites.items()}
+        of_mean = self._resplit_differences([fmean(row) for row in zip(*table.values(), strict=True)], clients)
+        apart = sum(variances.values()) / len(variances) ** 2
+        common = max(of_mean.mean_variance_factor * of_mean.sample_variance - apart, 0.0)
+        return {c: SiteGain(fmean(table[c]), variances[c]) for c in clients}, common
 
     def _resplit_differences(self, values: Sequence[float], clients: Sequence[str]) -> ResplitDifferences:
         sizes = [self.sizes[seed][c] for seed in self.seeds for c in clients]

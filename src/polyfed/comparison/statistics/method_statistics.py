@@ -91,9 +91,10 @@ def _client_statistics(
     gains = [
         round(sign * (ours - theirs), _DIGITS) for ours, theirs in pairs if ours is not None and theirs is not None
     ]
-    if len(gains) < len(pairs):
+    if estimate is None and len(gains) < len(pairs):
         return entry
-    entry |= {"gain": round(fmean(gains), _DIGITS), "gain_interval": interval_ends(estimate, metric, difference=True)}
+    gain = fmean(gains) if gains or estimate is None else estimate.value
+    entry |= {"gain": round(gain, _DIGITS), "gain_interval": interval_ends(estimate, metric, difference=True)}
     entry["p"] = _p_value(estimate)
     if content["same_clients"]:
         decided = estimate is not None and len(runs) > 1 and estimate.p <= 1 - CONFIDENCE_LEVEL

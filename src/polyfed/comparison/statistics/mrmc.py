@@ -71,6 +71,11 @@ class VarianceComponents:
         """Returns the mean over seeds of the scores or differences."""
         return float(self.values.mean())
 
+    @property
+    def variance(self) -> float:
+        """Returns the variance of the mean, due to seeds and examples."""
+        return max(self.seed_variance, 0.0) + self.residual_variance + self.example_variance
+
 
 def estimate_variance_components(
     metric: Metric,
@@ -211,7 +216,7 @@ def _components_of_table(
     columns = table.mean(axis=0)
     centred = columns - columns.mean()
     of_examples = seeds * float((centred**2).sum()) / (n - 1)
-    freedom = float(n - 1) if extra else _degrees_of_freedom(centred, classes)
+    freedom = float(n - 1) if extra else degrees_of_freedom(centred, classes)
     if seeds == 1:
         return VarianceComponents(
             values, centres, 0.0, 0.0, max(of_examples / n, min_example_variance), freedom, num_examples
@@ -226,7 +231,7 @@ def _components_of_table(
     )
 
 
-def _degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float:
+def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float:
     """Returns the degrees of freedom of the part of the variance that is due to examples.
 
     They are Welch's over classes, bounded by the number of examples that contribute less one: few contribute where two

@@ -7,23 +7,12 @@ it or it is not needed to show the results. Files are checked against these type
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal, NotRequired, Required, TypedDict
 
+from polyfed.comparison.storage.gain_entries import ClientTestsEntry, GainEntry, IntervalEnds, Score, SiteModelEntry
 from polyfed.core.io.validation import validation_error
 
-Score = float | None
-"""A score, or None where it is not defined."""
-IntervalEnds = tuple[float, float] | None
-"""The lowest and highest value."""
 AnswerWord = Literal["join", "stay", "undecided"]
-
-
-class GainEntry(TypedDict, total=False):
-    """Holds a gain over one reference model, with an interval as if this were the only reference."""
-
-    gain: Score
-    interval: IntervalEnds
-    gain_interval: IntervalEnds
 
 
 class AnswerEntry(TypedDict, total=False):
@@ -261,6 +250,16 @@ class ComparisonResults(TypedDict, total=False):
     """True if an id is the same participant in each seed; only then does each client have an answer."""
     resplit: int | None
     """Number of times that each client's examples were split again, one seed each."""
+    folds: int
+    """Folds of a cross-validation, of which each seed is one; missing without one."""
+    fold_repeats: int
+    """Number of times that the folds were dealt."""
+    most_repeats: int
+    """How often at most, if it stops when the mean's answer is decided."""
+    tested: dict[str, ClientTestsEntry]
+    """Holds the examples that all folds together test, by client id."""
+    site_model: SiteModelEntry | None
+    """Holds the gains of sites as a mean and a deviation of each; None with few sites."""
     class_names: list[str] | None
     data: dict[str, dict[str, ClientSizesEntry]]
     """Holds the values by seed and client id."""
@@ -310,6 +309,8 @@ class ExperimentEntry(TypedDict):
     same_data: bool
     resplit: int | None
     references: bool
+    folds: NotRequired[int]
+    stop_when_decided: NotRequired[list[int]]
 
 
 class CriteriaEntry(TypedDict, total=False):
@@ -336,6 +337,9 @@ class ComparisonDescription(TypedDict, total=False):
     trials: int | None
     reference: str | None
     same_clients: bool
+    folds: int
+    most_repeats: int
+    """How often the folds are dealt at most, if that stops when the answer is decided."""
 
 
 def results_error(content: Mapping[str, Any]) -> str:

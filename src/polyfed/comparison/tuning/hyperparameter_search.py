@@ -26,6 +26,7 @@ from polyfed.algorithms import Local
 from polyfed.comparison.plan import EQUAL_FIELDS, TUNING_FOLDER, ComparisonPlan, Method, RunSpec, execute_or_load_runs
 from polyfed.comparison.statistics.learning_curve import build_learning_curve
 from polyfed.comparison.tuning.grid import (
+    EXTEND,
     EXTENDED_GRID,
     GRID,
     check_grid_extension,
@@ -104,6 +105,33 @@ def validate_search(plan: ComparisonPlan) -> None:
             "hyper-parameters are searched on validation examples, and no client has any, or enough training examples to "
             "hold some out; give val=... (Client), --data.val-fraction 0.2, or tune='none' (--tune none)"
         )
+
+
+def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
+    """Returns the hyper-parameters to search, each with its values, from the arguments of `compare`; None for no
+    search.
+
+    Raises:
+        UserError: an unknown word, or `trials` without fields.
+
+    >>> parse_search_space("auto"), parse_search_space("none"), parse_search_space({"mu": [0.1, 1, ...]})
+    ({'lr': 'grid,...'}, None, {'mu': [0.1, 1, '...']})
+    """
+    if isinstance(tune, str):
+        if tune not in (AUTO, NONE):
+            raise UserError(
+                f"tune must be 'auto', 'none', or fields with the values to try, as in {{'lr': [0.01, 0.1]}}, got {tune!r}"
+            )
+        if trials is not None:
+            raise UserError(trials_without_fields_error(trials))
+        return DEFAULT_SEARCH_SPACE if tune == AUTO else None
+    if not isinstance(tune, Mapping):
+        search_space: Mapping[str, Sequence[Any] | str] | None = tune  # None, or refused by `tuning.check`
+        return search_space
+    return {
+        name: [EXTEND if value is ... else value for value in values] if isinstance(values, list | tuple) else values
+        for name, values in tune.items()
+    }
 
 
 def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_clients: bool) -> SearchResult:

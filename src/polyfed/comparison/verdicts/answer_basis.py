@@ -69,6 +69,11 @@ def _count_groups(client: Client) -> dict[str, list[int]]:
     return {"groups": [int(n.max()) + 1 for n in numbers]} if len(numbers) == 2 else {}
 
 
+def tested_examples(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Returns the numbers of test examples by client, of each seed; of all folds together if the runs are folds."""
+    return [content["tested"]] if content.get("tested") else list(content["data"].values())
+
+
 def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[str], *, by_class: bool) -> AnswerBasis:
     """Counts the test examples of the given clients, for the seed with the fewest, and those of the rarest class.
 
@@ -77,7 +82,7 @@ def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[s
         clients: one client, or all for their mean.
         by_class: whether to count the rarest class.
     """
-    sizes_by_seed = list(content["data"].values())
+    sizes_by_seed = tested_examples(content)
     examples = min(sum(sizes[c]["test"] for c in clients if c in sizes) for sizes in sizes_by_seed)
     words = f"{examples} test example{'' if examples == 1 else 's'}"
     by_group = [[sizes[c].get("groups") for c in clients if c in sizes] for sizes in sizes_by_seed]

@@ -6,8 +6,10 @@ from typing import Any
 
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.evidence import GainOverRivals, interval_ends
-from polyfed.comparison.verdicts.answer_basis import AnswerBasis, count_examples_behind_answer
+from polyfed.comparison.verdicts.answer_basis import AnswerBasis, count_examples_behind_answer, tested_examples
+from polyfed.comparison.verdicts.fold_sentences import describe_fold_coverage
 from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
+from polyfed.comparison.verdicts.site_model import describe_site_model
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.task import TaskSpec, get_task, registered_tasks
 
@@ -211,7 +213,7 @@ def verdict_sentences(
     ranked = sorted(client_answers, key=lambda row: (-(row["gain"] or 0.0), row["client"]))
     decided = [row["sentence"] for row in ranked if row["answer"] != "undecided"]
     undecided = [row for row in ranked if row["answer"] == "undecided"]
-    first = [mean_answer["sentence"], *_simple_model_sentences(content)]
+    first = [mean_answer["sentence"], *describe_site_model(content), *_simple_model_sentences(content)]
     if len(client_answers) <= _LINES:
         return [*first, *decided, *(row["sentence"] for row in undecided)]
     return [*first, *decided, f"not decided: {join_names([row['client'] for row in undecided])}"]
@@ -284,6 +286,8 @@ def _estimation_sentences(content: Mapping[str, Any]) -> list[str]:
         f"All intervals of gains together hold in at least {100 * CONFIDENCE_LEVEL:.0f} of 100 comparisons: those of "
         "the means of all methods, and those of all sites and methods."
     )
+    if content.get("folds"):
+        return [estimated, level, *describe_fold_coverage(content)]
     if resplit:
         return [
             estimated,
@@ -340,7 +344,7 @@ def note_sentences(
             f"{join_names(unclear)}: too few test examples for an interval of {content['score_label']}; left out of the "
             "interval of the mean"
         )
-    few = sorted({c for rows in content["data"].values() for c, row in rows.items() if row["test"] < _FEW})
+    few = sorted({c for rows in tested_examples(content) for c, row in rows.items() if row["test"] < _FEW})
     if content["score"] == "r2" and few:
         sentences.append(
             f"{join_names(few)}: R² of fewer than {_FEW} test examples has a very wide interval; let the mean absolute "

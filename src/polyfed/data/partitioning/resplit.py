@@ -56,8 +56,8 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
             "leave resplit out (several seeds on the same data: --seeds 0,1,2,3,4 --same-data), or give --data.split random "
             "(in Python Examples without time)"
         )
-    _check_disjoint(clients)
-    pools = [_concat_sets(client) for client in clients]
+    check_disjoint(clients)
+    pools = [concat_sets(client) for client in clients]
     clients_by_split = []
     for k in range(splits):
         set_of_group: dict[str, str] = {}
@@ -136,13 +136,18 @@ def _sets_of_client(client: Client) -> dict[str, Examples]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _concat_sets(client: Client) -> Examples:
+def concat_sets(client: Client, option: str = "resplit") -> Examples:
+    """Returns a client's training, validation and test examples as one.
+
+    Raises:
+        UserError: they cannot be joined; the message advises to leave `option` out.
+    """
     parts = _sets_of_client(client)
     for name, part in parts.items():
         if difference := concatenation_obstacle(client.train, part):
             raise UserError(
                 f"client {client.id!r}: train and {name} cannot be joined and split again, since their {difference}; "
-                "prepare both alike, or leave resplit out"
+                f"prepare both alike, or leave {option} out"
             )
     return concat_examples(list(parts.values()))
 
@@ -158,9 +163,9 @@ def _redraw_sets(client: Client, pool: Examples, seed: int, set_of_group: dict[s
             out = draw_stratified_rows(
                 labels[remaining], len(old_set), derive_seed(seed, name), leave_one_per_class=True
             )
-            held_out[name] = replace(_select(pool, remaining[out]), augment=None)
+            held_out[name] = replace(select_rows(pool, remaining[out]), augment=None)
             remaining = np.delete(remaining, out)
-    return replace(client, train=_select(pool, remaining), **held_out)  # type: ignore[arg-type]
+    return replace(client, train=select_rows(pool, remaining), **held_out)  # type: ignore[arg-type]
 
 
 def _redraw_sets_by_group(
@@ -178,19 +183,20 @@ def _redraw_sets_by_group(
             f"client {client.id!r} has no group of column {pool.group!r} for its {empty[0]} set when examples are split "
             "again, since other clients have the same groups; leave resplit out"
         )
-    held_out = {name: replace(_select(pool, sets[name]), augment=None) for name in shares}
-    return replace(client, train=_select(pool, sets["train"]), **held_out)  # type: ignore[arg-type]
+    held_out = {name: replace(select_rows(pool, sets[name]), augment=None) for name in shares}
+    return replace(client, train=select_rows(pool, sets["train"]), **held_out)  # type: ignore[arg-type]
 
 
-def _select(pool: Examples, chosen: NDArray[np.int64]) -> Examples:
+def select_rows(pool: Examples, chosen: NDArray[np.int64]) -> Examples:
+    """Returns the examples at these positions of `pool`."""
     return pool.select(torch.from_numpy(chosen).to(pool.device))
 
 
-def _check_disjoint(clients: Sequence[Client]) -> None:
+def check_disjoint(clients: Sequence[Client], option: str = "resplit") -> None:
     """Checks that no example is in two sets, since a new draw could then train one client and test another on it.
 
     Raises:
-        UserError: an example is in two sets.
+        UserError: an example is in two sets; the message advises to leave `option` out.
     """
     stored: dict[tuple[object, ...], list[tuple[str, str, NDArray[np.int64]]]] = {}
     for client in clients:
@@ -208,5 +214,5 @@ def _check_disjoint(clients: Sequence[Client]) -> None:
             raise UserError(
                 f"{first[1]} of client {first[0]!r} and {second[1]} of client {second[0]!r} hold the same example: "
                 "split again, it could train one network and test another; give each set examples of its own (a test "
-                "set for all clients is global_test), or leave resplit out"
+                f"set for all clients is global_test), or leave {option} out"
             )

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
@@ -19,6 +20,7 @@ from polyfed.report.data.predictions import GroupPredictions
 from polyfed.report.data.run_groups import RunGroup
 from polyfed.report.data.run_records import mean_of_defined
 from polyfed.report.data.score_format import ScoreFormat
+from polyfed.report.page.caterpillar_plot import svg_caterpillar_plot
 from polyfed.report.page.elements import html_figure, html_legend, html_table, render_template
 from polyfed.report.page.forest_plot import MAX_ROWS, ForestRow, IntervalMark, svg_forest_plot
 from polyfed.report.page.performance import (
@@ -32,7 +34,7 @@ from polyfed.report.page.performance import (
 from polyfed.report.page.svg_charts import COLOUR_COUNT, ChartLine, svg_line_chart
 
 _COUNTED: Mapping[AnswerKind, str] = {"join": "should join", "stay": "should stay alone", "undecided": "not decided"}
-_LISTED = 30  # sites in the list; those beyond open
+_LISTED = 30  # sites up to which each has a sentence; more are grouped by their answer
 
 
 def confidence_level_of(run_group: RunGroup) -> float:
@@ -69,7 +71,7 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
         warnings=[f"{str(sentence).rstrip('.')}." for sentence in (*(results.get("warnings") or ()), *failures)],
         answers=answers,
         labels=ANSWER_LABELS,
-        listed=_LISTED,
+        groups=_group_by_answer(answers) if len(answers) > _LISTED else [],
         counts=f"{count_with_noun(len(answers), 'site')}: {counts}" if len(answers) > 1 else "",
         mean_text=mean_text,
         facts=[
@@ -82,13 +84,23 @@ def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | Non
     )
 
 
+def _group_by_answer(answers: Sequence[SiteAnswer]) -> list[tuple[AnswerKind, str, list[SiteAnswer]]]:
+    """Returns the answers of many sites by kind, each kind with its heading."""
+    groups = []
+    for kind, kind_text in _COUNTED.items():
+        if members := [answer for answer in answers if answer.kind == kind]:
+            groups.append((kind, f"{count_with_noun(len(members), 'site')} {kind_text}", members))
+    return groups
+
+
 def _simple_model_verdicts(results: Mapping[str, Any]) -> list[str]:
-    """Returns the comparison's sentences on whether simple models, such as logistic regression, beat training alone."""
+    """Returns the comparison's sentences on sites like these, and on whether simple models, such as logistic regression,
+    beat training alone."""
     mean_sentence = (results.get("mean_answer") or {}).get("sentence")
     return [
         verdict
         for verdict in results.get("verdicts") or ()
-        if verdict.startswith("mean over clients: ") and verdict != mean_sentence
+        if verdict.startswith(("mean over clients: ", "sites like these (")) and verdict != mean_sentence
     ]
 
 
@@ -182,16 +194,15 @@ def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level
         for answer in answers
     ]
     axis_unit = f"points of {score_format.label}" if score_format.unit == "%" else score_format.label
-    chart = svg_forest_plot(
-        rows,
-        key=key,
-        title="Gain of each site by joining",
-        x_label=f"gain, {axis_unit} (above 0 joining is better)",
-        unit=score_format.unit,
-        signed=True,
-        show_zero=True,
-    )
-    drawn = f" Drawn are {MAX_ROWS} of {len(rows)} sites, evenly." if len(rows) > MAX_ROWS else ""
+    title, x_label = "Gain of each site by joining", f"gain, {axis_unit} (above 0 joining is better)"
+    if len(rows) > MAX_ROWS:
+        marks = [replace(mark, label=f"{row.label}, {mark.label}") for row in rows for mark in row.marks]
+        chart = svg_caterpillar_plot(marks, key=key, title=title, x_label=x_label, unit=score_format.unit)
+    else:
+        chart = svg_forest_plot(
+            rows, key=key, title=title, x_label=x_label, unit=score_format.unit, signed=True, show_zero=True
+        )
+    drawn = " All sites, from the largest gain to the smallest." if len(rows) > MAX_ROWS else ""
     caption = (
         f"Gain of each site by joining, over the best that it has alone, with {100 * level:g} % intervals. Full circles: "
         f"join; squares: stay alone; hollow circles: not decided.{drawn}"
@@ -209,6 +220,14 @@ def _html_gains_figure(answers: Sequence[SiteAnswer], run_group: RunGroup, level
         for answer in answers
     ]
     columns = ["site", "answer", "method", "gain", f"{100 * level:g} % interval", "over", "rests on"]
+    if model := run_group.comparison_results.get("site_model"):
+        columns.append(f"over {str(model['over']).replace('_', ' ')}, sites pooled partially")
+        for row in cells:
+            row.append(_format_gain_interval((model["clients"].get(row[0]) or {}).get("interval"), score_format))
+        caption += (
+            " The last column of the table draws each gain towards the mean, the more the less its own examples say; such "
+            "intervals hold on average over sites, and give no answer."
+        )
     return html_figure(chart, caption, html_table("Gain of each site", columns, cells))
 
 

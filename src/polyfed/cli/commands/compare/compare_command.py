@@ -11,7 +11,7 @@ from polyfed.algorithms import registry_name
 from polyfed.cli.commands.compare.compare_options import CompareOptions
 from polyfed.cli.commands.compare.comparison_tables import show_comparison
 from polyfed.cli.commands.terminal import print_line
-from polyfed.comparison.compare import DEFAULT_NUM_SEEDS, parse_search_space, run_comparison
+from polyfed.comparison.compare import DEFAULT_NUM_SEEDS, run_comparison
 from polyfed.comparison.method_selection import DEFAULT_METHODS, build_method_with_training_of, select_methods
 from polyfed.comparison.plan import ClientSet, ComparisonPlan, Method
 from polyfed.comparison.storage.comparison_directory import (
@@ -20,11 +20,12 @@ from polyfed.comparison.storage.comparison_directory import (
     read_description,
 )
 from polyfed.comparison.tuning.grid import EXTEND, EXTENDED_GRID, GRID
-from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE
+from polyfed.comparison.tuning.hyperparameter_search import AUTO, NONE, parse_search_space
 from polyfed.comparison.tuning.optuna_search import parse_number_or_text
 from polyfed.core.errors import RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import recorded_import_path
-from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public, resplit_clients
+from polyfed.data.partitioning.folds import Folds, build_folds, check_redrawing, redraw_clients
+from polyfed.data.partitioning.resplit import apply_common_preprocessing_to_public
 from polyfed.simulation.checks.requirements import check_networks_run
 from polyfed.simulation.experiment import (
     Experiment,
@@ -69,10 +70,18 @@ def run_compare_command(
         "resplit": options.resplit,
         "references": not options.no_references,
     }
-    seeds = options.seeds or tuple(range(DEFAULT_NUM_SEEDS if options.resplit is None else max(options.resplit, 1)))
+    folds = build_folds(options.folds, options.fold_repeats)
+    num_runs = DEFAULT_NUM_SEEDS if options.resplit is None else max(options.resplit, 1)
+    seeds = options.seeds or tuple(range(num_runs if folds is None else folds.num_runs))
+    if folds is not None:
+        check_redrawing(options.resplit, folds, seeds)
+        description["folds"] = folds.number
+    if options.stop_when_decided:
+        description["stop_when_decided"] = list(seeds)
     plan = _build_plan(description, methods, seeds, title, out)
     plan = replace(plan, criteria=options.result_criteria(), search_space=search, num_trials=options.trials)
-    _run_plan(replace(plan, parallel_runs=options.parallel, quiet=options.quiet), console, options.logger)
+    plan = replace(plan, parallel_runs=options.parallel, quiet=options.quiet, forecast_only=options.plan)
+    _run_plan(plan, console, options.logger)
 
 
 def resume_comparison(
@@ -118,7 +127,8 @@ def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPla
             "--out"
         )
     methods = {label: build_method(entry) for label, entry in experiment["methods"].items()}
-    plan = _build_plan(experiment, methods, tuple(description["seeds"]), description["title"], folder)
+    seeds = tuple(experiment.get("stop_when_decided") or description["seeds"])
+    plan = _build_plan(experiment, methods, seeds, description["title"], folder)
     plan = replace(
         plan,
         criteria=options.result_criteria(parse_result_criteria(description)),
@@ -130,6 +140,10 @@ def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPla
 
 def _run_plan(plan: ComparisonPlan, console: Console | None, logger: Sequence[str] = ()) -> None:
     comparison = run_comparison(plan)
+    if plan.forecast_only:
+        for sentence in comparison.verdicts:
+            print_line(console or Console(), sentence)
+        return
     show_comparison(comparison, console or Console())
     if logger and comparison.out is not None:
         # imported late: most comparisons do without
@@ -148,15 +162,17 @@ def _build_plan(
     description: Mapping[str, Any], methods: Mapping[str, Method], seeds: tuple[int, ...], title: str, out: Path
 ) -> ComparisonPlan:
     config, resplit = description["config"], description["resplit"]
-    if resplit is not None and len(seeds) != resplit:
-        raise UserError(f"--resplit {resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds")
+    number = description.get("folds")
+    folds = None if number is None else Folds(number, max(len(seeds) // number, 1))
+    check_redrawing(resplit, folds, seeds)
+    is_redrawn = resplit is not None or folds is not None
 
     def clients_of_seed(seed: int) -> ClientSet:
-        data_seed = seeds[0] if description["same_data"] or resplit is not None else seed
+        data_seed = seeds[0] if description["same_data"] or is_redrawn else seed
         experiment_data = load_participants(build_experiment({**config, "seed": data_seed}))
         check_networks_run(experiment_data.clients, experiment_data.pool.num_outputs)
-        if resplit is not None:
-            seed_clients = resplit_clients(experiment_data.clients, resplit)[seeds.index(seed)]
+        if redrawn := redraw_clients(experiment_data.clients, resplit, folds, seeds):
+            seed_clients = redrawn[seeds.index(seed)]
             experiment_data = replace(
                 experiment_data,
                 clients=seed_clients,
@@ -174,7 +190,8 @@ def _build_plan(
     check_ray_cluster_trusted(settings)
     return ComparisonPlan(
         title, methods, seeds, settings, clients_of_seed, out=out, experiment=description, metrics=settings.metrics,
-        num_resplits=resplit, with_references=description["references"],
+        num_resplits=resplit, folds=folds, with_references=description["references"],
+        stop_when_decided=bool(description.get("stop_when_decided")),
     )  # fmt: skip
 
 

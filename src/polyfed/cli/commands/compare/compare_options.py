@@ -30,8 +30,11 @@ class CompareOptions:
 
     Args:
         algorithms: labels; empty for the experiment's method and its baselines.
-        seeds: of the runs; None is 0 to 4, or one for each dealing of `resplit`.
+        seeds: of the runs; None is 0 to 4, or one for each dealing of `resplit` or fold.
         resplit: how many times each client's examples are split again.
+        folds, fold_repeats: folds of a cross-validation, and how many times they are dealt; None for none, and for once.
+        stop_when_decided: whether folds are dealt again only until the mean's answer is decided.
+        plan: whether only a pilot is run.
         method_config: a YAML file with the fields of methods, by label.
         budget, target: how results are read; None leaves what the directory says, or the defaults.
         tune: fields to search and their values or ranges, "lr=0.01,0.1,...;mu=0.01..1", or "none"; None and "grid" search
@@ -47,6 +50,10 @@ class CompareOptions:
     algorithms: tuple[str, ...] = ()
     seeds: tuple[int, ...] | None = None
     resplit: int | None = None
+    folds: int | None = None
+    fold_repeats: int | None = None
+    stop_when_decided: bool = False
+    plan: bool = False
     method_config: Path | None = None
     budget: str | None = None
     target: float | None = None
@@ -84,7 +91,7 @@ def build_compare_parser() -> CommandParser:
     )  # fmt: skip
     parser.add_option(
         "--seeds", "SEEDS", "one run of each method for each seed (default: 0,1,2,3,4); each seed deals the data again "
-        "unless --same-data or --resplit is given", split_whole_numbers,
+        "unless --same-data, --resplit or --folds is given", split_whole_numbers,
     )  # fmt: skip
     parser.add_flag("--same-data", "the first seed deals the data for all runs; only then are there answers per client")
     parser.add_option(
@@ -92,6 +99,22 @@ def build_compare_parser() -> CommandParser:
         "answers "
         "per client, and suits small data better", parse_whole_number,
     )  # fmt: skip
+    parser.add_option(
+        "--folds", "K", "test every example once: deal each client's examples into K folds, with one seed each. Gives "
+        "answers per client, and decides more than as many dealings of --resplit", parse_whole_number,
+    )  # fmt: skip
+    parser.add_option(
+        "--fold-repeats", "R", "deal the folds R times (default: once); needs R times the runs, and decides smaller gains",
+        parse_whole_number,
+    )  # fmt: skip
+    parser.add_flag(
+        "--stop-when-decided",
+        "deal the folds again only until the mean's answer is decided, at most --fold-repeats times",
+    )
+    parser.add_flag(
+        "--plan",
+        "only say how many runs and minutes it takes, and how small a gain it decides, from a pilot of four runs",
+    )
     parser.add_option(
         "--budget", "BUDGET", "best (default): each method at its best round by validation loss; there is no answer "
         "about a "

@@ -1,0 +1,51 @@
+"""Reads which examples each fold of a comparison tests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.comparison.plan import ComparisonPlan
+from polyfed.data.partitioning.folds import Folds, unit_names
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FoldTests:
+    """Holds the targets and units of the test examples of each fold.
+
+    Attributes:
+        design: folds and repeats.
+        targets: seed -> client id -> targets of the client's test examples.
+        units: seed -> client id -> name of the unit (example or group) of each.
+        totals: client id -> "test", the number of examples tested in all, and "rarest", those of the rarest class.
+    """
+
+    design: Folds
+    targets: Mapping[int, Mapping[str, Tensor]]
+    units: Mapping[int, Mapping[str, NDArray[np.str_]]]
+    totals: Mapping[str, Mapping[str, Any]]
+
+
+def read_fold_tests(plan: ComparisonPlan) -> FoldTests | None:
+    """Reads the test examples of all folds of a plan; None if it has no folds."""
+    if plan.folds is None:
+        return None
+    targets, units = dict[int, dict[str, Tensor]](), dict[int, dict[str, NDArray[np.str_]]]()
+    for seed in plan.seeds:
+        clients = plan.build_client_set(seed).clients
+        targets[seed] = {client.id: client.test.labels.cpu() for client in clients}
+        units[seed] = {client.id: unit_names(client.test) for client in clients}
+    totals = {}
+    for client in clients:
+        labels = torch.cat([targets[seed][client.id] for seed in plan.seeds[: plan.folds.number]])
+        rarest = client.task.rarest_class(labels)
+        groups = np.concatenate([units[seed][client.id] for seed in plan.seeds[: plan.folds.number]])
+        totals[client.id] = {"test": len(labels), "rarest": None if rarest is None else list(rarest)}
+        if client.test.group is not None:
+            totals[client.id]["groups"] = [len(np.unique(groups))] * 2  # all are trained on, and all tested
+    return FoldTests(plan.folds, targets, units, totals)

@@ -1,0 +1,186 @@
+"""Estimates confidence intervals of differences of two methods from repeated k-fold cross-validation, in which every example
+is tested once a repeat.
+
+Three things make a difference uncertain, and the variance is their sum:
+
+- **test examples**: the sum of squared influences of the units (module `fold_influence`), averaged over repeats before they
+  are squared, since the repeats test the same examples. For an AUC that is the variance of LeDell et al. (2015), for a mean
+  that of Bayle et al. (2020), both consistent for networks trained on these examples.
+- **seeds**, and what differs between the training sets of two folds: the variance between folds beyond that of their test
+  examples, over the number of networks. All clients share the seed of a run, so that of a mean over clients is taken between
+  the folds of that mean.
+- **training examples**: folds share most of their training examples, so that no variance between folds shows their whole
+  effect (Bengio and Grandvalet 2004). Nadeau and Bengio (2003) take it to be K/(K − 1) times the variance due to the test
+  examples of one repeat, which is more than is needed. Here it is `TRAINING_VARIANCE_RATIO` times that, which
+  `benchmarks/verdicts_folds.py` chose: methods that differ by nothing but their training examples are then told apart in
+  about 5 of 100 comparisons at worst.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.comparison.statistics.estimate import ALPHA, Estimate, estimate_from_half_width, t_quantile
+from polyfed.comparison.statistics.fold_influence import FoldScores
+from polyfed.comparison.statistics.jackknife import FloatArray
+from polyfed.comparison.statistics.mrmc import degrees_of_freedom
+
+TRAINING_VARIANCE_RATIO = 0.8
+"""Variance due to training examples, by that due to the test examples of one repeat."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FoldDifferences:
+    """Holds the differences of two methods at one client, or the scores of one, from repeated k-fold cross-validation.
+
+    Attributes:
+        value: mean over repeats.
+        folds: contribution of each fold, shape (R, K).
+        influence: influence of each unit (example or group) within its fold, shape (R, G).
+        classes: class of each unit, shape (G,).
+        min_example_variance: lower bound of the variance due to test examples.
+    """
+
+    value: float
+    folds: FloatArray
+    influence: FloatArray
+    classes: NDArray[np.int64]
+    min_example_variance: float
+
+    @property
+    def num_folds(self) -> int:
+        """Returns K, the number of folds of a repeat."""
+        return int(self.folds.shape[1])
+
+    @property
+    def num_networks(self) -> int:
+        """Returns K·R, the number of networks of each method."""
+        return int(self.folds.size)
+
+    @property
+    def example_variance(self) -> float:
+        """Returns the variance of `value` due to test examples."""
+        return float((self.influence.mean(axis=0) ** 2).sum()) + self.min_example_variance
+
+    @property
+    def repeat_variance(self) -> float:
+        """Returns the variance of the difference of one repeat due to test examples."""
+        return float((self.influence**2).sum(axis=1).mean()) + self.min_example_variance
+
+    @property
+    def test_and_training_variance(self) -> float:
+        """Returns the variance of `value` due to test and training examples."""
+        return self.example_variance + TRAINING_VARIANCE_RATIO * self.repeat_variance
+
+    @property
+    def network_variance(self) -> float:
+        """Returns the variance between networks of different folds beyond that of their test examples; it may be estimated
+        below 0."""
+        between = float(self.folds.var(axis=1, ddof=1).mean())
+        return between - self.num_folds * self.repeat_variance
+
+    @property
+    def network_freedom(self) -> int:
+        """Returns the degrees of freedom of `network_variance`, R·(K − 1)."""
+        return int(self.folds.size - len(self.folds))
+
+    @property
+    def freedom(self) -> float:
+        """Returns the degrees of freedom of `example_variance`."""
+        return degrees_of_freedom(self.influence.mean(axis=0), self.classes)
+
+
+def difference_over_folds(ours: FoldScores, theirs: FoldScores | None) -> FoldDifferences:
+    """Returns the paired difference of two methods, positive where `ours` is better; with None, the scores of `ours`."""
+    if theirs is None:
+        values, folds, influence, sign = ours.values, ours.folds, ours.influence, 1.0
+    else:
+        sign = 1.0 if ours.metric.higher_is_better else -1.0
+        values, folds = ours.values - theirs.values, ours.folds - theirs.folds
+        influence = ours.influence - theirs.influence
+    return FoldDifferences(
+        sign * float(values.mean()), sign * folds, sign * influence, ours.classes, ours.min_example_variance
+    )
+
+
+def pooled_network_variance(clients: Sequence[FoldDifferences]) -> float:
+    """Returns the variance between networks that all clients have in common, at least 0.
+
+    A few folds give a poor estimate at one client, so that clients pool it, weighed by the precision of their estimates.
+    """
+    weights = np.array([1 / client.repeat_variance if client.repeat_variance else 0.0 for client in clients])
+    of_clients = np.array([client.network_variance for client in clients])
+    return max(float(weights @ of_clients / weights.sum()), 0.0) if weights.sum() else 0.0
+
+
+def estimate_clients_from_folds(
+    clients: Sequence[FoldDifferences], *, num_tests: int = 1, alpha: float = ALPHA
+) -> list[Estimate]:
+    """Estimates each client's difference with simultaneous confidence intervals for all clients and `num_tests` methods
+    (Bonferroni).
+
+    Args:
+        clients: of the same runs, at least one.
+        num_tests: how many methods have intervals for these clients.
+        alpha: the share of comparisons in which one interval or more may miss the truth.
+    """
+    num_claims = len(clients) * num_tests
+    common = pooled_network_variance(clients)
+
+    def half_width(client: FoldDifferences, alpha: float) -> float:
+        examples, networks, free = client.test_and_training_variance, client.num_networks, client.network_freedom
+        claim = alpha / num_claims
+        together = (
+            t_quantile(claim, client.freedom) ** 2 * examples
+            + t_quantile(claim, len(clients) * free) ** 2 * common / networks
+        )
+        alone = (
+            t_quantile(alpha, client.freedom) ** 2 * examples
+            + t_quantile(alpha, free) ** 2 * max(client.network_variance, 0.0) / networks
+        )
+        return math.sqrt(max(together, alone))
+
+    return [
+        estimate_from_half_width(client.value, client.value, partial(half_width, client), alpha) for client in clients
+    ]
+
+
+def estimate_mean_from_folds(
+    clients: Sequence[FoldDifferences], *, num_tests: int = 1, alpha: float = ALPHA
+) -> Estimate:
+    """Estimates the mean over clients with a confidence interval; the clients are taken as fixed, not as a sample.
+
+    Args:
+        clients: of the same runs, at least one.
+        num_tests: how many means have simultaneous intervals.
+        alpha: the share of comparisons in which one of these may miss the truth.
+    """
+    parts = np.array([client.test_and_training_variance for client in clients]) / len(clients) ** 2
+    examples, free = float(parts.sum()), clients[0].network_freedom
+    squares = sum(part**2 / client.freedom for part, client in zip(parts, clients, strict=True))
+    freedom = examples**2 / squares if squares else 1.0
+    networks = common_network_variance(clients)
+
+    def half_width(alpha: float) -> float:
+        claim = alpha / num_tests
+        return math.sqrt(
+            t_quantile(claim, freedom) ** 2 * examples
+            + t_quantile(claim, free) ** 2 * networks / clients[0].num_networks
+        )
+
+    value = float(np.mean([client.value for client in clients]))
+    return estimate_from_half_width(value, value, half_width, alpha)
+
+
+def common_network_variance(clients: Sequence[FoldDifferences]) -> float:
+    """Returns the variance of the mean over clients between the runs of different folds, beyond that of their test
+    examples; at least 0."""
+    means = np.mean([client.folds for client in clients], axis=0)
+    noise = sum(client.repeat_variance for client in clients) / len(clients) ** 2
+    return max(float(means.var(axis=1, ddof=1).mean()) - clients[0].num_folds * noise, 0.0)

@@ -1,0 +1,116 @@
+"""Estimates scores and gains of a comparison whose runs are the folds of a cross-validation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, final
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.comparison.statistics.cross_validation import (
+    FoldDifferences,
+    common_network_variance,
+    difference_over_folds,
+    estimate_clients_from_folds,
+    estimate_mean_from_folds,
+    pooled_network_variance,
+)
+from polyfed.comparison.statistics.estimate import ALPHA, Estimate
+from polyfed.comparison.statistics.fold_influence import FoldScores, score_folds
+from polyfed.comparison.statistics.random_effects import SiteGain
+from polyfed.core.evaluation.metric import Metric
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FoldEvidence:
+    """Holds the predictions of all folds, and estimates gains with confidence intervals from them.
+
+    Attributes:
+        metric: the metric that decides.
+        seeds: of the runs, repeat by repeat and fold by fold.
+        num_folds: folds of a repeat.
+        outputs: returns the outputs of a method, seed and client on its test examples; None if they were not kept.
+        targets: seed -> client id -> targets of these examples.
+        units: seed -> client id -> unit of each, an example or a group of examples.
+        alpha: the error rate of intervals.
+    """
+
+    metric: Metric
+    seeds: Sequence[int]
+    num_folds: int
+    outputs: Callable[[str, int, str], Tensor | None]
+    targets: Mapping[int, Mapping[str, Tensor]]
+    units: Mapping[int, Mapping[str, NDArray[Any]]]
+    alpha: float = ALPHA
+    _cache: dict[tuple[str, str], FoldScores | None] = field(default_factory=dict, repr=False)
+
+    def scores(self, label: str, client: str) -> FoldScores | None:
+        """Returns the cross-validated scores of a method at a client; None if they are not defined or were not kept."""
+        if (label, client) not in self._cache:
+            outputs = [self.outputs(label, seed, client) for seed in self.seeds]
+            defined = [fold_outputs for fold_outputs in outputs if fold_outputs is not None]
+            self._cache[label, client] = (
+                score_folds(
+                    self.metric,
+                    defined,
+                    [self.targets[seed][client] for seed in self.seeds],
+                    [self.units[seed][client] for seed in self.seeds],
+                    self.num_folds,
+                )
+                if len(defined) == len(outputs)
+                else None
+            )
+        return self._cache[label, client]
+
+    def differences(self, label: str, rival: str | None) -> dict[str, FoldDifferences]:
+        """Returns the differences of two methods by client, where both have a score; with None, the method's scores."""
+        by_client = {}
+        for client in sorted(self.targets[self.seeds[0]]):
+            ours, theirs = self.scores(label, client), None if rival is None else self.scores(rival, client)
+            if ours is not None and (rival is None or theirs is not None):
+                by_client[client] = difference_over_folds(ours, theirs)
+        return by_client
+
+    def estimate_mean(self, label: str, rival: str | None, num_tests: int) -> Estimate | None:
+        """Estimates the mean difference over clients; None without any."""
+        differences = list(self.differences(label, rival).values())
+        return estimate_mean_from_folds(differences, num_tests=num_tests, alpha=self.alpha) if differences else None
+
+    def estimate_clients(self, label: str, rival: str | None, num_tests: int) -> dict[str, Estimate | None]:
+        """Estimates the difference at each client; None where it is not defined."""
+        differences = self.differences(label, rival)
+        sites = list(differences.values())
+        estimates = estimate_clients_from_folds(sites, num_tests=num_tests, alpha=self.alpha) if sites else []
+        by_client = dict(zip(differences, estimates, strict=True))
+        return {client: by_client.get(client) for client in sorted(self.targets[self.seeds[0]])}
+
+    def mean_scores(self, label: str) -> tuple[float | None, dict[str, float | None]]:
+        """Returns a method's mean over clients, and the score of each client; None where it is not defined."""
+        scores = {client: self.scores(label, client) for client in sorted(self.targets[self.seeds[0]])}
+        by_client = {c: None if score is None else float(score.values.mean()) for c, score in scores.items()}
+        defined = [value for value in by_client.values() if value is not None]
+        return (fmean(defined) if defined else None), by_client
+
+    def site_gains(self, label: str, rival: str) -> tuple[dict[str, SiteGain], float]:
+        """Returns the gain of each client over `rival`, and the variance of the error that all clients share, which is that
+        of the runs' seeds."""
+        return describe_site_gains(self.differences(label, rival))
+
+
+def describe_site_gains(differences: Mapping[str, FoldDifferences]) -> tuple[dict[str, SiteGain], float]:
+    """Returns the gain of each site, for the model over sites, and the variance of the error that all sites share."""
+    sites = list(differences.values())
+    if not sites:
+        return {}, 0.0
+    networks, of_seeds = sites[0].num_networks, pooled_network_variance(sites)
+    gains = {
+        name: SiteGain(
+            site.value,
+            site.example_variance + of_seeds / networks,
+            site.test_and_training_variance - site.example_variance,
+        )
+        for name, site in differences.items()
+    }
+    return gains, common_network_variance(sites) / networks

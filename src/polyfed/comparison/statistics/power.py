@@ -1,0 +1,114 @@
+"""Computes the smallest gain that a comparison is likely to decide, from the variances that a pilot shows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from polyfed.comparison.statistics.cross_validation import TRAINING_VARIANCE_RATIO, FoldDifferences
+from polyfed.comparison.statistics.estimate import ALPHA, t_quantile
+
+POWER = 0.8
+_Z_POWER = 0.8416  # the standard normal quantile of POWER
+
+
+@final
+@dataclass(frozen=True)
+class PilotVariances:
+    """Holds where the difference of two methods varies, estimated from two networks of each on the same test examples.
+
+    Attributes:
+        examples: for each client, the variance between examples that networks of other seeds share.
+        residuals: for each client, the variance between examples that is another with each network.
+        networks: the variance of the mean over clients between networks.
+    """
+
+    examples: tuple[float, ...]
+    residuals: tuple[float, ...]
+    networks: float
+
+
+@final
+@dataclass(frozen=True)
+class ComparisonDesign:
+    """Describes how often, and on how many examples, a comparison tests.
+
+    Attributes:
+        kind: "seeds" (the same test examples with each seed), "resplit" or "folds".
+        runs: of each method.
+        folds: of a repeat; the number of runs for other kinds.
+        units: for each client, how many examples (or groups) it has, those for training included.
+        tested: for each client, how many of them a run tests.
+    """
+
+    kind: str
+    runs: int
+    folds: int
+    units: tuple[int, ...]
+    tested: tuple[int, ...]
+
+
+def estimate_pilot_variances(differences: Sequence[FoldDifferences]) -> PilotVariances:
+    """Estimates the variances from two networks of each method, tested on the same examples.
+
+    Args:
+        differences: for each client, with the two networks as two repeats of one fold.
+    """
+    examples, residuals = [], []
+    for client in differences:
+        units = client.influence.shape[1]
+        residual = max(2 * units * (client.repeat_variance - client.example_variance), 0.0)
+        residuals.append(residual)
+        examples.append(max(units * client.repeat_variance - residual, 0.0))
+    means = np.mean([client.folds[:, 0] for client in differences], axis=0)
+    noise = (
+        sum(residual / client.influence.shape[1] for residual, client in zip(residuals, differences, strict=True))
+        / len(differences) ** 2
+    )
+    return PilotVariances(tuple(examples), tuple(residuals), max(float(means.var(ddof=1)) - noise, 0.0))
+
+
+def smallest_decidable_gain(pilot: PilotVariances, design: ComparisonDesign) -> tuple[float, float]:
+    """Returns the smallest true gain of the mean over clients, and of a typical client, that this design decides with a
+    probability of `POWER`.
+
+    >>> pilot = PilotVariances((0.2, 0.2), (0.05, 0.05), 0.0)
+    >>> once, twice = (ComparisonDesign("folds", runs, 5, (200, 200), (40, 40)) for runs in (5, 10))
+    >>> smallest_decidable_gain(pilot, once)[0] > smallest_decidable_gain(pilot, twice)[0]
+    True
+    """
+    variances = [_client_variance(pilot, design, k) for k in range(len(design.units))]
+    num_clients = len(variances)
+    repeats = max(design.runs // design.folds, 1)
+    free = max(design.runs - (repeats if design.kind == "folds" else 1), 1)
+    networks = pilot.networks * _network_factor(design)
+    many = 1000  # degrees of freedom of the examples: hundreds, mostly
+    of_examples = free if design.kind == "resplit" else many
+
+    def decidable(examples: float, alpha: float, free: int) -> float:
+        half = math.sqrt(t_quantile(alpha, of_examples) ** 2 * examples + t_quantile(alpha, free) ** 2 * networks)
+        return half + _Z_POWER * math.sqrt(examples + networks)
+
+    mean = decidable(sum(variances) / num_clients**2, ALPHA, free)
+    client = decidable(float(np.median(variances)), ALPHA / num_clients, num_clients * free)
+    return mean, client
+
+
+def _client_variance(pilot: PilotVariances, design: ComparisonDesign, k: int) -> float:
+    examples, residual = pilot.examples[k], pilot.residuals[k]
+    if design.kind == "folds":
+        units, repeats = design.units[k], max(design.runs // design.folds, 1)
+        return (examples + residual / repeats + TRAINING_VARIANCE_RATIO * (examples + residual)) / units
+    if design.kind == "resplit":
+        return (examples + residual) / design.tested[k] * (1 / design.runs + _overlap(design, k))
+    return (examples + residual / design.runs) / design.tested[k]
+
+
+def _network_factor(design: ComparisonDesign) -> float:
+    return 1 / design.runs + (_overlap(design, 0) if design.kind == "resplit" else 0.0)
+
+
+def _overlap(design: ComparisonDesign, k: int) -> float:
+    return design.tested[k] / max(design.units[k] - design.tested[k], 1)

@@ -1,0 +1,42 @@
+"""Describes entries of `comparison.json` on gains, on examples that are tested, and on the model over sites."""
+
+from typing import Required, TypedDict
+
+Score = float | None
+"""A score, or None where it is not defined."""
+IntervalEnds = tuple[float, float] | None
+"""The lowest and highest value."""
+
+
+class GainEntry(TypedDict, total=False):
+    """Holds a gain over one reference model, with an interval as if this were the only reference."""
+
+    gain: Score
+    interval: IntervalEnds
+    gain_interval: IntervalEnds
+
+
+class ClientTestsEntry(TypedDict, total=False):
+    """Holds how many examples of a client are tested, by all folds of a repeat together."""
+
+    test: Required[int]
+    rarest: tuple[int, int] | None
+    """Number of test examples of the rarest class, and that class; None for regression."""
+    groups: int
+    """Number of groups of these examples, if they have any."""
+
+
+class SiteModelEntry(TypedDict, total=False):
+    """Holds a random-effects model of the gain of the leader over the best that sites have alone in the mean."""
+
+    over: Required[str]
+    gain: Required[float]
+    """Mean over sites like these."""
+    interval: IntervalEnds
+    """With sites as units."""
+    p: float
+    deviation: Required[float]
+    """Standard deviation of the true gains between sites."""
+    clients: Required[dict[str, GainEntry]]
+    """Gains by partial pooling."""
+    sentence: str

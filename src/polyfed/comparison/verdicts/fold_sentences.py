@@ -1,0 +1,23 @@
+"""Builds the sentences on what the intervals of a cross-validation cover."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def describe_fold_coverage(content: Mapping[str, Any]) -> list[str]:
+    """Returns sentences on what the intervals cover if the runs are folds, from the content of `comparison.json`."""
+    folds, repeats = content["folds"], content["fold_repeats"]
+    repeated = f", {repeats} times over" if repeats > 1 else ""
+    sentences = [
+        f"The examples of each site were dealt into {folds} folds{repeated}: each example was tested by networks that were "
+        f"trained on the other {folds - 1} folds. The intervals cover other test examples and other seeds, and other "
+        "training examples as far as such folds can show (see the documentation on intervals).",
+    ]
+    if most := content.get("most_repeats"):
+        sentences.append(
+            f"The folds are dealt again until the mean's answer is decided, at most {most} times; the intervals allow for "
+            "each look (O'Brien and Fleming's spending)."
+        )
+    if any("groups" in total for total in content["tested"].values()):
+        sentences.append("All examples of a group went to one fold, and count as one unit in the intervals.")
+    return sentences

@@ -1,0 +1,210 @@
+"""Deals each client's examples into folds, so that cross-validation tests every example once."""
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.core.algorithm import Client
+from polyfed.core.errors import UserError
+from polyfed.core.examples.examples import Examples
+from polyfed.core.seeds import derive_seed, numpy_generator
+from polyfed.data.concat import rows_in_stored_tensors
+from polyfed.data.partitioning.allocation import draw_stratified_rows
+from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
+from polyfed.data.partitioning.resplit import (
+    check_disjoint,
+    concat_sets,
+    refit_client_preprocessing,
+    resplit_clients,
+    select_rows,
+)
+
+Rows = NDArray[np.int64]
+_ALONE = "\0"  # begins the name of a row without a group, as in `group_id_of_each_row`
+
+
+@final
+@dataclass(frozen=True)
+class Folds:
+    """Describes a repeated k-fold cross-validation: each repeat deals the examples again.
+
+    Args:
+        number: folds of a repeat, at least 2. Each tests 1/number of a client's examples, and trains on the others.
+        repeats: how often the examples are dealt.
+
+    Raises:
+        UserError: a number below these.
+
+    >>> Folds(5, 2).num_runs
+    10
+    """
+
+    number: int
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("folds", self.number, 2), ("fold_repeats", self.repeats, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+    @property
+    def num_runs(self) -> int:
+        """Returns the number of training runs of each method, one for each fold of each repeat."""
+        return self.number * self.repeats
+
+
+def build_folds(folds: int | None, fold_repeats: int | None = None) -> Folds | None:
+    """Builds the description of a cross-validation from the options of a comparison; None without `folds`.
+
+    Raises:
+        UserError: a number below those of `Folds`, or `fold_repeats` without `folds`.
+    """
+    if folds is None:
+        if fold_repeats not in (None, 1):
+            raise UserError(f"fold_repeats={fold_repeats!r} repeats folds; give their number too, folds=5 (--folds 5)")
+        return None
+    return Folds(folds, 1 if fold_repeats is None else fold_repeats)
+
+
+def check_redrawing(resplit: int | None, folds: Folds | None, seeds: Sequence[int]) -> None:
+    """Checks that at most one of `resplit` and `folds` is given, and a seed for each of its runs.
+
+    Raises:
+        UserError: both are given, or another number of seeds.
+    """
+    if resplit is not None and folds is not None:
+        raise UserError(
+            "folds and resplit both deal training and test examples; give one of them (folds tests every example once)"
+        )
+    if folds is not None and len(seeds) != folds.num_runs:
+        raise UserError(
+            f"folds={folds.number} with fold_repeats={folds.repeats} needs {folds.num_runs} runs of each method, with a "
+            f"seed each; got {len(seeds)} seeds"
+        )
+    if resplit is not None and len(seeds) != resplit:
+        raise UserError(f"resplit={resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds")
+
+
+def redraw_clients(
+    clients: Sequence[Client], resplit: int | None, folds: Folds | None, seeds: Sequence[int]
+) -> list[tuple[Client, ...]] | None:
+    """Returns the clients of each seed, with sets dealt anew over random splits or folds; None if neither is given.
+
+    Raises:
+        UserError: what `check_redrawing`, `resplit_clients` or `deal_folds` refuses.
+    """
+    check_redrawing(resplit, folds, seeds)
+    if folds is not None:
+        return deal_folds(clients, folds)
+    return None if resplit is None else resplit_clients(clients, resplit)
+
+
+def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[tuple[Client, ...]]:
+    """Returns the clients of each fold: each client's examples are tested in one fold of a repeat, and train in the others.
+
+    A client's training, validation and test examples are joined and dealt; each class within one example of its share.
+    Groups (`Examples.group`) stay together, at all clients. A client with validation examples holds out its share of the
+    training part again. Ids, networks, task and `global_test` stay; preprocessing of a table is fitted again on the new
+    training rows.
+
+    Args:
+        clients: whose examples are dealt; no example may be in two sets or at two clients.
+        folds: how many folds and repeats.
+        seed: of every draw.
+
+    Returns:
+        One tuple of clients per fold, repeat by repeat, in the order of `clients`.
+
+    Raises:
+        UserError: a client with fewer examples (or groups) than folds, sets that differ in structure or transform, or
+            examples that are in two sets.
+
+    >>> from polyfed.testing import small_clients
+    >>> dealt = deal_folds(small_clients(2), Folds(3))
+    >>> [(len(client.train), len(client.val), len(client.test)) for client in dealt[2]]
+    [(17, 3, 9), (21, 2, 12)]
+    """
+    check_disjoint(clients, "folds")
+    pools = [concat_sets(client, "folds") for client in clients]
+    dealt = []
+    for repeat in range(folds.repeats):
+        fold_of_group: dict[str, int] = {}
+        fold_of_rows = [
+            _deal_rows(client.id, pool, folds.number, derive_seed(seed, "folds", repeat, client.id), fold_of_group)
+            for client, pool in zip(clients, pools, strict=True)
+        ]
+        for k in range(folds.number):
+            members = [
+                _client_of_fold(client, pool, fold_of_row == k, derive_seed(seed, "folds", repeat, k, client.id))
+                for client, pool, fold_of_row in zip(clients, pools, fold_of_rows, strict=True)
+            ]
+            dealt.append(refit_client_preprocessing(members))
+    return dealt
+
+
+def unit_names(examples: Examples) -> NDArray[np.str_]:
+    """Returns the name of the unit of each example: its group, or the example itself.
+
+    Units are drawn independently of each other. The names are the same in each fold in which the clients are dealt.
+    """
+    rows: list[str] = [str(row) for row in rows_in_stored_tensors(examples).tolist()]
+    if examples.group is not None:
+        groups = group_id_of_each_row(examples.column(examples.group)).tolist()
+        # A row without a group is a group alone, by its place in the store.
+        rows = [f"{_ALONE}{row}" if name.startswith(_ALONE) else name for row, name in zip(rows, groups, strict=True)]
+    return np.array(rows)
+
+
+def _deal_rows(
+    client: str, pool: Examples, num_folds: int, seed: int, fold_of_group: MutableMapping[str, int]
+) -> NDArray[np.int64]:
+    """Returns the fold of each row of a client; groups of clients before keep their fold."""
+    units, unit_of_row = np.unique(unit_names(pool), return_inverse=True)
+    labels = pool.labels.cpu().numpy()
+    label_of_unit = np.zeros(len(units), dtype=np.int64)
+    if labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer):
+        np.maximum.at(label_of_unit, unit_of_row, labels)
+    fold_of_unit = _deal_stratified(label_of_unit, num_folds, seed)
+    if pool.group is not None:
+        for i, name in enumerate(units.tolist()):
+            if not name.startswith(_ALONE):
+                fold_of_unit[i] = fold_of_group.setdefault(name, int(fold_of_unit[i]))
+    if empty := sorted(set(range(num_folds)) - set(fold_of_unit.tolist())):
+        what = "examples" if pool.group is None else f"groups of column {pool.group!r}"
+        raise UserError(
+            f"client {client!r} has {len(units)} {what}, and none for {len(empty)} of {num_folds} folds; give fewer folds"
+        )
+    fold: NDArray[np.int64] = fold_of_unit[unit_of_row]
+    return fold
+
+
+def _deal_stratified(labels: NDArray[np.int64], num_folds: int, seed: int) -> NDArray[np.int64]:
+    """Deals units in turn, label by label, in random order; the folds of the rarest labels are random too."""
+    rng = numpy_generator(seed)
+    shuffled = rng.permutation(len(labels))
+    order = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    fold = np.empty(len(labels), dtype=np.int64)
+    fold[order] = rng.permutation(num_folds)[np.arange(len(labels)) % num_folds]
+    return fold
+
+
+def _client_of_fold(client: Client, pool: Examples, is_tested: NDArray[np.bool_], seed: int) -> Client:
+    tested, rows = np.flatnonzero(is_tested), np.flatnonzero(~is_tested)
+    held_out = {"test": replace(select_rows(pool, tested), augment=None)}
+    if client.val is not None:
+        validation = _draw_validation(pool, rows, len(client.val) / (len(client.val) + len(client.train)), seed)
+        held_out["val"] = replace(select_rows(pool, validation), augment=None)
+        rows = np.setdiff1d(rows, validation)
+    return replace(client, train=select_rows(pool, rows), **held_out)  # type: ignore[arg-type]
+
+
+def _draw_validation(pool: Examples, rows: Rows, share: float, seed: int) -> Rows:
+    labels = pool.labels.cpu().numpy()[rows]
+    if pool.group is None:
+        size = min(max(1, round(share * len(rows))), len(rows) - 1)
+        return rows[draw_stratified_rows(labels, size, derive_seed(seed, "val"), leave_one_per_class=True)]
+    groups = group_id_of_each_row(pool.column(pool.group))[rows]
+    return rows[split_by_group_and_record_sets(labels, groups, {"val": share}, seed, {})["val"]]

@@ -1,0 +1,179 @@
+"""`compare(folds=...)`: every example is tested once, methods are paired, and what was stopped goes on."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import polyfed as pf
+from polyfed.algorithms import FedAvg
+from polyfed.core.evaluation.metrics import METRICS
+from polyfed.data.partitioning.folds import Folds, deal_folds
+from polyfed.simulation.storage.predictions import read_predictions
+
+QUICK = {"rounds": 1, "budget": "steps", "tune": "none", "references": False, "parallel": 1, "quiet": True,
+         "engine": "inprocess"}  # fmt: skip
+
+
+def linear():
+    return nn.Linear(4, 2)
+
+
+def sites(number=2, size=24, patients=None):
+    rng, clients = np.random.default_rng(0), []
+    for k in range(number):
+        x = torch.from_numpy(rng.normal(size=(size, 4))).float()
+        y = (x[:, 0] + torch.from_numpy(rng.normal(size=size)) > 0).long()
+        more = {} if patients is None else {"columns": {"patient": np.arange(size) // patients}, "group": "patient"}
+        pool = pf.Examples(x, y, **more)
+        parts = [pool.select(torch.arange(*ends)) for ends in ((0, size // 2), (size // 2, size))]
+        clients.append(pf.Client(f"site-{k:02d}", linear, *parts))
+    return clients
+
+
+def sites_that_learn_together():
+    """Eight sites with one rule in 30 features and 36 examples each: one alone learns little."""
+    rng, clients = np.random.default_rng(1), []
+    for k in range(8):
+        x = torch.from_numpy(rng.normal(size=(36, 30))).float()
+        y = (x[:, :6].sum(1) > 0).long()
+        clients.append(pf.Client(f"site-{k}", lambda: nn.Linear(30, 2), (x[:18], y[:18]), (x[18:], y[18:])))
+    return clients
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "path", "curve")}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folds") / "out"
+    found = pf.compare(sites(), ["fedavg"], **QUICK, folds=3, fold_repeats=2, metrics=["accuracy", "auc"], out=folder)
+    return found.results, folder
+
+
+def test_scores_are_those_of_all_folds_together(compared):
+    content, folder = compared
+    assert (content["folds"], content["fold_repeats"], len(content["seeds"])) == (3, 2, 6)
+    assert content["tested"]["site-00"]["test"] == 24
+    for label in ("local", "fedavg"):
+        for client in content["clients"]:
+            tables = [read_predictions(folder / label / f"seed-{s}", client, round=1) for s in range(6)]
+            right = [METRICS["accuracy"](t.outputs, t.targets) * len(t.targets) for t in tables]
+            assert sum(len(t.targets) for t in tables) == 48
+            mean = content["methods"][label]["statistics"]["clients"][client]["mean"]
+            assert mean == pytest.approx(sum(right) / 48)
+    basis = content["answers"][0]["basis"]
+    assert basis == "24 test examples"
+    assert content["mean_answer"]["interval"] is not None
+    assert any("dealt into 3 folds, 2 times over" in sentence for sentence in content["covers"])
+
+
+def test_methods_are_paired(compared):
+    """They share folds, seeds and first weights: data and seed of each run are those of the other methods' run."""
+    content, folder = compared
+    for seed in content["seeds"]:
+        manifests = [
+            json.loads((folder / label / f"seed-{seed}" / "manifest.json").read_text()) for label in content["methods"]
+        ]
+        assert len({manifest["data_fingerprint"] for manifest in manifests}) == 1
+        runs = {
+            label: pf.federate(
+                deal_folds(sites(), Folds(3, 2))[seed],
+                label, rounds=1, seed=seed, workers=0, progress=False,
+            )
+            for label in ("local", "fedavg")
+        } if seed == 1 else {}  # fmt: skip
+        for label, run in runs.items():
+            scores = {row["client"]: row["accuracy"] for row in run.table() if row["client"] != "mean"}
+            assert content["methods"][label]["runs"][str(seed)]["scores"] == scores
+
+
+def test_a_stopped_comparison_ends_as_one_that_was_not_and_repeats_may_be_added(compared, tmp_path):
+    content, folder = compared
+    stopped = tmp_path / "out"
+    shutil.copytree(folder, stopped)
+    (stopped / "comparison.json").unlink()
+    for run in ("local/seed-4", "fedavg/seed-2"):
+        shutil.rmtree(stopped / run)
+    kept = (stopped / "fedavg" / "seed-3" / "metrics.jsonl").stat().st_mtime_ns
+    words = {**QUICK, "metrics": ["accuracy", "auc"], "folds": 3, "out": stopped}
+    again = pf.compare(sites(), ["fedavg"], **words, fold_repeats=2).results
+    assert without_times(again) == without_times(content)
+    assert (stopped / "fedavg" / "seed-3" / "metrics.jsonl").stat().st_mtime_ns == kept
+    with pytest.raises(pf.UserError, match="holds a comparison of something else"):
+        pf.compare(sites(), ["fedavg"], **{**words, "folds": 2}, fold_repeats=3)
+    with pytest.raises(pf.UserError, match="needs 3 runs of each method, with a seed each; got 2 seeds"):
+        pf.compare(sites(), ["fedavg"], **words, seeds=[0, 1])
+
+
+def test_a_site_with_one_rare_class_has_an_auc_over_all_folds():
+    """Two positive examples: not every fold tests one, so that no run has a score for all sites."""
+    clients = sites(size=30)
+    y = torch.zeros(30, dtype=torch.int64)
+    y[[3, 20]] = 1
+    x = clients[0].train.x
+    clients[0] = pf.Client("site-00", linear, (x[:15], y[:15]), (x[15:], y[15:]))
+    content = pf.compare(clients, ["fedavg"], **QUICK, folds=3, metrics=["auc"]).results
+    scores = [run["scores"]["site-00"] for run in content["methods"]["local"]["runs"].values()]
+    assert None in scores
+    assert content["methods"]["local"]["statistics"]["clients"]["site-00"]["mean"] is not None
+    assert content["answers"][0]["basis"] == "30 test examples, 2 of the rarer class"
+
+
+def test_patients_are_the_units_of_answers():
+    content = pf.compare(sites(patients=3), ["fedavg"], **QUICK, folds=4).results
+    assert content["tested"]["site-00"]["groups"] == 8
+    assert content["answers"][0]["basis"] == "24 test examples of 8 groups"
+    assert any("All examples of a group went to one fold" in sentence for sentence in content["covers"])
+
+
+def test_many_sites_have_a_mean_with_sites_as_units():
+    content = pf.compare(sites(10, 12), ["fedavg"], **QUICK, folds=2).results
+    model = content["site_model"]
+    assert model["interval"][0] < model["gain"] < model["interval"][1]
+    assert set(model["clients"]) == set(content["clients"])
+    assert content["verdicts"][1].startswith("sites like these (10 sites as units): the mean gain of fedavg")
+    few = pf.compare(sites(2, 12), ["fedavg"], **QUICK, folds=2).results
+    assert few["site_model"] is None
+
+
+@pytest.mark.thorough
+def test_folds_are_dealt_again_until_the_mean_is_decided(tmp_path):
+    """Decided by the first look at which the answer is not "undecided"; a stopped comparison goes on with its last look."""
+    words = {**QUICK, "folds": 2, "fold_repeats": 3, "stop_when_decided": True, "out": tmp_path / "out"}
+    found = pf.compare(sites(), ["fedavg"], **words).results
+    assert (found["fold_repeats"], found["most_repeats"]) == (3, 3), "nothing to decide after one round"
+    assert any("at most 3 times" in sentence for sentence in found["covers"])
+    again = pf.compare(sites(), ["fedavg"], **words).results
+    assert without_times(again) == without_times(found)
+    words |= {"rounds": 4, "folds": 3, "fold_repeats": 4, "out": tmp_path / "early"}
+    early = pf.compare(sites_that_learn_together(), [FedAvg(lr=1.0)], **words).results
+    assert early["mean_answer"]["answer"] == "join"
+    assert early["fold_repeats"] < 4
+    assert len(list((tmp_path / "early" / "local").iterdir())) == 3 * early["fold_repeats"]
+    with pytest.raises(pf.UserError, match="give folds, and at least 2 fold_repeats"):
+        pf.compare(sites(), ["fedavg"], **QUICK, stop_when_decided=True)
+
+
+def test_a_plan_says_runs_minutes_and_gains_and_writes_nothing(tmp_path):
+    clients = sites(3, 60)
+    words = QUICK | {"metrics": ["brier"]}
+    found = pf.compare(clients, ["fedavg"], **words, folds=3, plan_only=True, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    plan = found.results["plan"]
+    assert (plan["runs"], plan["search_runs"]) == (3 * 3, 0)
+    assert plan["minutes"] > 0
+    once, twice = plan["designs"].values()
+    assert (once["runs"], twice["runs"]) == (3, 6)
+    assert 0 < twice["mean"] < once["mean"] < once["client"]
+    assert found.verdicts[0].startswith("3 methods: 9 runs: ")
+    assert "decides a mean gain of" in found.verdicts[1]
+    designs = pf.compare(clients, ["fedavg"], **words, resplit=3, plan_only=True).results["plan"]["designs"]
+    assert list(designs) == ["resplit=3", "resplit=6", "folds=3"]
+    assert designs["folds=3"]["mean"] < next(iter(designs.values()))["mean"], "each example is tested once"
