@@ -77,7 +77,7 @@ def test_the_matrix_in_a_run_and_on_its_page(table, capsys):
 
 def test_the_matrix_in_a_comparison(table, capsys):
     words = ["compare", "--data", "table", "--data.path", "patients.csv", *WORDS, "--algorithms", "local,fedavg",
-             "--rounds", "1", "--seeds", "0", "--tune", "none", "--no-references", "--quiet", "--parallel", "1",
+             "--rounds", "1", "--resplit", "2", "--tune", "none", "--no-references", "--quiet", "--parallel", "1",
              "--cross-site", "--out", "c"]  # fmt: skip
     assert main(words) == 0
     out = capsys.readouterr().out
@@ -85,3 +85,7 @@ def test_the_matrix_in_a_comparison(table, capsys):
     assert "of every site's model (rows)" in out
     assert (table / "c" / "local" / "seed-0" / "cross_site.csv").exists()
     assert main(["compare", "c", "--cross-site"]) == 2
+    assert main(["report", "c"]) == 0
+    page = (table / "c" / "report.html").read_text(encoding="utf-8")
+    assert "Every site&#39;s model at every site" in page
+    assert "The sites&#39; data side by side" in page

@@ -122,6 +122,8 @@ class ComparisonPlan:
                 raise UserError(f"a method's label must be a word of letters, digits, '_', '.' and '-', got {label!r}")
             if label in _RESERVED_NAMES:
                 raise UserError(f"{label!r} is a name in the directory, and cannot be a method's label; choose another")
+        if self.settings.cross_site and self.out is None:
+            raise UserError("cross_site=True keeps its matrices in the run directories; give out=...")
         is_number = (
             isinstance(self.parallel_runs, int) and not isinstance(self.parallel_runs, bool) and self.parallel_runs >= 1
         )

@@ -204,9 +204,10 @@ def test_other_inputs_leave_a_cell_empty():
     assert "Empty cells: inputs are" in " ".join(run_alone(clients).cross_site().sentences())
 
 
-def test_a_site_with_one_positive_has_a_score_and_no_interval():
+@pytest.mark.parametrize("positives", [1, 4])
+def test_a_site_with_few_positives_has_a_score_and_no_interval(positives):
     x, y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(20, dtype=torch.int64)
-    y[0] = 1
+    y[:positives] = 1
     client = pf.Client("a", lambda: torch.nn.Linear(3, 2), (x + 9, y), (x, y))
     (cell,) = run_alone([client], metrics=["auc"]).cross_site().cells
     assert cell.value is not None
@@ -220,10 +221,20 @@ def test_the_mean_over_seeds_makes_no_interval_shorter(run):
 
 
 def test_a_comparison_keeps_the_matrix_of_each_compared_run(tmp_path):
-    pf.compare(small_clients(2), ["local", "fedavg"], rounds=1, seeds=[0], tune={"lr": [0.1, 0.2]}, references=False,
-               parallel=1, quiet=True, out=tmp_path / "c", cross_site=True)  # fmt: skip
+    words = {"rounds": 1, "tune": {"lr": [0.1, 0.2]}, "references": False, "parallel": 1, "quiet": True}
+    clients = small_clients(2)
+    comparison = pf.compare(clients, ["fedavg"], seeds=[0, 1], out=tmp_path / "c", cross_site=True, **words)
     files = {path.parent.relative_to(tmp_path / "c").parts[0] for path in (tmp_path / "c").rglob(FILE)}
     assert files == {"local", "fedavg", "fedavg_ft"}, "and none of the search"
+    runs = [read_cross_site(tmp_path / "c" / "fedavg" / f"seed-{seed}") for seed in (0, 1)]
+    assert comparison.cross_site("fedavg") == average_cross_site(runs)
+    with pytest.raises(pf.UserError, match="no method 'fedprox'"):
+        comparison.cross_site("fedprox")
+    with pytest.raises(pf.UserError, match=r"give out=\.\.\."):
+        pf.compare(clients, ["fedavg"], seeds=[0], cross_site=True, **words)
+    plain = pf.compare(clients, ["fedavg"], seeds=[0], out=tmp_path / "d", **words)
+    with pytest.raises(pf.UserError, match="have no scores of every client's model"):
+        plain.cross_site("local")
 
 
 def test_between_real_sites_it_is_refused():

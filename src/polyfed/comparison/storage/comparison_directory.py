@@ -17,7 +17,7 @@ import yaml
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.continuation import find_first_difference, find_invalidating_change
 from polyfed.comparison.storage.results_schema import ComparisonDescription, results_error
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import (
     create_private_folder_if_missing,
     expand_user_path,
@@ -25,6 +25,7 @@ from polyfed.core.io.atomic_files import (
     write_file_atomically,
 )
 from polyfed.core.io.validation import parse_json, validation_error
+from polyfed.simulation.results.cross_site_scores import CrossSiteScores, average_cross_site, read_cross_site
 from polyfed.simulation.storage.directory import (
     describe_changed_files_of_run,
     read_config,
@@ -71,6 +72,24 @@ class Comparison:
     def failed(self) -> Mapping[str, str]:
         """Returns, for each method with a run that failed, the error message."""
         return dict(self.results.get("failed", {}))
+
+    def cross_site(self, method: str) -> CrossSiteScores:
+        """Returns every client's model at every client, of one method: the mean over its runs, made with `cross_site=True`.
+
+        Raises:
+            UserError: there is no such method, or its runs have no such scores.
+        """
+        if method not in self.results["methods"]:
+            raise UserError(f"no method {method!r} in this comparison; {did_you_mean(method, self.results['methods'])}")
+        runs = self.results["methods"][method]["runs"].values()
+        folders = [self.out / run["path"] for run in runs if self.out is not None and run["path"] is not None]
+        parts = [part for folder in folders if (part := read_cross_site(folder)) is not None]
+        if not parts or len(parts) < len(runs):
+            raise UserError(
+                f"the runs of {method} have no scores of every client's model at every client; compare with "
+                "cross_site=True and out=... from the beginning, or use run.cross_site()"
+            )
+        return average_cross_site(parts)
 
     def table(self) -> list[dict[str, Any]]:
         """Returns the scores and costs of the methods as rows, one per method, with None where a value is not defined.

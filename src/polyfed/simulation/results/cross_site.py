@@ -29,6 +29,7 @@ from polyfed.simulation.storage.checkpoint import Checkpoint
 
 _MAX_GROUPS = 50  # groups of examples that are left out in turn
 _MANY_CELLS, _FEW_GROUPS = 400, 10
+_MIN_OF_CLASS = 5  # test examples of the rarest class, below which a ranking has no interval
 _SHARES = frozenset({"auc", "average_precision"})
 
 
@@ -125,13 +126,21 @@ def _score(
         group_of_unit[order] = np.arange(num_units) % size
     group = group_of_unit[units]
     pseudo_values = None
-    if size > 1 and math.isfinite(value):
+    if size > 1 and math.isfinite(value) and not _has_rare_class(metric, targets):
         left_out = []
         for k in range(size):
             remaining = torch.from_numpy(np.flatnonzero(group != k))
             left_out.append(size * value - (size - 1) * float(metric(outputs[remaining], targets[remaining])))
         pseudo_values = np.asarray(left_out) if bool(np.isfinite(left_out).all()) else None
     return _ScoreWithPseudoValues(value, pseudo_values, len(targets))
+
+
+def _has_rare_class(metric: Metric, targets: Tensor) -> bool:
+    """Returns whether a score that ranks or compares classes rests on so few examples of one that it has no interval."""
+    if metric.per_example is not None or targets.dim() != 1 or targets.is_floating_point():
+        return False
+    counts = torch.bincount(targets)
+    return int(counts[counts > 0].min()) < _MIN_OF_CLASS
 
 
 def _build_cell(

@@ -32,7 +32,7 @@ class CrossSiteCell:
         metric: name of the score.
         value: the score; None where it is not defined.
         low, high: ends of its 95 % interval over test examples, or over groups (patients) if the examples have them; None
-            where too few say anything.
+            where too few say anything, as for an AUC with fewer than five examples of a class.
         difference: the score minus that of the model of `patients_of` on the same examples.
         difference_low, difference_high: ends of its interval, by pairs of predictions for the same examples.
         examples: number of test examples.

@@ -1,6 +1,7 @@
 """Prints the results of a comparison as tables."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -10,8 +11,7 @@ from polyfed.comparison.storage.comparison_directory import (
     Comparison,
 )
 from polyfed.comparison.tuning.ranking import format_chosen_fields
-from polyfed.simulation.results.cross_site_scores import FILE as CROSS_SITE_FILE
-from polyfed.simulation.results.cross_site_scores import average_cross_site, read_cross_site
+from polyfed.core.errors import UserError
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
@@ -52,10 +52,9 @@ def _cross_site_lines(comparison: Comparison) -> list[str]:
     computed."""
     lines: list[str] = []
     for label in dict.fromkeys((comparison.results["reference"], comparison.results["best"])):
-        if label is not None and comparison.out is not None:
-            parts = [read_cross_site(path.parent) for path in sorted((comparison.out / label).rglob(CROSS_SITE_FILE))]
-            if matrices := [part for part in parts if part is not None]:
-                lines += [f"{label}:", *str(average_cross_site(matrices)).splitlines()]
+        if label is not None:
+            with suppress(UserError):  # they were not asked for
+                lines += [f"{label}:", *str(comparison.cross_site(label)).splitlines()]
     return lines
 
 

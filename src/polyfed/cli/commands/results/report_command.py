@@ -17,12 +17,14 @@ from polyfed.cli.commands.results.method_panels import (
     method_adds_panels,
 )
 from polyfed.cli.commands.terminal import PlainTable, print_line
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_description
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.number_format import count_with_noun, join_first_and_count_rest
 from polyfed.data.look.look import look_at_sites
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
+from polyfed.report.data.run_records import RunRecord
 from polyfed.report.page import update_norms
 from polyfed.report.page.cross_site import CROSS_SITE_HEADING, html_cross_site
 from polyfed.report.page.look import LOOK_HEADING, html_look
@@ -176,7 +178,8 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
         for heading, html in panels.items():
             if html:
                 method_views.setdefault(heading, {})[panel_name] = html
-    extra_panels = _site_panels(run_group, participants, key)
+    shown_participants = _participants_of_comparison(runs[0]) if participants is None and runs else participants
+    extra_panels = _site_panels(run_group, shown_participants, key)
     if run_group.comparison_results:
         return replace(_comparison_class_counts(run_group, method_views), panels=extra_panels)
     if participants is None:
@@ -189,6 +192,18 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
     return PageExtras(
         {runs[0].seed: class_counts}, participants.pool.class_names, more, method_views, panels=extra_panels
     )
+
+
+def _participants_of_comparison(run: RunRecord) -> Participants | None:
+    """Returns the clients of the comparison that a run belongs to, as its first seed deals them before they are split again;
+    None if it is of none, or was made in Python."""
+    for folder in list((run.folder or Path()).parents)[:3]:
+        if (folder / DESCRIPTION).is_file():
+            description = read_description(folder)
+            if (experiment := description.get("experiment")) is not None and description.get("seeds"):
+                config = {**experiment["config"], "seed": description["seeds"][0]}
+                return load_participants_offline(replace(run, config=config, folder=None))[0]
+    return None
 
 
 def _site_panels(run_group: RunGroup, participants: Participants | None, key: str) -> dict[str, Markup]:
