@@ -15,12 +15,20 @@ GOOD = {
     "classification": (torch.tensor([0, 2, 1, 0]), (4, 3)),
     "multilabel": (torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0]]), (4, 2)),
     "regression": (torch.tensor([1.0, 2.0, -1.0, 0.5]), (4, 1)),
+    "survival": (torch.tensor([[3.0, 1], [2.0, 0], [5.0, 1], [2.0, 1]]), (4, 1)),
 }
 """Task -> targets of four examples, and the shape of a network's outputs for them."""
 BAD = {
     "classification": [(torch.tensor([0, -1, 1, 0]), "count from 0"), (torch.tensor([0.5, 1, 2, 3]), "fractions")],
     "multilabel": [(torch.tensor([[0, 1], [1, 2], [0, 0], [1, 0]]), "other values than 0 and 1")],
     "regression": [(torch.tensor([1.0, math.nan, 2.0, 3.0]), "row 1 is nan")],
+    "survival": [
+        (torch.tensor([[3.0, 1], [2.0, 2], [5.0, 1], [2.0, 1]]), "row 1 has event 2, and an event is 1"),
+        (torch.tensor([[3.0, 1], [2.0, 0], [-5.0, 1], [2.0, 1]]), "row 2 has time -5, and a time is at least 0"),
+        (torch.tensor([[3.0, 1], [2.0, 0], [math.nan, 1], [2.0, 1]]), "row 2, column 0 is nan"),
+        (torch.tensor([[1.0, 30], [0, 20], [1, 10], [1, 5]]), "row 0 has event 30.*swap the two columns"),
+        (torch.tensor([3.0, 2.0, 5.0, 2.0]), "the time and the event"),
+    ],
 }
 """Task -> targets that it refuses, and words of the error."""
 

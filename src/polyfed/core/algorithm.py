@@ -94,8 +94,8 @@ class Client:
             `global_test` is the common one; `val` chooses the best round.
         task: the name of a task of `polyfed.tasks`, or an object, also of the user's own class on `Task`:
             "classification" (labels integers (n,)), "multilabel" (0 or 1, (n, labels)), "regression" (numbers
-            (n, outputs); (n,) is kept as (n, 1), for a network with outputs (batch, 1)). The targets of the last two
-            are kept as floats.
+            (n, outputs); (n,) is kept as (n, 1), for a network with outputs (batch, 1)), "survival" (time and event,
+            (n, 2), for a network with outputs (batch, 1)). The targets of the last three are kept as floats.
         loss: what training minimises in place of the task's loss, in every method: from outputs and targets of a minibatch
             to their mean loss, such as `nn.CrossEntropyLoss(weight=...)`. The column `loss` of tables is this one, too.
 

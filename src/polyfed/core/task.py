@@ -70,6 +70,15 @@ class Task(ABC):
     rarest_limits_score: ClassVar[bool] = False
     """Whether few examples of one class (`rarest_class`) make a score uncertain, however many others there are."""
 
+    limiting_examples: ClassVar[str] = "test examples"
+    """The word for those whose number limits a score: "too few test examples for an interval"."""
+
+    counts_each_example_once: ClassVar[bool] = False
+    """Whether `class_counts` divides the examples, so that the page shows the counts as parts of a whole."""
+
+    target_columns: ClassVar[tuple[str, ...]] = ()
+    """The roles of the columns that targets have in a table, in their order, where the task fixes them."""
+
     target_word: ClassVar[str] = "target"
     """The word for one column of the outputs: "class", "label" or "target"."""
 
@@ -168,6 +177,14 @@ class Task(ABC):
             raise UserError(f"{name}: the network's output is {('batch', *shape)}, the labels are "
                             f"{tuple(targets.shape)}; they must have the same form")  # fmt: skip
 
+    def target_warning(self, train: Tensor, test: Tensor) -> str | None:
+        """Returns what is missing among a client's valid targets, to go on after "client 'north' has"; None for nothing.
+
+        Args:
+            train, test: its training and test targets.
+        """
+        return None
+
     def check_table_column(self, values: NDArray[np.float64], name: str) -> None:  # noqa: B027  # most take any number
         """Checks the numbers of one target column of a table.
 
@@ -253,6 +270,11 @@ class Task(ABC):
         """Returns the task's metric with this name; None if it has none."""
         return next((metric for metric in self.metrics if metric.name == name), None)
 
+    @property
+    def unavailable_metrics(self) -> Mapping[str, str]:
+        """Returns metrics that a task with other options has: name -> a sentence that says what to give."""
+        return {}
+
     # -- splits and counts ----------------------------------------------------------------------------------------
 
     def strata(self, targets: Tensor) -> NDArray[Any]:
@@ -268,6 +290,14 @@ class Task(ABC):
         none.
         """
         return None
+
+    def count_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns the names of what `class_counts` counts; by default those of the outputs.
+
+        Args:
+            names: of classes, labels or targets.
+        """
+        return tuple(names)
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int] | None:
         """Returns the number of examples of the rarest class or stratum, and its index; None if there are none.

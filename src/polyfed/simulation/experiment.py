@@ -249,7 +249,7 @@ def load_participants(experiment: Experiment) -> Participants:
         for i, d in enumerate(data)
     )
     classes = {}
-    if pool.task.one_class_per_example:
+    if pool.task.counts_each_example_once:
         counts_by_client = {c.id: pool.task.class_counts(c.train.labels, pool.num_outputs) for c in clients}
         classes = {client: counts for client, counts in counts_by_client.items() if counts is not None}
     num_federating, preparation = len(clients) - experiment.split.unseen, dict[str, int]()

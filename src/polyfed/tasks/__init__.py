@@ -12,6 +12,7 @@ from polyfed.core.task import Task, get_task
 from polyfed.tasks.classification import Classification
 from polyfed.tasks.multilabel import Multilabel
 from polyfed.tasks.regression import Regression
+from polyfed.tasks.survival import Survival
 from polyfed.tasks.table_targets import infer_table_task
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Classification",
     "Multilabel",
     "Regression",
+    "Survival",
     "Task",
     "get_task",
     "infer_table_task",
@@ -29,6 +31,7 @@ REGISTRY: Mapping[str, type[Task]] = {
     "classification": Classification,
     "multilabel": Multilabel,
     "regression": Regression,
+    "survival": Survival,
 }
 
 

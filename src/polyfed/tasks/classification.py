@@ -78,6 +78,7 @@ class Classification(Task):
 
     name: ClassVar[str] = "classification"
     one_class_per_example: ClassVar[bool] = True
+    counts_each_example_once: ClassVar[bool] = True
     outputs_are_classes: ClassVar[bool] = True
     rarest_limits_score: ClassVar[bool] = True
     counts_title: ClassVar[str] = "by class"

@@ -12,6 +12,8 @@ from polyfed.tasks.classification import Classification
 from polyfed.tasks.multilabel import Multilabel
 from polyfed.tasks.regression import Regression
 
+TASK_WITH_EVENTS = "survival"
+"""Name of the task of a table that names a column of events."""
 _MOST_CLASSES = 20  # different whole numbers that are taken as classes by default
 
 

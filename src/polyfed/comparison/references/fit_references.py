@@ -19,7 +19,11 @@ from torch import Tensor
 from polyfed.algorithms import Local
 from polyfed.comparison.plan import ComparisonPlan, Method
 from polyfed.comparison.process_pool import default_parallel_runs, run_in_processes
-from polyfed.comparison.references.reference_models import fit_client_references_with_notes, train_pooled_reference
+from polyfed.comparison.references.reference_models import (
+    fit_client_references_with_notes,
+    fit_pooled_references,
+    train_pooled_reference,
+)
 from polyfed.core.algorithm import Client
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.serialization import deserialize_state, serialize_state
@@ -88,15 +92,14 @@ def fit_references(
     left_out = tuple(dict.fromkeys(sentence for seed_fit in fitted.values() for sentence in seed_fit["left_out"]))
     clients = plan.build_client_set(first).clients
     local_method = next((method for method in methods.values() if isinstance(method, Local)), None)
-    pooled = (
-        None
-        if local_method is None
-        else train_pooled_reference(clients, local_method, rounds=plan.settings.rounds, seed=first)
-    )
-    if pooled is not None:
+    pooled_models = fit_pooled_references(clients, seed=first)
+    if local_method is not None:
+        network = train_pooled_reference(clients, local_method, rounds=plan.settings.rounds, seed=first)
+        pooled_models = [*([] if network is None else [network]), *pooled_models]
+    for pooled in pooled_models:
         of_first = {c.id: _score_or_none(metric, pooled.outputs[c.id], c.test.labels.cpu()) for c in clients}
         once = "; on the data of the first seed alone" if len(distinct_seeds) > 1 else ""
-        references["pooled"] = {
+        references[pooled.name] = {
             "sentence": pooled.sentence + once,
             "alone": False,
             **_mean_scores({str(first): of_first}),

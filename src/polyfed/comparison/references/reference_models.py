@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms import Local
-from polyfed.comparison.references.simple_models import fit_simple_models
+from polyfed.comparison.references.simple_models import fit_pooled_simple_models, fit_simple_models
 from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.evaluation.evaluate import predict
@@ -103,6 +103,26 @@ def fit_client_references_with_notes(
     constant = clients[0].task.constant_model()
     constants = [] if constant is None else [_constant_reference(constant, clients, outputs)]
     return [*constants, *simple], simple_models.left_out_notes
+
+
+def fit_pooled_references(clients: Sequence[Client], *, seed: int = 0) -> list[ReferenceModel]:
+    """Fits to the examples of all clients together those simple models for which the task asks it, as Cox regression.
+
+    Args:
+        clients: of one task.
+        seed: of cross-validation.
+
+    Returns:
+        Models named "pooled_" and the name of the simple model; empty for clients with a loss of their own, or inputs that
+        are not rows of finite numbers of one length.
+    """
+    if any(client.loss is not None for client in clients):
+        return []
+    num_outputs = max(requirements.num_outputs_needed(client) for client in clients)
+    return [
+        ReferenceModel(f"pooled_{name}", sentence, _as_float32(outputs))
+        for name, (sentence, outputs) in fit_pooled_simple_models(list(clients), num_outputs, seed).items()
+    ]
 
 
 def train_pooled_reference(

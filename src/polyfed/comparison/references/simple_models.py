@@ -91,7 +91,59 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
     return SimpleModelOutputs(models, tuple(left_out))
 
 
+def fit_pooled_simple_models(
+    clients: list[Client], num_outputs: int, seed: int
+) -> dict[str, tuple[str, dict[str, Floats]]]:
+    """Fits those simple models of the clients' task that are to be fitted to the examples of all clients together, too.
+
+    Args:
+        clients: of one task.
+        num_outputs: of a network.
+        seed: of cross-validation, and of the draw of examples where there are too many.
+
+    Returns:
+        Name -> (description, client id -> outputs on its test examples); empty if inputs are not rows of finite numbers of
+        one length.
+    """
+    models = [model for model in clients[0].task.simple_models() if model.is_pooled_too]
+    tables = [_read_rows(client) for client in clients] if models else []
+    rows = [table for table in tables if table is not None]
+    if not models or len(rows) < len(tables) or len({table.fit.shape[1] for table in rows}) > 1:
+        return {}
+    groups = [table.groups for table in rows if table.groups is not None]
+    together = _standardised(
+        SimpleModelInputs(
+            np.concatenate([table.fit for table in rows]),
+            np.concatenate([table.y for table in rows]),
+            np.concatenate([table.test for table in rows]),
+            np.concatenate(groups) if len(groups) == len(rows) else None,
+        )
+    ).subsample(_EXAMPLES, derive_seed(seed, "pooled examples"))
+    ends = np.cumsum([len(table.test) for table in rows])[:-1]
+    models_by_name = {}
+    with _quiet():
+        for model in models:
+            outputs = np.split(model.fit(together, num_outputs, derive_seed(seed, "pooled")), ends)
+            models_by_name[model.name] = (
+                f"{model.label}, fitted to the examples of all clients together, which nobody could have",
+                {client.id: values for client, values in zip(clients, outputs, strict=True)},
+            )
+    return models_by_name
+
+
 def _read_inputs(client: Client) -> SimpleModelInputs | None:
+    """Reads a client's examples, with standardised inputs; None if these are not rows of finite numbers."""
+    rows = _read_rows(client)
+    return None if rows is None else _standardised(rows)
+
+
+def _standardised(rows: SimpleModelInputs) -> SimpleModelInputs:
+    mean, spread = rows.fit.mean(axis=0), rows.fit.std(axis=0)
+    spread[spread <= _ROUNDING * np.abs(mean)] = 1.0
+    return SimpleModelInputs((rows.fit - mean) / spread, rows.y, (rows.test - mean) / spread, rows.groups)
+
+
+def _read_rows(client: Client) -> SimpleModelInputs | None:
     """Reads a client's training, validation and test examples; None if its inputs are not rows of finite numbers."""
     sets = [client.train, client.test] if client.val is None else [client.train, client.val, client.test]
     for part in sets:
@@ -106,11 +158,9 @@ def _read_inputs(client: Client) -> SimpleModelInputs | None:
     fit, test = np.concatenate(inputs[:-1]), inputs[-1]
     if not (np.isfinite(fit).all() and np.isfinite(test).all()):
         return None
-    mean, spread = fit.mean(axis=0), fit.std(axis=0)
-    spread[spread <= _ROUNDING * np.abs(mean)] = 1.0
     names = [part.column(part.group) for part in sets[:-1] if part.group is not None]
     groups = np.concatenate(names) if len(names) == len(sets) - 1 else None
-    return SimpleModelInputs((fit - mean) / spread, np.concatenate(targets[:-1]), (test - mean) / spread, groups)
+    return SimpleModelInputs(fit, np.concatenate(targets[:-1]), test, groups)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric
 
+_AT_MOST_ONE = frozenset({"auc", "c_index", "uno_c_index"})  # scores between 0 and 1 that are not shown in per cent
 ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # method -> seed -> client -> score
 
 
@@ -309,7 +310,7 @@ def interval_ends(estimate: Estimate | None, metric: Metric, *, difference: bool
     interval."""
     if estimate is None or not math.isfinite(estimate.low):
         return None
-    if metric.unit == "%" or metric.name == "auc":
+    if metric.unit == "%" or metric.name in _AT_MOST_ONE:
         return [max(estimate.low, -1.0 if difference else 0.0), min(estimate.high, 1.0)]
     # Errors and losses are never negative.
     if not difference and not metric.higher_is_better and is_built_in_metric(metric.name):

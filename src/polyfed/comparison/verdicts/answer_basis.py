@@ -40,15 +40,15 @@ def count_client_examples(clients: Sequence[Client], class_names: Sequence[str] 
     >>> count_client_examples(small_clients(1), None)["client-0"]
     {'train': 20, 'val': 3, 'test': 6, 'classes': [7, 7, 6], 'rarest': [2, 0], 'val_rarest': 1}
     """
-    counted = clients[0].task.one_class_per_example
-    most = max(int(c.train.labels.max()) for c in clients) + 1 if counted else 0
+    task = clients[0].task
+    most = max(int(c.train.labels.max()) for c in clients) + 1 if task.one_class_per_example else 0
     size = max(most, len(class_names or ()))
     return {
         c.id: {
             "train": len(c.train),
             "val": 0 if c.val is None else len(c.val),
             "test": len(c.test),
-            "classes": list(c.task.class_counts(c.train.labels, size) or ()) if counted else None,
+            "classes": list(c.task.class_counts(c.train.labels, size) or ()) if task.counts_each_example_once else None,
             "rarest": None if (rarest := c.task.rarest_class(c.test.labels.cpu())) is None else list(rarest),
             **_count_groups(c),
             **_few_validation_examples(c),

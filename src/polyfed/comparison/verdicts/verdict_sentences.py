@@ -159,7 +159,7 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
     rival = describe_alternative(row["over"], reference, content["task"])
     first = f"{rival} is as good; " if is_simple_model and row["gain"] is not None and row["gain"] <= 0 else ""
     if interval is None:
-        few = f"too few test examples for an interval of {leader}"
+        few = f"too few {get_task(content['task']).limiting_examples} for an interval of {leader}"
         why = why_not or (few if content["predictions"] else "no predictions were kept")
         return f"{subject}: {first}not decided: {why} ({basis})"
     unit, label = content["score_unit"], content["score_label"]
@@ -341,8 +341,8 @@ def note_sentences(
     ]
     if unclear:
         sentences.append(
-            f"{join_names(unclear)}: too few test examples for an interval of {content['score_label']}; left out of the "
-            "interval of the mean"
+            f"{join_names(unclear)}: too few {get_task(content['task']).limiting_examples} for an interval of "
+            f"{content['score_label']}; left out of the interval of the mean"
         )
     few = sorted({c for rows in tested_examples(content) for c, row in rows.items() if row["test"] < _FEW})
     if content["score"] == "r2" and few:

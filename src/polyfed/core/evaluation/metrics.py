@@ -115,6 +115,8 @@ def _resolve_metric(choice: Any, task: Task) -> Metric:
             raise UserError(f"{choice.name!r} is the name of a built-in metric; give yours another name")
         return choice
     if isinstance(choice, str):
+        if (obstacle := task.unavailable_metrics.get(choice)) is not None:
+            raise UserError(obstacle)
         return _import_metric(choice, task) if ":" in choice else task.find_metric(choice) or metric_by_name(choice)
     if not callable(choice):
         raise UserError(

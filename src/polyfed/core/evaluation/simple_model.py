@@ -49,6 +49,7 @@ class SimpleModel:
             of a network's.
         is_trees: whether the model is made of trees, which take long with many features.
         library: the package that fits the model; empty for polyfed's own.
+        is_pooled_too: whether the model is also fitted to the examples of all clients together, for comparison.
     """
 
     name: str
@@ -56,6 +57,7 @@ class SimpleModel:
     fit: Callable[[SimpleModelInputs, int, int], Floats]
     is_trees: bool = False
     library: str = ""
+    is_pooled_too: bool = False
 
 
 @final

@@ -32,6 +32,7 @@ from polyfed.data.tabular.table_reader import (
     column_as_times,
     read_table,
 )
+from polyfed.tasks.table_targets import TASK_WITH_EVENTS
 
 
 @final
@@ -45,17 +46,20 @@ class TableFile(Source):
     Args:
         path: CSV (.csv, .tsv, .txt) or Parquet file.
         target: column to predict; several with commas between are several labels of 0 and 1, or several numbers.
+        event: column that is 1 where the event happened at the time in `target`, and 0 where the patient was censored then;
+            the task is survival. `target` may name both columns instead.
         site: column that says which client a row belongs to; its values are the clients' names.
         task: "auto" infers it from the target: texts, true and false, and up to 20 different whole numbers are classes,
             numbers with a fraction are regression; several targets of 0 and 1 are labels.
         group: column whose equal values never come into both training and test sets, such as the patient.
         time: column of numbers or dates by which rows are split into earlier ones to train and later ones to test (see
             `split`).
-        columns: features; none takes all columns but target, site, group and time.
+        columns: features; none takes all columns but target, event, site, group and time.
         drop: columns that are no features. Those with few values are kept for scores of subgroups.
         categorical: columns of numbers that are categories, such as codes; and texts to take as categories in any case.
         positive: value of the target that is class 1 of two; null for the last in alphabetical order. A condition
-            (">0", ">=2", "=yes") or several values ("1,2,3") make two classes of a target with more values, or of numbers.
+            (">0", ">=2", "=yes") or several values ("1,2,3") make two classes of a target with more values, or of numbers. Of
+            `event`, the value that means that the event happened.
         missing: texts that stand for no value, beside an empty cell, NA, NaN and null.
         preprocess: "site" by each site's own training rows; "federated" by means and variances over the training rows of all
             sites, from sums that the sites send.
@@ -73,6 +77,7 @@ class TableFile(Source):
     target: list[str] | str = ""
     site: str | None = None
     task: str = "auto"
+    event: str | None = None
     group: str | None = None
     time: str | None = None
     columns: list[str] | str = ""
@@ -125,6 +130,8 @@ class TableFile(Source):
             UserError: a column does not exist or cannot be used.
         """
         target_names = parse_column_names(self.target, table)
+        if target_names and self.event is not None:
+            target_names = (*target_names, self.event)
         if not target_names:
             names = ", ".join(table.column_names)
             raise UserError(f"give --data.target with the column to predict; the columns: {names}")
@@ -137,7 +144,10 @@ class TableFile(Source):
         for role, name in roles.items():
             if name is not None:
                 check_no_missing_values(column_as_texts(table, name), name, role)
-        y, classes, task = read_targets(table, target_names, self.task, self.positive)
+        choice = TASK_WITH_EVENTS if self.event is not None and self.task == "auto" else self.task
+        y, classes, task = read_targets(table, target_names, choice, self.positive)
+        if self.event is not None and not task.target_columns:
+            raise UserError(f"event={self.event!r} is for survival, and the task is {task}; leave one of the two out")
         if self.schema is None:
             features = self._feature_columns(table, target_names)
         else:

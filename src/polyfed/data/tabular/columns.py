@@ -216,10 +216,23 @@ def read_targets(
         classes = _infer_classes(column, names[0], positive)
         code = {value: number for number, value in enumerate(classes)}
         return torch.tensor([code[value] for value in column.tolist()]), classes, resolved_task
-    if positive is not None:
+    roles = resolved_task.target_columns
+    if roles and len(names) != len(roles):
+        raise UserError(
+            f"{resolved_task} has {len(roles)} target columns, {' and '.join(roles)}, got {', '.join(names)}; give "
+            f"--data.target {roles[0].upper()} --data.{roles[1]} {roles[1].upper()}"
+        )
+    if positive is not None and not roles:
         raise UserError(f"positive={positive!r} is for two classes, and the task is {resolved_task}; leave it out")
     columns = []
     for name in names:
+        if positive is not None and name == names[-1]:
+            columns.append(_equals_positive(column_as_texts(table, name), name, positive))
+            continue
+        if roles and name == names[-1] and not is_numeric_column(table, name):
+            raise UserError(
+                f"{roles[-1]} {name!r} holds texts; give --data.positive with the value that is the {roles[-1]}"
+            )
         if not is_numeric_column(table, name):
             raise UserError(
                 f"target {name!r} holds texts, and {resolved_task} needs numbers; drop the rows without a target, if "
@@ -229,6 +242,14 @@ def read_targets(
         resolved_task.check_table_column(column, name)
         columns.append(column)
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)), tuple(names), resolved_task
+
+
+def _equals_positive(column: NDArray[Any], name: str, positive: str) -> NDArray[np.float64]:
+    if positive not in (values := sorted_unique_texts(column.tolist())) or len(values) > 2:
+        raise UserError(
+            f"positive={positive!r} must be one of at most two values of {name!r}; it has {', '.join(values[:10])}"
+        )
+    return np.asarray(column == positive, dtype=np.float64)
 
 
 def _infer_task(table: Table, names: Sequence[str]) -> Task:

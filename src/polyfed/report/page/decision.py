@@ -129,7 +129,7 @@ def _html_methods_table(run_group: RunGroup, level: float) -> Markup:
     references = run_group.comparison_results.get("references") or {}
     for name, reference in references.items():
         scores = [float(value) for value in (reference.get("scores") or {}).values() if value is not None]
-        mean_score, is_pooled = reference.get("mean"), name == "pooled"
+        mean_score, is_pooled = reference.get("mean"), not reference.get("alone", name != "pooled")
         label = f"{name.replace('_', ' ')} ({'all data in one place, for reference' if is_pooled else 'alone'})"
         rank = -math.inf if is_pooled or mean_score is None else score_format.positive_if_better(float(mean_score))
         ranked.append((rank, [label, *_score_cells(reference, scores, run_group)]))

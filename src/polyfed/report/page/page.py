@@ -20,6 +20,7 @@ from polyfed.report.page.sections import (
     html_learning_curves,
     html_methods_table,
 )
+from polyfed.report.page.task_sections import html_task_sections
 from polyfed.simulation.storage.directory import package_versions
 
 _PREDICTIONS_HEADING = "ROC curves, calibration and confusion tables"
@@ -124,6 +125,7 @@ def _prediction_panels(run_group: RunGroup, extras: PageExtras, key: str) -> lis
     panels = []
     if predictions.binary_questions:
         panels.append((_PREDICTIONS_HEADING, html_performance_section(predictions, level, key)))
+    panels += html_task_sections(predictions, key)
     for k, column in enumerate(extras.subgroup_columns):
         panel = subgroups.html_subgroup_scores(predictions, column, run_group.score_format, level, f"{key}-g{k}")
         panels.append((f"Subgroups by {column}", panel))

@@ -311,14 +311,18 @@ def html_client_scores(run_group: RunGroup) -> Markup:
         clients=count_with_noun(len(names), "client"),
         caption=f"{capitalize_first(run_group.score_format.label)} of each client; the "
         f"{run_group.score_format.highest_or_lowest} of a row is bold",
-        columns=["client", *(x.label for x in order), *(_reference_label(name) for name in references)],
+        columns=[
+            "client",
+            *(x.label for x in order),
+            *(_reference_label(name, entry) for name, entry in references.items()),
+        ],
         rows=rows,
         bold=bold,
     )
 
 
-def _reference_label(name: str) -> str:
-    return f"{name} (for reference)" if name == "pooled" else f"{name} (alone)"
+def _reference_label(name: str, entry: Mapping[str, Any]) -> str:
+    return f"{name} (alone)" if entry.get("alone", name != "pooled") else f"{name} (for reference)"
 
 
 def html_class_counts(extras: PageExtras, key: str) -> Markup:

@@ -2,6 +2,7 @@
 data."""
 
 import fnmatch
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
@@ -49,7 +50,7 @@ from polyfed.simulation.checks.trial_forward import check_trains_on_one_example,
 
 def check_clients(clients: Sequence[Client]) -> None:
     """Checks that there are clients, that their ids differ and their task is the same, and warns of test examples that are
-    training examples.
+    training examples, and of clients whose targets cannot serve (`Task.target_warning`).
 
     Raises:
         UserError: no clients, something that is no client, an id that occurs twice, or several tasks.
@@ -64,6 +65,9 @@ def check_clients(clients: Sequence[Client]) -> None:
     if len(tasks) > 1:
         raise UserError(f"clients of one federation must have one task, got {' and '.join(tasks)}")
     warn_of_test_leakage(clients)
+    for client in clients:
+        if (limit := client.task.target_warning(client.train.labels, client.test.labels)) is not None:
+            warnings.warn(f"client {client.id!r} has {limit}", UserWarning, stacklevel=2)
 
 
 def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:

@@ -149,7 +149,8 @@ def _build_from_config(
     fitting: list[tuple[ModelSpec, nn.Module]] = []
     for model_section in model_sections:
         arguments = {key: value for key, value in model_section.items() if key != "name"}
-        spec = ModelSpec(model_section["name"], arguments, (len(prepared.feature_names),), len(prepared.classes))
+        num_outputs = prepared.task.num_outputs(torch.zeros(1, len(prepared.classes)), prepared.classes)
+        spec = ModelSpec(model_section["name"], arguments, (len(prepared.feature_names),), num_outputs)
         network = wrap_network_if_method_wraps(method, build_module(spec, seed=0), weights)
         if _tensor_shapes(network.state_dict()) == _tensor_shapes(weights) and spec not in [
             candidate for candidate, _ in fitting

@@ -236,7 +236,8 @@ def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
             part.input_tensor if part.index is None else part.input_tensor[part.index], f"client {client.id!r}"
         )
     if isinstance(model, ModelSpec) and model.input_shape == (len(client_preprocessing.feature_names),):
-        model = replace(model, input_shape=(len(common.feature_names),), num_classes=len(common.classes))
+        num_outputs = common.task.num_outputs(torch.zeros(1, len(common.classes)), common.classes)
+        model = replace(model, input_shape=(len(common.feature_names),), num_classes=num_outputs)
     return replace(client, model=model, train=train, test=test, val=val[0] if val else None)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from markupsafe import Markup
 from rich.console import Console
@@ -21,6 +22,7 @@ from polyfed.comparison.storage.comparison_directory import DESCRIPTION, read_de
 from polyfed.core.errors import UserError
 from polyfed.core.io.atomic_files import write_file_atomically
 from polyfed.core.io.number_format import count_with_noun, join_first_and_count_rest
+from polyfed.core.task import DEFAULT_TASK, get_task
 from polyfed.data.look.look import look_at_sites
 from polyfed.report.data.predictions import read_group_predictions
 from polyfed.report.data.run_groups import MethodRuns, RunGroup, read_run_groups
@@ -190,7 +192,11 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
     class_counts = {client.id: participants.classes[client.id] for client in participants.clients}
     more = "" if len(run_group.seeds) == 1 else f"Seed {runs[0].seed}; the others deal the same data in their own draw."
     return PageExtras(
-        {runs[0].seed: class_counts}, participants.pool.class_names, more, method_views, panels=extra_panels
+        {runs[0].seed: class_counts},
+        participants.pool.task.count_names(participants.pool.class_names),
+        more,
+        method_views,
+        panels=extra_panels,
     )
 
 
@@ -235,10 +241,19 @@ def _comparison_class_counts(run_group: RunGroup, method_views: Mapping[str, Map
     if not counts_by_seed:
         note = "The examples of these clients have no classes to count."
         return PageExtras(class_note=note, method_views=method_views)
-    names = [str(name) for name in results.get("class_names") or ()]
+    names = _count_names(results)
     class_count = max(len(counts) for by_client in counts_by_seed.values() for counts in by_client.values())
     names += map(str, range(len(names), class_count))  # clients made in Python have no names of classes
     return PageExtras(counts_by_seed, names, "", method_views)
+
+
+def _count_names(results: Mapping[str, Any]) -> list[str]:
+    """Returns the names of what a comparison's task counts; those of classes if this process does not trust the task."""
+    names = [str(name) for name in results.get("class_names") or ()]
+    try:
+        return list(get_task(results.get("task", DEFAULT_TASK)).count_names(names))
+    except UserError:
+        return names
 
 
 def _add_predictions(extras: PageExtras, run_group: RunGroup, subgroups: Sequence[str]) -> PageExtras:

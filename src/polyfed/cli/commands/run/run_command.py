@@ -244,13 +244,10 @@ def show_run_table(runs: Mapping[str, Run], experiment_data: Participants, out: 
     title = f"{score.label} on each client's own test examples, {when}"
     table = PlainTable(title=title, title_justify="left")
     table.add_column("client")
-    for column in (
-        "examples",
-        *(["classes"] if experiment_data.classes else []),
-        *baseline_names,
-        main,
-        *(["gain"] if baseline_names else []),
-    ):
+    task = experiment_data.pool.task
+    count_column = "classes" if task.one_class_per_example else task.count_names(())[-1]
+    counted = [count_column] if experiment_data.classes else []
+    for column in ("examples", *counted, *baseline_names, main, *(["gain"] if baseline_names else [])):
         table.add_column(column, justify="right")
     for client, row in tables[main].items():
         uses_default_mean = client == "mean"
@@ -259,7 +256,10 @@ def show_run_table(runs: Mapping[str, Run], experiment_data: Participants, out: 
         cells = [f"{row['num_examples']:.0f}"]
         if experiment_data.classes:
             client_ids = [c.id for c in experiment_data.clients] if uses_default_mean else [client]
-            counts = [sum(n > 0 for n in experiment_data.classes[c]) for c in client_ids]
+            counts = [
+                sum(n > 0 for n in of) if task.one_class_per_example else of[-1]
+                for of in (experiment_data.classes[c] for c in client_ids)
+            ]
             cells.append(f"{sum(counts) / len(counts):.1f}" if uses_default_mean else str(counts[0]))
         scores = [tables[name][client][score.name] for name in (*baseline_names, main)]
         cells += [_format_score(value, score) for value in scores]
@@ -352,7 +352,8 @@ def show_class_counts(experiment: Experiment, plot: Path, console: Console | Non
     """
     console = console or Console()
     experiment_data = load_participants(experiment)
-    names, task = experiment_data.pool.class_names, experiment_data.pool.task
+    task = experiment_data.pool.task
+    names = task.count_names(experiment_data.pool.class_names)
     all_clients, participant_count = (
         (*_sorted_by_name(experiment_data.clients), *_sorted_by_name(experiment_data.unseen)),
         len(experiment_data.clients),

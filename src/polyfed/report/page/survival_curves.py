@@ -1,0 +1,114 @@
+"""Renders Kaplan-Meier curves of groups of test patients by predicted risk, with the numbers at risk."""
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from polyfed.core.io.number_format import count_with_noun, join_with_and
+from polyfed.report.data.predictions import GroupPredictions
+from polyfed.report.page.elements import html_dropdown_panels, html_figure, html_legend, html_paragraph, html_table
+from polyfed.report.page.svg_charts import ChartLine, choose_axis_ticks, svg_line_chart
+from polyfed.tasks.survival_scores import kaplan_meier, read_times_and_events, risk_of_outputs, value_of_step_curve
+
+HEADING = "Kaplan-Meier curves of risk groups"
+_GROUP_NAMES = {2: ("lower risk", "higher risk"), 3: ("low risk", "middle risk", "high risk")}
+_PATIENTS_FOR_THIRDS = 60  # fewer patients are divided into halves
+_MOST_CLIENTS = 20  # that have panels of their own
+Floats = NDArray[np.float64]
+
+
+def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
+    """Renders for each method one chart of all clients' test patients, and one of each client's.
+
+    A client's patients are divided by the risk that the client's own network gives them, into thirds, or halves where there
+    are few; equal groups of all clients are then drawn together, since risks of different networks have no common scale.
+
+    Args:
+        predictions: of a survival task; the first seed is shown.
+        key: for ids on the page.
+    """
+    seed = predictions.seeds[0]
+    panels = {}
+    for m, method in enumerate(predictions.methods):
+        by_client = {}
+        for client in predictions.clients:
+            table = predictions.prediction_tables[method, seed, client]
+            risk = risk_of_outputs(table.outputs)
+            if np.isfinite(risk).all():
+                by_client[client] = risk, *read_times_and_events(table.targets)
+        if not by_client:
+            continue
+        num_groups = 3 if sum(len(risk) for risk, _, _ in by_client.values()) >= _PATIENTS_FOR_THIRDS else 2
+        choices = {"all clients": list(by_client)} | {
+            client: [client] for client in list(by_client)[:_MOST_CLIENTS] if len(by_client) > 1
+        }
+        for k, (name, clients) in enumerate(choices.items()):
+            parts = [by_client[client] for client in clients]
+            groups = np.concatenate([divide_by_risk(risk, num_groups) for risk, _, _ in parts])
+            time, event = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
+            panels[f"{method}: {name}"] = _html_chart(groups, num_groups, time, event, f"{key}-km{m}-{k}", name)
+    if not panels:
+        return html_paragraph("No risk is a finite number, so that there are no groups to draw.")
+    seeds = (
+        "" if len(predictions.seeds) == 1 else f" They are of seed {seed}, one of {len(predictions.seeds)} trainings."
+    )
+    note = (
+        "Test patients, divided by predicted risk within each client: a network that orders patients well has curves that "
+        f"lie apart, high risk lowest. These curves are no test of a difference; the scores above have intervals.{seeds}"
+    )
+    return html_paragraph(note) + html_dropdown_panels(f"{key}-km", "Method and client", panels)
+
+
+def divide_by_risk(risk: Floats, num_groups: int) -> NDArray[np.int64]:
+    """Returns the group of each patient, from 0 for the lowest risks: equally many in each, ties in the order of rows.
+
+    >>> divide_by_risk(np.array([0.5, 0.1, 0.9, 0.2]), 2)
+    array([1, 0, 1, 0])
+    """
+    rank = np.argsort(np.argsort(risk, kind="stable"), kind="stable")
+    return np.asarray(rank * num_groups // len(risk), dtype=np.int64)
+
+
+def _html_chart(
+    groups: NDArray[np.int64], num_groups: int, time: Floats, event: NDArray[np.bool_], key: str, name: str
+) -> Markup:
+    """Renders one chart with its legend and the table of numbers at risk."""
+    labels = _GROUP_NAMES[num_groups]
+    lines, rows, counts = [], [], []
+    ticks = [tick for tick in choose_axis_ticks(0.0, float(time.max())) if 0 <= tick <= time.max()]
+    for group, label in enumerate(labels):
+        own_time, own_event = time[groups == group], event[groups == group]
+        counts.append(f"{label} {len(own_time)} ({count_with_noun(int(own_event.sum()), 'event')})")
+        if not len(own_time):
+            continue
+        x, y = _steps(own_time, own_event)
+        lines.append(ChartLine(label, tuple(x), tuple(y), tuple(y), tuple(y), group))
+        at = np.asarray(ticks, dtype=np.float64)
+        survival = value_of_step_curve(*kaplan_meier(own_time, own_event), at)
+        followed = [int((own_time >= tick).sum()) for tick in ticks]
+        rows.append([f"{label}: at risk", *map(str, followed)])
+        rows.append(
+            [
+                f"{label}: surviving",
+                *(f"{100 * s:.0f} %" if n else "–" for s, n in zip(survival, followed, strict=True)),
+            ]
+        )
+    chart = svg_line_chart(
+        lines, key=key, title=f"Survival of risk groups, {name}", x_label="time", y_label="without the event", unit="%"
+    )
+    numbers = html_table("Numbers at risk, and estimated survival", ["time", *(f"{tick:g}" for tick in ticks)], rows)
+    caption = f"Share of patients without the event by time (Kaplan-Meier), {name}. Patients: {join_with_and(counts)}."
+    return (
+        html_legend([line.label for line in lines], [line.style for line in lines])
+        + html_figure(chart, caption, "")
+        + numbers
+    )
+
+
+def _steps(time: Floats, event: NDArray[np.bool_]) -> tuple[list[float], list[float]]:
+    """Returns the corners of a Kaplan-Meier curve, from time 0 until the last patient's time."""
+    x, y = [0.0], [1.0]
+    for at, value in zip(*kaplan_meier(time, event), strict=True):
+        x += [float(at), float(at)]
+        y += [y[-1], float(value)]
+    return [*x, float(time.max())], [*y, y[-1]]
