@@ -128,7 +128,7 @@ def test_a_site_with_one_rare_class_has_an_auc_over_all_folds():
 
 def test_patients_are_the_units_of_answers():
     content = pf.compare(sites(patients=3), ["fedavg"], **QUICK, folds=4).results
-    assert content["tested"]["site-00"]["groups"] == 8
+    assert content["tested"]["site-00"]["groups"] == [8, 8]
     assert content["answers"][0]["basis"] == "24 test examples of 8 groups"
     assert any("All examples of a group went to one fold" in sentence for sentence in content["covers"])
 

@@ -19,8 +19,8 @@ from polyfed.data.partitioning.folds import Folds
 def error_rates_of_looks(looks: int, alpha: float = ALPHA) -> list[float]:
     """Returns the error rate of each look at the results.
 
-    >>> [round(rate, 4) for rate in error_rates_of_looks(4)]
-    [0.0, 0.0037, 0.014, 0.0223]
+    >>> [round(rate, 3) for rate in error_rates_of_looks(4)]
+    [0.0, 0.004, 0.014, 0.022]
     """
     normal = NormalDist()
     bound = normal.inv_cdf(1 - alpha / 2)

@@ -43,6 +43,7 @@ class Survival(Task):
     Raises:
         UserError: hazards without cuts, cuts without hazards, or cuts that are not positive and ascending.
 
+    >>> import torch
     >>> Survival(model="hazard", cuts=(365, 730)).num_outputs(torch.ones(4, 2))
     2
     """

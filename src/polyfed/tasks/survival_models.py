@@ -58,7 +58,7 @@ def fit_cox(x: Floats, targets: Floats, penalty: float, *, efron: bool = True) -
 
     >>> x = np.array([[0.0], [1.0], [0.0], [1.0]])
     >>> fit_cox(x, np.array([[4.0, 1], [3.0, 1], [2.0, 1], [1.0, 1]]), 0.0).round(2)
-    array([0.8])
+    array([0.94])
     """
     order = np.argsort(-targets[:, 0], kind="stable")
     x = x[order]

@@ -58,8 +58,8 @@ class TableFile(Source):
         drop: columns that are no features. Those with few values are kept for scores of subgroups.
         categorical: columns of numbers that are categories, such as codes; and texts to take as categories in any case.
         positive: value of the target that is class 1 of two; null for the last in alphabetical order. A condition
-            (">0", ">=2", "=yes") or several values ("1,2,3") make two classes of a target with more values, or of numbers. Of
-            `event`, the value that means that the event happened.
+            (">0", ">=2", "=yes") or several values ("1,2,3") make two classes of a target with more values, or of
+            numbers. Of `event`, the value that means that the event happened.
         missing: texts that stand for no value, beside an empty cell, NA, NaN and null.
         preprocess: "site" by each site's own training rows; "federated" by means and variances over the training rows of all
             sites, from sums that the sites send.

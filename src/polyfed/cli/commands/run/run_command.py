@@ -245,8 +245,9 @@ def show_run_table(runs: Mapping[str, Run], experiment_data: Participants, out: 
     table = PlainTable(title=title, title_justify="left")
     table.add_column("client")
     task = experiment_data.pool.task
-    count_column = "classes" if task.one_class_per_example else task.count_names(())[-1]
-    counted = [count_column] if experiment_data.classes else []
+    counted = []
+    if experiment_data.classes:
+        counted = ["classes" if task.one_class_per_example else task.count_names(experiment_data.pool.class_names)[-1]]
     for column in ("examples", *counted, *baseline_names, main, *(["gain"] if baseline_names else [])):
         table.add_column(column, justify="right")
     for client, row in tables[main].items():
