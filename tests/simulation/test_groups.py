@@ -1,10 +1,13 @@
 """Groups in a run: ids stay in memory, files have numbers, workers keep them, and patients on both sides are said."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
 import polyfed as pf
+from polyfed.cli.main import main
 from polyfed.simulation.checks.data_leakage import warn_of_test_leakage
 from polyfed.simulation.engines.object_store import store_clients, unflatten_tensor
 from polyfed.simulation.storage.predictions import read_predictions
@@ -67,3 +70,26 @@ def test_equal_inputs_with_other_targets_are_no_copies():
     warn_of_test_leakage([pf.Client("north", None, (x, y), (x[:10].clone(), 1 - y[:10]))])
     with pytest.warns(UserWarning, match="10 of 10 of 'north'"):
         warn_of_test_leakage([pf.Client("north", None, (x, y), (x[:10].clone(), y[:10].clone()))])
+
+
+def test_a_comparison_and_a_run_show_what_is_said_of_the_data(tmp_path):
+    """The page of a comparison, its results, and the page of a run repeat the warnings about the data."""
+    clients = [pf.Client(c.id, c.model, c.train, c.train.select(torch.arange(6))) for c in small_clients(2)]
+    with pytest.warns(UserWarning, match="test examples that are also training examples"):
+        comparison = pf.compare(clients, ["fedavg"], rounds=1, seeds=[0], references=False, tune="none", parallel=1,
+                                quiet=True)  # fmt: skip
+    assert comparison.results["warnings"][0].startswith(
+        "Test examples that are also training examples of the same client: "
+    )
+    rng = np.random.default_rng(0)
+    rows = [f"{k // 20},{rng.normal():.4f},{k % 2},{'ab'[k // 100]}" for k in range(200)]
+    table = tmp_path / "rows.csv"
+    table.write_text("\n".join(["patient,x,ill,hospital", *rows]), encoding="utf-8")
+    out = tmp_path / "run"
+    with pytest.warns(UserWarning, match="column 'patient' has 10 values"):
+        main(["run", "--data", "table", "--data.path", str(table), "--data.target", "ill", "--data.site", "hospital",
+              "--data.partition", "iid", "--data.clients", "2", "--rounds", "1", "--quiet", "--out", str(out)])  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the data are read again
+        main(["report", str(out)])
+    assert "The data: column &#39;patient&#39; has 10 values" in (out / "report.html").read_text(encoding="utf-8")

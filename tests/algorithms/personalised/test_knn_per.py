@@ -6,6 +6,7 @@ from closed_forms import assert_equal
 
 import polyfed as pf
 from polyfed.algorithms import FedAvg, KNNPer
+from polyfed.algorithms.personalised.knn_per import _lam_of_lowest_loss
 from polyfed.core.algorithm import Message
 from polyfed.core.evaluation.evaluate import predict
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
@@ -98,3 +99,17 @@ def test_a_network_with_examples_in_it_is_not_exported(tmp_path):
 def test_impossible_values_are_refused(field, value):
     with pytest.raises(pf.UserError, match=f"{field} must be .* got {value}"):
         KNNPer(**{field: value})
+
+
+def test_lambda_has_the_bits_of_a_prediction_with_each_value():
+    """The grid mixes the probabilities of one evaluation; each λ's loss equals that of the network with this λ."""
+    who = client()
+    val = who.train.select(torch.arange(len(who.train)).repeat(9))  # more than one batch
+    network = personal(KNNPer(lam=0.5), who)
+    losses = {}
+    for step in range(11):
+        network.lam.fill_(step / 10)
+        losses[step / 10] = float(torch.nn.functional.nll_loss(predict(network, val), val.labels))
+    assert _lam_of_lowest_loss(network, val) == min(losses, key=losses.__getitem__)
+    probabilities = network.class_probabilities(val.batch(torch.arange(5))[0])
+    assert torch.equal(network.mix(*probabilities), network(val.batch(torch.arange(5))[0]))

@@ -17,13 +17,14 @@ from polyfed.alignment.representations import (
 )
 from polyfed.core.algorithm import Client, Message
 from polyfed.core.capabilities import ValidatesNetworks, WrapsNetwork
-from polyfed.core.evaluation.evaluate import predict
-from polyfed.core.examples.examples import Examples
-from polyfed.core.examples.pytree import first_leaf, logits_of
+from polyfed.core.examples.examples import Examples, split_into_batches
+from polyfed.core.examples.pytree import call_network, first_leaf, logits_of
 from polyfed.core.method_card import MethodCard
+from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import restore_all_but_weights_and_set_eval
 from polyfed.core.state_dict import StateDict
 
+_BATCH_SIZE = 128  # examples for which probabilities are computed at once, as in `predict`
 _NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1
 
 
@@ -92,13 +93,8 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         features = compute_representations(network, data, module=name).to(data.device)
         neighbours = NearestNeighbourMixture(network, features, data.labels, self.k, name)
         neighbours.lam.fill_(0.5 if self.lam is None else self.lam)
-        if self.lam is None and (val := client.val) is not None:
-            neighbours.lam.fill_(
-                min(
-                    (i / _NUM_GRID_STEPS for i in range(_NUM_GRID_STEPS + 1)),
-                    key=lambda lam: _loss_with_lam(neighbours, lam, val),
-                )
-            )
+        if self.lam is None and client.val is not None:
+            neighbours.lam.fill_(_lam_of_lowest_loss(neighbours.eval(), client.val))
         return neighbours.eval()
 
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
@@ -137,6 +133,15 @@ class NearestNeighbourMixture(nn.Module):
 
     def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
         """Returns the logarithms of the mixed class probabilities, shape (batch, classes)."""
+        return self.mix(*self.class_probabilities(*parts, **kwargs))
+
+    def mix(self, global_probabilities: Tensor, knn_probabilities: Tensor) -> Tensor:
+        """Returns the logarithms of the mixture of both probabilities by the present λ."""
+        probabilities: Tensor = self.lam * knn_probabilities + (1 - self.lam) * global_probabilities
+        return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+
+    def class_probabilities(self, *parts: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Returns the class probabilities of the network and those of the nearest neighbours, each (batch, classes)."""
         captured_inputs: list[Tensor] = []
         module = self.network.get_submodule(_decode_name(self.name))
 
@@ -152,13 +157,26 @@ class NearestNeighbourMixture(nn.Module):
         nearest = distances.topk(self.k, largest=False)
         votes = (-nearest.values).softmax(1)  # exp(−d), divided by their sum
         knn_probabilities = torch.zeros_like(global_probabilities).scatter_add(1, self.labels[nearest.indices], votes)
-        probabilities: Tensor = self.lam * knn_probabilities + (1 - self.lam) * global_probabilities
-        return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+        return global_probabilities, knn_probabilities
 
 
-def _loss_with_lam(neighbours: NearestNeighbourMixture, lam: float, examples: Examples) -> float:
-    neighbours.lam.fill_(lam)
-    return float(nn.functional.nll_loss(predict(neighbours, examples), examples.labels.cpu()))
+def _lam_of_lowest_loss(neighbours: Neighbours, examples: Examples) -> float:
+    """Returns the weight λ of a grid with the lowest loss on the examples. Probabilities are computed once for all."""
+    rows, labels = torch.arange(len(examples), device=examples.device), examples.labels.cpu()
+    with torch.no_grad():
+        batches = [
+            call_network(
+                neighbours.class_probabilities, to_preferred_memory_format(neighbours, examples.batch(batch)[0])
+            )
+            for batch in split_into_batches(rows, _BATCH_SIZE)
+        ]
+
+        def loss_with(lam: float) -> float:
+            neighbours.lam.fill_(lam)
+            outputs = torch.cat([neighbours.mix(*probabilities).float().cpu() for probabilities in batches])
+            return float(nn.functional.nll_loss(outputs, labels))
+
+        return min((i / _NUM_GRID_STEPS for i in range(_NUM_GRID_STEPS + 1)), key=loss_with)
 
 
 def _decode_name(name: Tensor) -> str:

@@ -207,13 +207,14 @@ def summarise_clients(
 def _statistics(values: Sequence[float], weights: Sequence[float | None]) -> dict[str, float]:
     v = np.asarray(values, dtype=np.float64)
     has_weights = None not in weights
+    p10, p90 = np.percentile(v, (10, 90))
     return {
         "mean": float(v.mean()),
         **({"weighted_mean": float(np.average(v, weights=weights))} if has_weights else {}),  # type: ignore[arg-type]
         "std": _standard_deviation(v),
         "min": float(v.min()),
-        "p10": float(np.percentile(v, 10)),
-        "p90": float(np.percentile(v, 90)),
+        "p10": float(p10),
+        "p90": float(p90),
     }
 
 

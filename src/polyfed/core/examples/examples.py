@@ -183,6 +183,11 @@ class Examples:
         # and no client's data
         return f"Examples({len(self)} of inputs {input_spec_of(self.x)}, labels {input_spec_of(self.y)})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in self.__dict__.items() if name != "_transformed"
+        }  # made again where needed
+
     @property
     def device(self) -> torch.device:
         """Returns the device on which inputs, targets and index lie."""
