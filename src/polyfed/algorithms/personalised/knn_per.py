@@ -160,7 +160,7 @@ class NearestNeighbourMixture(nn.Module):
         return global_probabilities, knn_probabilities
 
 
-def _lam_of_lowest_loss(neighbours: Neighbours, examples: Examples) -> float:
+def _lam_of_lowest_loss(neighbours: NearestNeighbourMixture, examples: Examples) -> float:
     """Returns the weight λ of a grid with the lowest loss on the examples. Probabilities are computed once for all."""
     rows, labels = torch.arange(len(examples), device=examples.device), examples.labels.cpu()
     with torch.no_grad():
