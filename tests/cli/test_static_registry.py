@@ -8,7 +8,7 @@ import pytest
 from polyfed.algorithms import REGISTRY
 from polyfed.cli import static_registry
 from polyfed.cli.commands.options.configuration_parser import options_of
-from polyfed.cli.static_registry import StaticRegistry, resolve_without_import
+from polyfed.cli.static_registry import StaticRegistry, read_value_or_outline_without_import
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
 
@@ -51,7 +51,9 @@ def test_what_a_method_requires_and_discloses_is_the_same(name):
     ],
 )
 def test_classes_that_no_registry_names_are_the_same(module, name):
-    assert options_of(resolve_without_import(module, name), "") == options_of(getattr(import_module(module), name), "")
+    assert options_of(read_value_or_outline_without_import(module, name), "") == options_of(
+        getattr(import_module(module), name), ""
+    )
 
 
 @pytest.fixture
@@ -61,12 +63,12 @@ def package(tmp_path, monkeypatch):
 
     def write(text):
         static_registry._top_level_definitions.cache_clear()
-        resolve_without_import.cache_clear()
+        read_value_or_outline_without_import.cache_clear()
         (tmp_path / "made.py").write_text(text)
 
     yield write
     static_registry._top_level_definitions.cache_clear()
-    resolve_without_import.cache_clear()
+    read_value_or_outline_without_import.cache_clear()
 
 
 def test_no_code_of_a_module_runs(package):

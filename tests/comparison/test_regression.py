@@ -6,7 +6,7 @@ from torch import nn
 
 import polyfed as pf
 from polyfed.comparison.statistics.estimate import Estimate
-from polyfed.comparison.statistics.evidence import interval_ends
+from polyfed.comparison.statistics.evidence import clip_interval_to_metric_range
 from polyfed.core.evaluation.metrics import METRICS
 from polyfed.simulation.storage.directory import read_metrics
 
@@ -42,8 +42,8 @@ def test_r2_that_is_asked_for_of_few_examples_has_a_note(test, told):
 
 def test_the_interval_of_an_error_ends_at_0_and_that_of_a_difference_does_not():
     wide = Estimate(0.5, -0.2, 1.2, 0.3)
-    assert interval_ends(wide, METRICS["mae"], difference=False) == [0.0, 1.2]
-    assert interval_ends(wide, METRICS["mae"], difference=True) == [-0.2, 1.2]
-    assert interval_ends(wide, METRICS["r2"], difference=False) == [-0.2, 1.2]
+    assert clip_interval_to_metric_range(wide, METRICS["mae"], difference=False) == [0.0, 1.2]
+    assert clip_interval_to_metric_range(wide, METRICS["mae"], difference=True) == [-0.2, 1.2]
+    assert clip_interval_to_metric_range(wide, METRICS["r2"], difference=False) == [-0.2, 1.2]
     own = pf.Metric("gap", lambda outputs, targets: -1.0, higher_is_better=False)
-    assert interval_ends(wide, own, difference=False) == [-0.2, 1.2]
+    assert clip_interval_to_metric_range(wide, own, difference=False) == [-0.2, 1.2]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyfed.deploy.doctor.folders import _parse_options, read_systemd_unit_or_empty
+from polyfed.deploy.doctor.folders import _parse_options, read_systemd_unit_if_exists
 from polyfed.deploy.doctor.network import check_tls_server_and_clock
 from polyfed.deploy.doctor.site_config import parse_node_config
 from polyfed.deploy.flower.supernode import SiteProcess
@@ -156,12 +156,12 @@ def test_versions_are_those_of_the_repository(project):
 def test_containers_start_what_the_units_start(project):
     """The options of the units, but for the host, which is the container's, and what compose.yaml tells a site."""
     server = _parse_options(entry(text_of(project, "server"))[3:])
-    unit = read_systemd_unit_or_empty(project.path / "server" / "superlink.service").options
+    unit = read_systemd_unit_if_exists(project.path / "server" / "superlink.service").options
     assert {**server, "--host": "127.0.0.1"} == unit
     site = _parse_options(entry(text_of(project, "site"))[4:])
     services = yaml.safe_load((project.path / "containers" / "compose.yaml").read_text())["services"]
     told = _parse_options(services["site"]["command"])
-    unit = read_systemd_unit_or_empty(project.path / "site" / "supernode.service").options
+    unit = read_systemd_unit_if_exists(project.path / "site" / "supernode.service").options
     assert {**site, **told}.keys() == unit.keys()
     assert parse_node_config(told["--node-config"]).keys() == parse_node_config(unit["--node-config"]).keys()
     assert entry(text_of(project, "site"))[:4] == ["python", "-P", "-m", "polyfed.deploy.supernode"]

@@ -57,7 +57,7 @@ def test_letters_that_a_terminal_obeys_are_replaced():
 def test_the_table_of_a_run(run):
     found = Participants(tuple(run.federation.clients.values()), (), None, None, {}, "0")  # it needs no data
     where = console()
-    run_command.show_run_table({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
+    run_command.print_scores_by_client_and_traffic({"local[/b]\x1b[1m": run}, found, Path("out[/b]\x1b[31m"), where)
     text = text_of(where)
     assert "a[/b]" in text
     assert "d[red]x[/red]" in text

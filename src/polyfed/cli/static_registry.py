@@ -53,11 +53,11 @@ class StaticRegistry(Mapping[str, Any]):
 
 
 @cache
-def resolve_without_import(module: str, name: str) -> Any:
+def read_value_or_outline_without_import(module: str, name: str) -> Any:
     """Returns, without an import of the module, the value of a constant at its top level, or an outline of a class or
     function.
 
-    >>> resolve_without_import("polyfed.core.nn.precision", "Precision")
+    >>> read_value_or_outline_without_import("polyfed.core.nn.precision", "Precision")
     typing.Literal['fp32', 'bf16']
     """
     node = _top_level_definitions(module).get(name)
@@ -69,7 +69,7 @@ def resolve_without_import(module: str, name: str) -> Any:
         source_module = str(node.module)
         original_name = next(alias.name for alias in node.names if name in (alias.name, alias.asname))
         return (
-            resolve_without_import(source_module, original_name)
+            read_value_or_outline_without_import(source_module, original_name)
             if _is_polyfed_module(source_module)
             else getattr(_import_if_standard(source_module), original_name, _FOREIGN)
         )
@@ -178,7 +178,7 @@ def _evaluate(node: ast.expr, module: str) -> Any:
         case ast.Constant(value):
             return value
         case ast.Name(name):
-            return resolve_without_import(module, name)
+            return read_value_or_outline_without_import(module, name)
         case ast.Attribute(owner, name):
             target = evaluate(owner)
             return _FOREIGN if target is _FOREIGN else getattr(target, name)

@@ -39,7 +39,8 @@ class Budget:
 
     @property
     def is_fixed(self) -> bool:
-        """Returns whether the round follows from the budget alone, and not from the validation loss.
+        """Returns whether the budget alone says at which round runs are compared; False for "best", which takes each
+        run's round of lowest validation loss.
 
         With a fixed round, a method whose loss still falls is compared all the same.
         """

@@ -129,8 +129,8 @@ class ResolvesAutoFields(ABC):
 
 
 def manifest_entry_of_resolved_fields(method: Algorithm[Any, Any], server_state: Any) -> dict[str, dict[str, str]]:
-    """Returns a dict for `manifest.json` with the values that a method decided for fields left open by the user; {} if
-    there are none.
+    """Returns `{"decided": {field: value}}` for `manifest.json`, with the fields that the user left open and the method
+    chose; an empty mapping if there are none.
 
     >>> from polyfed.algorithms import FedAvg
     >>> manifest_entry_of_resolved_fields(FedAvg(), {})

@@ -68,7 +68,8 @@ class MethodCard:
 
 
 def card_of_method(method: Any) -> MethodCard | None:
-    """Returns the card of a method or of its class; None for a method without a card, which polyfed does not list.
+    """Returns the card of a method or of a method's class; None if it has no card, so that polyfed's lists of methods
+    leave it out.
 
     >>> from polyfed.algorithms import FedAvg
     >>> card_of_method(FedAvg).summary

@@ -99,12 +99,12 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 @final
-class DropoutRNG:
+class DropoutMaskGenerator:
     """Draws dropout masks for one client of a group that is trained together: the same masks that the client would draw
     if trained alone.
 
 
-    >>> chance, with_scale = DropoutRNG(3, torch.device("cpu")), torch.nn.Dropout(0.5)
+    >>> chance, with_scale = DropoutMaskGenerator(3, torch.device("cpu")), torch.nn.Dropout(0.5)
     >>> with temporary_rng_seed(3): alone = with_scale(torch.ones(9))
     >>> torch.equal(chance.dropout_mask(torch.empty(9), 0.5), alone)
     True

@@ -21,8 +21,8 @@ def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1
 
 
 def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
-    """Checks the shape of one example and the number of outputs, and returns the shape (without the batch dimension) as
-    a tuple.
+    """Returns one example's shape as a tuple, without the batch; raises an error unless all of its sizes and the number
+    of outputs are positive whole numbers.
 
     Raises:
         UserError: the shape is empty, a dimension is not a positive int, or there is not even one output.

@@ -20,7 +20,7 @@ from polyfed.core.messages.compressors import Compressor
 from polyfed.simulation.callbacks.base import Callback, validate_callbacks
 from polyfed.simulation.callbacks.checkpoint import CheckpointSaver
 from polyfed.simulation.callbacks.evaluate import RoundEvaluator
-from polyfed.simulation.callbacks.log import RoundLogger
+from polyfed.simulation.callbacks.log import ProgressReporter
 from polyfed.simulation.callbacks.stop import UserCallbackRunner
 from polyfed.simulation.engines.base import Engine
 from polyfed.simulation.engines.factory import build_engine_for_settings
@@ -292,7 +292,12 @@ def run_remaining_rounds(
         stack.callback(progress.stop)
         run = RunState(federation, engine, progress, predictions, directory, checkpoint, list(earlier_records))
         checkpoint_saver = CheckpointSaver(run)
-        run.callbacks = (RoundEvaluator(run), RoundLogger(run), checkpoint_saver, UserCallbackRunner(run, callbacks))
+        run.callbacks = (
+            RoundEvaluator(run),
+            ProgressReporter(run),
+            checkpoint_saver,
+            UserCallbackRunner(run, callbacks),
+        )
         try:
             for callback in run.callbacks:
                 callback.on_start(run.history)

@@ -28,7 +28,7 @@ from polyfed.core.method_card import card_of_method
 from polyfed.core.seeds import torch_generator
 from polyfed.core.serialization import check_serializable, deserialize_state, serialize_state
 from polyfed.core.state_dict import PyTree, iter_tensors
-from polyfed.core.training.client_loss import client_training_loss
+from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.simulation.engines.inprocess import InProcessEngine
 from polyfed.simulation.federate import federate, resume
 from polyfed.simulation.monitoring.progress import Progress
@@ -156,7 +156,7 @@ class AlgorithmContract(ABC):
                 assert row["bytes_down"] >= 0
             assert record["bytes_up"] == sum(row["bytes_up"] for row in record["clients"].values())
         for client in run.federation.clients.values():
-            loss = client_training_loss(client, algorithm)
+            loss = training_loss_without_penalties(client, algorithm)
             metrics, outputs = evaluate_client_with_outputs(
                 run.model(client.id), client, run.federation.metrics, loss=loss
             )

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from polyfed.cli.main import main
-from polyfed.deploy.doctor.folders import detect_folder_kinds, read_systemd_unit_or_empty
+from polyfed.deploy.doctor.folders import detect_folder_kinds, read_systemd_unit_if_exists
 from polyfed.deploy.doctor.network import check_port_free, check_tls_server_and_clock, split_host_and_port
 from polyfed.deploy.trial.project import Project, create_project, write_site_key_pair, write_trial_certificates
 
@@ -329,13 +329,13 @@ def test_the_units_of_a_project_can_be_read(project):
     assert [*map(detect_folder_kinds, (project.path, project.path / "server", project.path / "site"))] == [
         ("project",), ("server",), ("site",)
     ]  # fmt: skip
-    unit = read_systemd_unit_or_empty(project.path / "server" / "superlink.service")
+    unit = read_systemd_unit_if_exists(project.path / "server" / "superlink.service")
     assert unit.options["--host"] == "127.0.0.1"
     assert unit.options["--enable-supernode-auth"] == ""
     assert unit.environment["FLWR_HOME"] == "/var/lib/polyfed/superlink"
     assert (
         'client-id="north"'
-        in read_systemd_unit_or_empty(project.path / "site" / "supernode.service").options["--node-config"]
+        in read_systemd_unit_if_exists(project.path / "site" / "supernode.service").options["--node-config"]
     )
     assert Project(project.path).read_site_names() == ["north", "south"]
 

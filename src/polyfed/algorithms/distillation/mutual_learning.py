@@ -262,8 +262,8 @@ class NetworkPair(nn.Module):
         self.bridged = self.bridge(inputs[0].flatten(1))
 
     def bridge_client_state(self) -> ClientState:
-        """Returns the weights of the matrix between the two representations, as part of the client state; empty if
-        there is no matrix.
+        """Returns the weights of the matrix from the shared network's representation to the personal network's, as
+        `{"bridge": weights}`; an empty mapping if there is no matrix.
         """
         return {} if self.bridge is None else {"bridge": copy_trained_weights_and_buffers(self.bridge)}
 

@@ -25,7 +25,7 @@ from polyfed.core.nn.module_cache import cached_module, initial_state
 from polyfed.core.seeds import derive_seed, torch_generator
 from polyfed.core.state_dict import StateDict, StateDictSpec, clone_tensors, state_dict_spec, weighted_mean
 from polyfed.core.task import Loss
-from polyfed.core.training.client_loss import client_training_loss
+from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit
 
@@ -200,7 +200,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         if "before" in client_state:  # it has trained, so that there is a θ_i' to compare with
             models_by_position[position], theta = client_state["model"], client_state["before"]
             weights = _model_weights(
-                models_by_position, theta, client_state, client, holdout, client_training_loss(client, self)
+                models_by_position, theta, client_state, client, holdout, training_loss_without_penalties(client, self)
             )
         positive = {str(j): weight for j, weight in weights.items() if weight > 0}
         if positive:

@@ -129,7 +129,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         model = super().personal_model(message, client_state, client, seed)
         if self.evaluate == "head" or "prototypes" not in message.tensors:
             return model
-        return install_prototypes_as_head(
+        return overwrite_head_with_prototypes(
             model, find_replaceable_head(model, client, type(self).__name__), message.tensors["prototypes"]
         )
 
@@ -141,7 +141,7 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
             yield "head", super().personal_model(message, client_state, client, seed)
 
 
-def install_prototypes_as_head(model: nn.Module, head: nn.Linear, prototypes: StateDict) -> nn.Module:
+def overwrite_head_with_prototypes(model: nn.Module, head: nn.Linear, prototypes: StateDict) -> nn.Module:
     """Replaces a network's head in place, so that the network predicts the class of the nearest prototype, and returns
     the network.
 
@@ -155,7 +155,7 @@ def install_prototypes_as_head(model: nn.Module, head: nn.Linear, prototypes: St
 
     >>> head = nn.Linear(1, 2)
     >>> places = {"means": torch.tensor([[1.0], [4.0]]), "present": torch.tensor([True, True])}
-    >>> install_prototypes_as_head(head, head, places)(torch.tensor([[1.0], [3.0]])).argmax(1)
+    >>> overwrite_head_with_prototypes(head, head, places)(torch.tensor([[1.0], [3.0]])).argmax(1)
     tensor([0, 1])
     """
     means, present = prototypes["means"], prototypes["present"]

@@ -9,10 +9,10 @@ from rich.text import Text
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
-def escape_markup_if_text(value: Any) -> Any:
+def literal_rich_text_if_str(value: Any) -> Any:
     """Returns a text in a form that the package `rich` prints literally; returns any other value unchanged.
 
-    >>> escape_markup_if_text("[/b]\\x1b[31m")
+    >>> literal_rich_text_if_str("[/b]\\x1b[31m")
     <text '[/b]�[31m' [] ''>
     """
     return Text(sanitise_for_terminal(value)) if isinstance(value, str) else value
@@ -33,11 +33,11 @@ class PlainTable(rich.table.Table):
 
     def add_column(self, header: Any = "", footer: Any = "", **options: Any) -> None:
         """Adds a column, with header and footer printed literally."""
-        super().add_column(escape_markup_if_text(header), escape_markup_if_text(footer), **options)
+        super().add_column(literal_rich_text_if_str(header), literal_rich_text_if_str(footer), **options)
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         """Adds a row, with its cells printed literally."""
-        super().add_row(*map(escape_markup_if_text, cells), **options)
+        super().add_row(*map(literal_rich_text_if_str, cells), **options)
 
 
 def print_line(console: Console, sentence: object) -> None:

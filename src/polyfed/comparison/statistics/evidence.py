@@ -305,7 +305,7 @@ def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None
     )
 
 
-def interval_ends(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:
+def clip_interval_to_metric_range(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:
     """Returns the two ends of an interval, clipped to the values that the metric can take; None if there is no finite
     interval."""
     if estimate is None or not math.isfinite(estimate.low):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL, Estimate
-from polyfed.comparison.statistics.evidence import Evidence, MethodEvidence, interval_ends
+from polyfed.comparison.statistics.evidence import Evidence, MethodEvidence, clip_interval_to_metric_range
 from polyfed.core.evaluation.metric import Metric
 
 _DIGITS = 12  # digits after the decimal point of a difference; what is beyond is rounding error
@@ -54,10 +54,10 @@ def _method_statistics(
     worst = (("worst", 0), ("p10", 10), ("p90", 90)) if sign > 0 else (("worst", 100), ("p10", 90), ("p90", 10))
     return {
         "mean": mean_if_all_defined([run["mean"] for run in runs]),
-        "interval": interval_ends(method_evidence.mean_score, metric, difference=False),
+        "interval": clip_interval_to_metric_range(method_evidence.mean_score, metric, difference=False),
         **{name: mean_if_all_defined([_quantile(run, q) for run in runs]) for name, q in worst},
         "gain": None if gains is None else mean_if_all_defined(gains),
-        "gain_interval": interval_ends(method_evidence.gain_over_reference, metric, difference=True),
+        "gain_interval": clip_interval_to_metric_range(method_evidence.gain_over_reference, metric, difference=True),
         "gain_per_seed": gains,
         "losers": sum(gain < 0 for gain in gained) if gained else None,
         "participants": len(gained) if gained else None,
@@ -94,7 +94,10 @@ def _client_statistics(
     if estimate is None and len(gains) < len(pairs):
         return entry
     gain = fmean(gains) if gains or estimate is None else estimate.value
-    entry |= {"gain": round(gain, _DIGITS), "gain_interval": interval_ends(estimate, metric, difference=True)}
+    entry |= {
+        "gain": round(gain, _DIGITS),
+        "gain_interval": clip_interval_to_metric_range(estimate, metric, difference=True),
+    }
     entry["p"] = _p_value(estimate)
     if content["same_clients"]:
         decided = estimate is not None and len(runs) > 1 and estimate.p <= 1 - CONFIDENCE_LEVEL

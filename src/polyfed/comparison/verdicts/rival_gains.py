@@ -3,14 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyfed.comparison.statistics.evidence import Evidence, GainsOverBestRival, ScoresByMethod, interval_ends
+from polyfed.comparison.statistics.evidence import (
+    Evidence,
+    GainsOverBestRival,
+    ScoresByMethod,
+    clip_interval_to_metric_range,
+)
 from polyfed.core.evaluation.metric import Metric
 
 
-def simple_model_key(name: str) -> str:
+def bracketed_simple_model_name(name: str) -> str:
     """Returns the name of a simple model in brackets, a key that never equals a method's label.
 
-    >>> simple_model_key("ridge")
+    >>> bracketed_simple_model_name("ridge")
     '(ridge)'
     """
     return f"({name})"
@@ -29,7 +34,7 @@ def name_of_method_or_reference(key: str) -> str:
 def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
     """Returns the scores of the simple models that each client can fit alone: key -> seed -> client id -> score."""
     return {
-        simple_model_key(name): {int(seed): scores for seed, scores in entry["runs"].items()}
+        bracketed_simple_model_name(name): {int(seed): scores for seed, scores in entry["runs"].items()}
         for name, entry in references.items()
         if entry.get("alone")
     }
@@ -71,12 +76,15 @@ def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: 
     for key in simple if evidence_by_key else ():
         key_evidence = evidence_by_key[key]
         entry = {
-            "interval": interval_ends(key_evidence.mean_score, metric, difference=False),
+            "interval": clip_interval_to_metric_range(key_evidence.mean_score, metric, difference=False),
             "gain": None if key_evidence.gain_over_reference is None else key_evidence.gain_over_reference.value,
-            "gain_interval": interval_ends(key_evidence.gain_over_reference, metric, difference=True),
+            "gain_interval": clip_interval_to_metric_range(key_evidence.gain_over_reference, metric, difference=True),
         }
         clients = {
-            client: {"gain": estimate.value, "gain_interval": interval_ends(estimate, metric, difference=True)}
+            client: {
+                "gain": estimate.value,
+                "gain_interval": clip_interval_to_metric_range(estimate, metric, difference=True),
+            }
             for client, estimate in key_evidence.gain_by_client.items()
             if estimate is not None
         }
@@ -84,4 +92,4 @@ def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: 
 
 
 def _simple_model_keys(content: Mapping[str, Any]) -> Sequence[str]:
-    return [simple_model_key(name) for name, entry in content["references"].items() if entry.get("alone")]
+    return [bracketed_simple_model_name(name) for name, entry in content["references"].items() if entry.get("alone")]

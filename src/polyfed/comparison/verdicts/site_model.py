@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from polyfed.comparison.statistics.evidence import Evidence, interval_ends
-from polyfed.comparison.verdicts.rival_gains import simple_model_key
+from polyfed.comparison.statistics.evidence import Evidence, clip_interval_to_metric_range
+from polyfed.comparison.verdicts.rival_gains import bracketed_simple_model_name
 from polyfed.core.evaluation.metric import Metric
 
 MANY_SITES = 10
@@ -23,7 +23,7 @@ def build_site_model(
     if mean_answer is None or mean_answer["method"] is None:
         return None
     leader, over = mean_answer["method"], mean_answer["over"]
-    rival = over if over in evidence.scores else simple_model_key(over)
+    rival = over if over in evidence.scores else bracketed_simple_model_name(over)
     if leader not in evidence.scores or rival not in evidence.scores:
         return None
     modelled = evidence.model_sites(leader, rival)
@@ -33,11 +33,11 @@ def build_site_model(
     return {
         "over": over,
         "gain": model.mean.value,
-        "interval": interval_ends(model.mean, metric, difference=True),
+        "interval": clip_interval_to_metric_range(model.mean, metric, difference=True),
         "p": model.mean.p,
         "deviation": model.deviation,
         "clients": {
-            client: {"gain": site.value, "interval": interval_ends(site, metric, difference=True)}
+            client: {"gain": site.value, "interval": clip_interval_to_metric_range(site, metric, difference=True)}
             for client, site in zip(clients, model.sites, strict=True)
         },
     }

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
-from polyfed.comparison.statistics.evidence import GainOverRivals, interval_ends
+from polyfed.comparison.statistics.evidence import GainOverRivals, clip_interval_to_metric_range
 from polyfed.comparison.verdicts.answer_basis import AnswerBasis, count_examples_behind_answer, tested_examples
 from polyfed.comparison.verdicts.fold_sentences import describe_fold_coverage
 from polyfed.comparison.verdicts.rival_gains import name_of_method_or_reference
@@ -134,7 +134,7 @@ def _answer_entry(
     interval, over = None, content["reference"]
     if rival_gain is not None:
         gain, over = round(rival_gain.estimate.value, _ROUNDED), name_of_method_or_reference(rival_gain.best_rival)
-        interval = interval_ends(rival_gain.estimate, metric, difference=True)
+        interval = clip_interval_to_metric_range(rival_gain.estimate, metric, difference=True)
     word = decide_answer(gain, interval, not why_not)
     row = {"client": client, "answer": word, "method": leader, "gain": gain, "interval": interval, "over": over}
     row |= {"test_examples": basis.num_examples, "rarest": basis.num_rarest, "basis": basis.sentence}
@@ -142,7 +142,7 @@ def _answer_entry(
     row["gains"] = {
         name_of_method_or_reference(key): {
             "gain": estimate.value,
-            "interval": interval_ends(estimate, metric, difference=True),
+            "interval": clip_interval_to_metric_range(estimate, metric, difference=True),
         }
         for key, estimate in gains.items()
     }
@@ -246,7 +246,7 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Joins the first few names with commas, and says how many more there are.
+    """Joins the first 8 names with commas, and adds "and N more" if there are others.
 
     >>> join_names(["a", "b"]), join_names([str(k) for k in range(10)])
     ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')

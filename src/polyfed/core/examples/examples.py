@@ -195,7 +195,7 @@ class Examples:
 
     @property
     def input_tensor(self) -> Tensor:
-        """Returns the stored inputs as one tensor, if they have only one part.
+        """Returns the stored inputs as one tensor; raises an error if they are several tensors.
 
         Raises:
             UserError: the inputs are several tensors.

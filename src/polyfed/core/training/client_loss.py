@@ -12,7 +12,7 @@ from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.losses import build_loss
 
 
-def client_training_loss(client: Client, method: Any = None) -> Loss:
+def training_loss_without_penalties(client: Client, method: Any = None) -> Loss:
     """Returns the loss function that training minimises at a client, without a method's penalties; it takes outputs and
     targets on the CPU.
 
@@ -24,7 +24,7 @@ def client_training_loss(client: Client, method: Any = None) -> Loss:
     >>> from dataclasses import replace
     >>> from polyfed.testing import small_clients
     >>> client = replace(small_clients(1)[0], loss=lambda outputs, targets: outputs.max())
-    >>> float(client_training_loss(client)(torch.tensor([[1.0, 3.0]]), torch.tensor([0])))
+    >>> float(training_loss_without_penalties(client)(torch.tensor([[1.0, 3.0]]), torch.tensor([0])))
     3.0
     """
     if isinstance(method, LocalTraining):

@@ -20,7 +20,7 @@ from polyfed.core.examples.pytree import input_spec_of, logits_of
 from polyfed.core.nn.grad_mode import grad_enabled
 from polyfed.core.nn.memory_format import to_preferred_memory_format
 from polyfed.core.nn.module_cache import architecture_hash
-from polyfed.core.seeds import DropoutRNG, derive_seed, temporary_rng_seed
+from polyfed.core.seeds import DropoutMaskGenerator, derive_seed, temporary_rng_seed
 from polyfed.core.training.loop import fit
 from polyfed.core.vectorized.cohort_batches import BatchSizes, CohortBatches, ValidRows, plan_batch_sizes
 from polyfed.core.vectorized.deferred_calls import (
@@ -123,7 +123,7 @@ def train_cohort(calls: Sequence[FitCall]) -> list[FitCallResult]:
     plans = [_batch_sizes(call) for call in ordered]
     streams = CohortBatches([call.examples for call in ordered], seeds, plans, first.batches_per_step)
     penalty, gradient = (_stack_terms([getattr(call, name) for call in ordered]) for name in ("penalty", "gradient"))
-    dropout_rngs = [DropoutRNG(derive_seed(seed, "dropout"), first.examples.device) for seed in seeds]
+    dropout_rngs = [DropoutMaskGenerator(derive_seed(seed, "dropout"), first.examples.device) for seed in seeds]
     with Stacked(first.module, [call.state for call in ordered], first.trained_names, dropout_rngs) as networks:
         fit(
             networks, streams, first.options, lr=first.lr, seed=0, task=first.task,
@@ -235,7 +235,7 @@ def _train_step_together(
     max_rows = max(rows)
     filled = torch.cat([torch.cat([x, x[:1].expand(max_rows - len(x), *x.shape[1:])]) for x, _ in batches])
     device = batches[0][1].device
-    dropout_rngs, random = [DropoutRNG(call.seed, device) for call in calls], torch.random.get_rng_state()
+    dropout_rngs, random = [DropoutMaskGenerator(call.seed, device) for call in calls], torch.random.get_rng_state()
     with Stacked(module, [call.state for call in calls], trained, dropout_rngs) as networks:
         module.train()
         networks.valid_rows = ValidRows(rows, torch.tensor(rows, device=device)) if min(rows) < max_rows else None

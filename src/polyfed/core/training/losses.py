@@ -128,7 +128,8 @@ def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tens
 
 
 def build_early_stopping(model: nn.Module, client: Client, loss: Loss, patience: int) -> Callable[[], bool]:
-    """Returns a function that is called after each epoch and returns whether training should stop.
+    """Builds a function to call after each epoch: it returns True once the validation loss has reached no new minimum
+    for `patience` epochs in a row.
 
     It should when the loss on the client's validation examples was not below its least for `patience` epochs in a row.
     The network stays in the mode for training.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyfed.core.nn.optimizers import Optimizer
-from polyfed.core.seeds import DropoutRNG, get_rng_state, set_rng_state
+from polyfed.core.seeds import DropoutMaskGenerator, get_rng_state, set_rng_state
 from polyfed.core.task import Task
 from polyfed.core.vectorized.cohort_batches import ValidRows
 from polyfed.core.vectorized.stacked_layers import STACKED_LAYERS, USES_BATCH_STATISTICS, max_pool_channels_last
@@ -71,7 +71,7 @@ class Stacked(nn.Module):
         module: nn.Module,
         states: Sequence[ModuleTensors],
         trained: frozenset[str] = frozenset(),
-        dropout_rngs: Sequence[DropoutRNG] = (),
+        dropout_rngs: Sequence[DropoutMaskGenerator] = (),
     ) -> None:
         super().__init__()
         self.module = module

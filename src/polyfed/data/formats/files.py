@@ -175,7 +175,7 @@ def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
     return np.stack([np.asarray(row) for row in cells])
 
 
-def complete_integer_and_text_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
+def complete_discrete_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
     """Returns the table's columns of integers, truth values and strings that have no missing value, except those in
     `skipped`.
     """

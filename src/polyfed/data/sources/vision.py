@@ -17,7 +17,7 @@ from polyfed.data.formats.files import (
     Table,
     class_names_from_hub_metadata,
     column_to_numpy,
-    complete_integer_and_text_columns,
+    complete_discrete_columns,
     find_idx_file,
     first_existing_column_name,
     read_idx_file,
@@ -242,13 +242,13 @@ def _from_tables(tables: Mapping[str, Table], mode: Mode) -> _ImageSplits:
     if "test" in tables:
         test, test_columns = (
             read(tables["test"]),
-            complete_integer_and_text_columns(tables["test"], _image_columns(tables["test"])),
+            complete_discrete_columns(tables["test"], _image_columns(tables["test"])),
         )
     return _ImageSplits(
         read(train),
         test,
         class_names_from_hub_metadata(train, label),
-        complete_integer_and_text_columns(train, (image, label)),
+        complete_discrete_columns(train, (image, label)),
         test_columns,
     )
 

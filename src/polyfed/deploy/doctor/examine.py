@@ -20,7 +20,7 @@ from polyfed.deploy.doctor.folders import (
     SITE_UNIT,
     SystemdUnit,
     detect_folder_kinds,
-    read_systemd_unit_or_empty,
+    read_systemd_unit_if_exists,
 )
 from polyfed.deploy.doctor.machine import (
     check_control_token_file,
@@ -69,9 +69,9 @@ def run_folder_checks(
             Project(folder if kinds[0] == "project" else folder.parent), check_server_configuration, trial_port
         )
     if "server" in kinds:
-        yield from _check_server_folder(read_systemd_unit_or_empty(folder / SERVER_UNIT), server_address)
+        yield from _check_server_folder(read_systemd_unit_if_exists(folder / SERVER_UNIT), server_address)
     if "site" in kinds:
-        yield from _check_site_folder(read_systemd_unit_or_empty(folder / SITE_UNIT), server_address)
+        yield from _check_site_folder(read_systemd_unit_if_exists(folder / SITE_UNIT), server_address)
     yield from check_package_versions("versions", protocol_version)
 
 

@@ -44,7 +44,7 @@ class SystemdUnit:
         return local_copy if not target.exists() and local_copy.exists() else target
 
 
-def read_systemd_unit_or_empty(file: Path) -> SystemdUnit:
+def read_systemd_unit_if_exists(file: Path) -> SystemdUnit:
     """Reads the program, options and environment variables from a systemd unit file. If the file does not exist, as in
     a container, the returned unit has no program and no options.
 

@@ -7,7 +7,7 @@ would reveal more than that sum.
 
 import hashlib
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -141,9 +141,9 @@ class UnmaskingShares:
     bundle: bytes
 
 
-def compute_participants_digest(sum_id: SumId, adverts: Collection[KeyAdvertisement], threshold: int) -> bytes:
+def compute_participants_digest(sum_id: SumId, sorted_adverts: Sequence[KeyAdvertisement], threshold: int) -> bytes:
     """Returns a hash of a secure sum, the names and public keys of its sites, and the threshold."""
-    parts = [part for advert in adverts for part in (advert.name, advert.cipher_public, advert.mask_public)]
+    parts = [part for advert in sorted_adverts for part in (advert.name, advert.cipher_public, advert.mask_public)]
     return hashlib.sha256(crypto.encode_length_prefixed(sum_id.id_bytes, str(threshold), *parts)).digest()
 
 
@@ -164,7 +164,7 @@ def minimum_accepted_threshold(num_sites: int, owner_threshold: int | None = Non
     return max(2, num_sites // 2 + 1, 2 * num_sites // 3 + 1 if owner_threshold is None else owner_threshold)
 
 
-def count_encrypted_share_bytes(num_sites: int) -> int:
+def bytes_of_shares_from_one_site_to_another(num_sites: int) -> int:
     """Returns the number of bytes of the encrypted secret shares that one site sends to another, in a sum of
     `num_sites` sites.
     """

@@ -29,7 +29,7 @@ from polyfed.deploy.secure_aggregation.protocol import (
     KeyAdvertisement,
     SumId,
     UnmaskingShares,
-    count_encrypted_share_bytes,
+    bytes_of_shares_from_one_site_to_another,
 )
 from polyfed.deploy.secure_aggregation.shamir import PRIME
 from polyfed.deploy.secure_aggregation.unmask import unmask_sum
@@ -170,7 +170,7 @@ class SecureRoundServer:
         self._log_refusals(client, head)
         if client not in adverts:
             return
-        receivers, size = set(adverts) - {client}, count_encrypted_share_bytes(len(adverts))
+        receivers, size = set(adverts) - {client}, bytes_of_shares_from_one_site_to_another(len(adverts))
         try:
             boxes = answer.unpack_body().tensors.get(BOXES_GROUP, {}) if isinstance(answer, PackedEnvelope) else {}
         except UserError:

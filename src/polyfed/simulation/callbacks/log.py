@@ -10,7 +10,7 @@ from polyfed.simulation.rounds.run_state import RunState
 
 
 @final
-class RoundLogger(Callback):
+class ProgressReporter(Callback):
     """Shows each round's record and its warnings on the progress display of a run."""
 
     def __init__(self, run: RunState) -> None:

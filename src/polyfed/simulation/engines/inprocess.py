@@ -35,7 +35,7 @@ from polyfed.core.seeds import temporary_rng_seed
 from polyfed.core.serialization import check_serializable
 from polyfed.core.state_dict import PyTree
 from polyfed.core.task import Loss
-from polyfed.core.training.client_loss import client_training_loss
+from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.simulation.engines.base import ClientTask, Engine, TaskResult, move_clients_to_device
 
 
@@ -98,7 +98,7 @@ class InProcessEngine(Engine):
                                 description = algorithm.describe_personal_network(model, client)
                             result = _exported_weights(task, model, description)
                         else:
-                            loss = client_training_loss(client, algorithm)
+                            loss = training_loss_without_penalties(client, algorithm)
                             metrics, outputs = self._evaluate(model, task, message, client_state, loss)
                             for name, other_model in algorithm.other_models(message, client_state, client, task.seed):
                                 metrics |= evaluate_client_with_outputs(

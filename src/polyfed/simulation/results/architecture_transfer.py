@@ -15,7 +15,7 @@ from polyfed.core.evaluation.evaluate import MetricValues, evaluate_client
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.seeds import derive_seed
-from polyfed.core.training.client_loss import client_training_loss
+from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.simulation.checks.requirements import client_data_spec
 from polyfed.simulation.results.run import Run
 
@@ -70,7 +70,7 @@ def transfer_network(
         raise UserError(f"steps must be at least 1, got {steps}")
     client, before = run.federation.clients[client_id], run.model(client_id)
     _check_task_fits(client, task, before)
-    loss = client_training_loss(task, method)
+    loss = training_loss_without_penalties(task, method)
     metrics_before = evaluate_client(before, task, loss=loss)
     export_task = run.federation.build_single_task("export", client_id, run.kept_checkpoint)
     client_state: Mapping[str, Any] = (
@@ -126,7 +126,7 @@ def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> Metr
     )
     tuning_method = replace(method, finetune_epochs=epochs)
     model = tuning_method.personal_model(export_task.message, dict(client_state), client, export_task.seed)
-    return evaluate_client(model, client, loss=client_training_loss(client, method))
+    return evaluate_client(model, client, loss=training_loss_without_penalties(client, method))
 
 
 def _require_search_method(run: Run, client_id: str) -> SupernetMethod:

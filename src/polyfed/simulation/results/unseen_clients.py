@@ -31,7 +31,7 @@ from polyfed.core.nn.precision import check_precision
 from polyfed.core.seeds import derive_seed, temporary_rng_seed
 from polyfed.core.state_dict import StateDict
 from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec
-from polyfed.core.training.client_loss import client_training_loss
+from polyfed.core.training.client_loss import training_loss_without_penalties
 from polyfed.core.training.config import LocalTraining
 from polyfed.core.training.loop import fit
 from polyfed.data.partitioning.allocation import draw_stratified_rows
@@ -260,7 +260,7 @@ def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int =
                 graph = algorithm.client_graph(message, placed_client)
                 client_state = algorithm.client_init(placed_client, settings.seed)
                 ((_, network),) = algorithm.other_models(message, client_state, placed_client, seed)
-                loss = client_training_loss(placed_client, algorithm)
+                loss = training_loss_without_penalties(placed_client, algorithm)
                 before, generated = evaluate_client(network, placed_client, loss=loss), _copy_state_dict(network)
                 network = algorithm.personal_model(message, client_state, placed_client, seed)
                 after, refined = evaluate_client(network, placed_client, loss=loss), _copy_state_dict(network)
@@ -346,7 +346,9 @@ def training_curve(
             if epoch:
                 epoch_seed = derive_seed(seed, client.id, "curve", epoch)
                 fit(network, placed_client, options, lr=lr, seed=epoch_seed)
-            scores.append(evaluate_client(network, placed_client, loss=client_training_loss(placed_client, options)))
+            scores.append(
+                evaluate_client(network, placed_client, loss=training_loss_without_penalties(placed_client, options))
+            )
     return scores
 
 

@@ -105,7 +105,8 @@ class StoredOutputs(NamedTuple):
 
 
 def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutputs:
-    """Reads the network's outputs after a round for a split, with the targets further columns and groups of the examples.
+    """Reads what was stored of a split after a round: the network's outputs, and the targets, further columns and
+    groups of the examples.
 
     Raises:
         UserError: the file is damaged, or there is no such split.

@@ -14,7 +14,7 @@ from polyfed.cli.commands.argv import (
     split_whole_numbers,
 )
 from polyfed.cli.commands.options.recipes import add_scale_and_variant_options
-from polyfed.cli.static_registry import resolve_without_import
+from polyfed.cli.static_registry import read_value_or_outline_without_import
 from polyfed.comparison.budget import Budget, ResultCriteria
 from polyfed.comparison.storage.comparison_directory import DESCRIPTION
 from polyfed.core.io.atomic_files import expand_user_path
@@ -223,7 +223,7 @@ def is_warmstart_key(key: str) -> bool:
     >>> [is_warmstart_key(key) for key in ("model.name", "data.path", "data.clients", "data.partition.alpha", "rounds")]
     [True, True, False, False, False]
     """
-    split = resolve_without_import("polyfed.data.partitioning.split", "Split")
+    split = read_value_or_outline_without_import("polyfed.data.partitioning.split", "Split")
     section, _, field = key.rpartition(".")
     if section == "data":
         return key in UNSEEN_CLIENT_KEYS or field not in {*split.__dataclass_fields__, "shifts"}

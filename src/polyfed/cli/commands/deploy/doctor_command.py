@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyfed.cli.static_registry import ALGORITHMS, resolve_without_import
+from polyfed.cli.static_registry import ALGORITHMS, read_value_or_outline_without_import
 from polyfed.core.declared_words import disclosures_needing_consent
 from polyfed.core.errors import RoundError, UserError, check_extra_installed, did_you_mean
 from polyfed.core.io.terminal_text import sanitise_for_terminal
@@ -37,7 +37,7 @@ def check_folder_and_print_findings(folder: Path, trial_port: int = 8000, server
     count = 0
     for finding in run_folder_checks(
         folder,
-        resolve_without_import("polyfed.deploy.protocol.wire", "PROTOCOL"),
+        read_value_or_outline_without_import("polyfed.deploy.protocol.wire", "PROTOCOL"),
         check_server_configuration,
         trial_port,
         server_address,
@@ -59,7 +59,7 @@ def check_server_configuration(config: Mapping[str, Any], file: Path) -> Finding
 def _configuration_findings(config: Mapping[str, Any], file: Path) -> Iterator[Finding]:
     fields = {
         f.name.replace("_", "-"): f
-        for f in dataclasses.fields(resolve_without_import("polyfed.deploy.server.server", "Deployment"))
+        for f in dataclasses.fields(read_value_or_outline_without_import("polyfed.deploy.server.server", "Deployment"))
     }
     values = {key: value for key, value in config.items() if value != "" and key != "algorithm"}
     choices = [*fields, *SETTINGS_KEYS, "keep"]

@@ -24,7 +24,7 @@ from polyfed.cli.commands.options.site_options import (
     parse_networks_by_site,
     partition_options_of_site_column,
 )
-from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, resolve_without_import
+from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, read_value_or_outline_without_import
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.former_fields import rename_former_fields
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
@@ -176,7 +176,7 @@ def _all_options(names: Mapping[str, str], *, with_model: bool) -> list[Option]:
 
 
 def _split_class() -> Any:
-    return resolve_without_import("polyfed.data.partitioning.split", "Split")
+    return read_value_or_outline_without_import("polyfed.data.partitioning.split", "Split")
 
 
 def _class_of_choice(section: str, name: str) -> Callable[..., Any]:
@@ -339,7 +339,10 @@ def _validate_choice(section: str, name: Any) -> str:
 def _drop_replaced_choices(config_values: Mapping[str, Any], chosen: Mapping[str, str | None]) -> dict[str, Any]:
     """Removes from a configuration the fields of choices that the command line replaces; local training and split stay."""
     shared = {
-        "algorithm": {f.name for f in fields(resolve_without_import("polyfed.core.training.config", "LocalTraining"))}
+        "algorithm": {
+            f.name
+            for f in fields(read_value_or_outline_without_import("polyfed.core.training.config", "LocalTraining"))
+        }
         - {"buffers"},
         "data": {f.name for f in fields(_split_class())},
     }

@@ -73,7 +73,7 @@ def run_experiment(
             )
         except (ClientError, RoundError) as error:  # the others are worth having
             failed[name] = str(error)
-    show_run_table(runs, experiment_data, out, console or Console())
+    print_scores_by_client_and_traffic(runs, experiment_data, out, console or Console())
     _log_networks_to_mlflow(out, logger, console)
     _raise_if_failed(failed)
 
@@ -143,7 +143,7 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
                 runs[name] = _run_method(experiment, baseline, experiment_data, folder, progress)
         except (ClientError, RoundError) as error:
             failed[name] = str(error)
-    show_run_table(runs, experiment_data, out, console or Console())
+    print_scores_by_client_and_traffic(runs, experiment_data, out, console or Console())
     _log_networks_to_mlflow(out, logger, console)
     _raise_if_failed(failed)
 
@@ -226,7 +226,9 @@ def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, 
     return {"preparation": experiment_data.preparation} if experiment_data.preparation else {}
 
 
-def show_run_table(runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console) -> None:
+def print_scores_by_client_and_traffic(
+    runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console
+) -> None:
     """Prints a table of the scores of a run and its baselines, with the gain over the first baseline.
 
     It has a row per client, or only overall scores where the terminal is too narrow for all methods.
