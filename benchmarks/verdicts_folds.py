@@ -2,6 +2,7 @@
 
     python benchmarks/verdicts_folds.py false [--repeats 400]      nothing differs: 4 to 160 sites, 12 to 200 examples
     python benchmarks/verdicts_folds.py trained [--repeats 400]    networks that are trained in each fold
+    python benchmarks/verdicts_folds.py ratios [--repeats 400]     the same with other parts for training examples
     python benchmarks/verdicts_folds.py sites [--repeats 400]      sites that differ: the model over sites
     python benchmarks/verdicts_folds.py power [--repeats 400]      at the size of four hospitals, against resplit
     python benchmarks/verdicts_folds.py table                      benchmarks/results/verdicts_folds.md from all of them
@@ -9,26 +10,28 @@
 Results are in benchmarks/results/verdicts_folds.json, a cell as soon as it is done; what is there is not repeated.
 
 Predictions are drawn as in `verdicts.py`: each example has a difficulty that both methods share, one of its own for each
-method, and one for each network; each network has luck of its own at each site, and at all sites together. A network is that
-of one fold. `trained` draws features instead, and both methods are ridge regressions, trained in each fold on one half of the
-features each: nothing differs in expectation over training examples, but for given ones something does.
+method, and one for each network; each network has luck of its own at each site, and at all sites together. A network is
+that of one fold. `trained` draws features instead, and both methods are ridge regressions, trained in each fold on one half
+of the features each: nothing differs in expectation over training examples, but for given ones something does.
 """
 
 import argparse
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from scipy import stats
 from scipy.optimize import brentq
 
+from polyfed.comparison.statistics import cross_validation
 from polyfed.comparison.statistics.cross_validation import (
+    TRAINING_VARIANCE_RATIO,
     difference_over_folds,
     estimate_clients_from_folds,
     estimate_mean_from_folds,
 )
-from polyfed.comparison.statistics.estimate import CONFIDENCE_LEVEL
 from polyfed.comparison.statistics.fold_evidence import describe_site_gains
 from polyfed.comparison.statistics.fold_influence import score_folds
 from polyfed.comparison.statistics.mrmc import (
@@ -44,7 +47,6 @@ from polyfed.core.seeds import derive_seed
 RESULTS = Path(__file__).parent / "results" / "verdicts_folds.json"
 SCORES, FOLDS, LUCK = ("accuracy", "auc"), 5, 0.15
 HOSPITALS = (303, 294, 123, 200)
-SAID = 1 - CONFIDENCE_LEVEL
 EXAMPLE_VARIANCE = 1.2**2 + 2 * 0.7**2  # of a prediction, between examples
 
 
@@ -121,8 +123,8 @@ class World:
         for t in range(times):
             lucky = self.network()
             for i, targets in enumerate(self.targets):
-                rows = np.concatenate([self.rng.permutation(np.flatnonzero(targets == c))[: max(1, round(test * (targets == c).sum()))]
-                                       for c in (0, 1)])  # fmt: skip
+                classes = [self.rng.permutation(np.flatnonzero(targets == label)) for label in (0, 1)]
+                rows = np.concatenate([of_class[: max(1, round(test * len(of_class)))] for of_class in classes])
                 truth = torch.from_numpy(targets[rows])
                 ours, theirs = (METRICS[score](two_outputs(one), truth) for one in self.predict(score, i, lucky, rows))
                 values[i, t] = ours - theirs
@@ -231,6 +233,22 @@ def trained(repeats):
                     count(f"{score}, {name}, {how}, {times} x 5 folds", "trained", some, one)
 
 
+def ratios(repeats):
+    """The same with other parts for training examples: none, and that of Nadeau and Bengio."""
+    for size in (40, 200):
+        for features, strength, penalty in ((10, 0.3, 1.0), (20, 1.0, 10.0)):
+
+            def one(rng, size=size, how=(features, strength, penalty)):
+                differences, said = linear_sites("auc", (size,) * 4, 2, rng, *how), {}
+                for ratio in (0.0, TRAINING_VARIANCE_RATIO, 1.25):
+                    with patch.object(cross_validation, "TRAINING_VARIANCE_RATIO", ratio):
+                        said |= {f"{what} {ratio}": value for what, value in said_falsely(differences).items()}
+                return said
+
+            name = f"auc, 4 sites, {size} examples, {features} features, signal {strength}, 2 x 5 folds"
+            count(name, "ratios", repeats, one)
+
+
 def with_sites(world, differences, score):
     """The model over sites."""
     truths = world.true_gains(score)
@@ -261,7 +279,7 @@ def sites(repeats):
         gains = np.array([level_of(0.10)] * 3 + [0.0])
         world = World((200,) * 4, rng, gains)
         differences = world.cross_validate("auc", 2)
-        model, truths = with_sites(world, differences, "auc")
+        model, _ = with_sites(world, differences, "auc")
         own = estimate_clients_from_folds(differences)
         return {"own": is_false(own[3]), "pooled": is_false(model.sites[3])}
 
@@ -316,43 +334,67 @@ def share(counted, of):
     return f"{100 * counted / of:.1f} ({100 * found.low:.1f} to {100 * found.high:.1f})"
 
 
+def rows_of(kind, columns):
+    """The lines of a table: a cell's name, its repeats, and what each function of `columns` says of it."""
+    return [
+        f"| {name} | {cell['repeats']} | {' | '.join(column(cell) for column in columns)} |"
+        for name, cell in kept().get(kind, {}).items()
+    ]
+
+
+def header(*columns):
+    return ["", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+
+
 def table():
-    content = kept()
+    def shares(what):
+        return lambda cell: share(cell[what], cell["repeats"])
+
+    def percent(what, of=1):
+        return lambda cell: f"{100 * cell[what] / cell['repeats'] / of:.1f}"
+
     lines = ["False sentences in per cent of comparisons, with a 95 % interval of that share.", ""]
     for kind, title in (
         ("false", "Simulated predictions"),
         ("trained", "Networks trained in each fold, over training examples"),
     ):
-        lines += [f"## {title}", "", "| case | repeats | about the mean | about a site or more |", "|---|---|---|---|"]
-        lines += [f"| {name} | {one['repeats']} | {share(one['mean'], one['repeats'])} | {share(one['sites'], one['repeats'])} |"
-                  for name, one in content.get(kind, {}).items()]  # fmt: skip
-        lines.append("")
-    lines += ["## The model over sites", "", "Intervals that leave out the truth: of the mean of these sites, of the mean of sites like these "
-              "(sites as units), of a site or more (its own), of a site on average (partial pooling).", "",
-              "| case | repeats | these sites | sites like these | own, a site or more | pooled, on average |", "|---|---|---|---|---|---|"]  # fmt: skip
-    lines += [f"| {name} | {one['repeats']} | {share(one['mean'], one['repeats'])} | {share(one['mean of sites'], one['repeats'])} | "
-              f"{share(one['sites'], one['repeats'])} | {100 * one['pooled'] / one['repeats']:.1f} |"
-              for name, one in content.get("sites", {}).items()]  # fmt: skip
-    for name, one in content.get("outlier", {}).items():
-        lines += ["", f"{name}: the interval of that one misses the truth in {share(one['own'], one['repeats'])} % by its own "
-                  f"examples, in {share(one['pooled'], one['repeats'])} % by partial pooling."]  # fmt: skip
-    lines += ["", "## Power at the size of four hospitals (303, 294, 123 and 200 examples), in per cent", "",
-              "| case | repeats | of the mean | of each site | mean width of the mean's interval |", "|---|---|---|---|---|"]  # fmt: skip
-    lines += [f"| {name} | {one['repeats']} | {100 * one['mean'] / one['repeats']:.0f} | "
-              f"{100 * one['sites'] / one['repeats'] / 4:.0f} | {one['width'] / one['repeats']:.3f} |"
-              for name, one in content.get("power", {}).items()]  # fmt: skip
+        lines += [f"## {title}", *header("case", "repeats", "about the mean", "about a site or more")]
+        lines += [*rows_of(kind, [shares("mean"), shares("sites")]), ""]
+    parts = (0.0, TRAINING_VARIANCE_RATIO, 1.25)
+    lines += [
+        "## The same by the part for training examples (0, polyfed's, and Nadeau and Bengio's)",
+        *header("case", "repeats", *(f"{what}, {part}" for part in parts for what in ("mean", "sites"))),
+        *rows_of("ratios", [shares(f"{what} {part}") for part in parts for what in ("mean", "sites")]),
+        "",
+        "## The model over sites",
+        "",
+        "Intervals that leave out the truth: of the mean of these sites, of the mean of sites like these (sites as units),",
+        "of a site or more (its own), of a site on average (partial pooling).",
+        *header("case", "repeats", "these sites", "sites like these", "own, a site or more", "pooled, on average"),
+        *rows_of("sites", [shares("mean"), shares("mean of sites"), shares("sites"), percent("pooled")]),
+        "",
+        "The interval of a site that gains nothing, where the other three gain 0.10:",
+        *header("case", "repeats", "own", "pooled"),
+        *rows_of("outlier", [shares("own"), shares("pooled")]),
+        "",
+        "## Power at the size of four hospitals (303, 294, 123 and 200 examples), in per cent",
+        *header("case", "repeats", "of the mean", "of each site", "mean width of the mean's interval"),
+        *rows_of(
+            "power", [percent("mean"), percent("sites", 4), lambda cell: f"{cell['width'] / cell['repeats']:.3f}"]
+        ),
+    ]
     RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("part", choices=("false", "trained", "sites", "power", "table"))
+    arguments.add_argument("part", choices=("false", "trained", "ratios", "sites", "power", "table"))
     arguments.add_argument("--repeats", type=int, default=400)
     asked = arguments.parse_args()
     torch.set_num_threads(1)
     np.seterr(divide="ignore", invalid="ignore")
-    parts = {"false": false, "trained": trained, "sites": sites, "power": power}
+    parts = {"false": false, "trained": trained, "ratios": ratios, "sites": sites, "power": power}
     table() if asked.part == "table" else parts[asked.part](asked.repeats)
 
 

@@ -22,7 +22,12 @@ from polyfed.comparison.statistics.mrmc import (
     score_seeds,
     variance_components_of_difference,
 )
-from polyfed.comparison.statistics.random_effects import RandomEffects, SiteGain, fit_random_effects
+from polyfed.comparison.statistics.random_effects import (
+    RandomEffects,
+    SharedError,
+    SiteGain,
+    fit_random_effects,
+)
 from polyfed.comparison.statistics.resplits import ResplitDifferences, estimate_client_means_over_resplits
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import is_built_in_metric
@@ -231,24 +236,26 @@ class Evidence:
         model = fit_random_effects(list(gains.values()), common)
         return None if model is None else (list(gains), model)
 
-    def _site_gains(self, label: str, rival: str, clients: Sequence[str]) -> tuple[dict[str, SiteGain], float]:
-        """Returns the gain of each client, and the variance of the error that all clients share."""
+    def _site_gains(self, label: str, rival: str, clients: Sequence[str]) -> tuple[dict[str, SiteGain], SharedError]:
+        """Returns the gain of each client, and the error that all clients share."""
         if self.folds is not None:
             return self.folds.site_gains(label, rival)
         if self.has_same_data:
             components = {c: of for c in clients if (of := self._variance_components(label, rival, c)) is not None}
             means = np.mean([of.centres for of in components.values()], axis=0) if components else np.zeros(1)
             common = float(means.var(ddof=1)) / len(means) if len(means) > 1 else 0.0
-            return {c: SiteGain(of.mean, of.variance) for c, of in components.items()}, common
+            gains = {c: SiteGain(of.mean, of.variance) for c, of in components.items()}
+            return gains, SharedError(common, max(len(means) - 1, 1))
         if len(self.seeds) < 2 or not clients:
-            return {}, 0.0
+            return {}, SharedError()
         table = {c: [self._score_difference(label, rival, seed, c) for seed in self.seeds] for c in clients}
         sites = {c: self._resplit_differences(table[c], [c]) for c in clients}
         variances = {c: site.mean_variance_factor * site.sample_variance for c, site in sites.items()}
         of_mean = self._resplit_differences([fmean(row) for row in zip(*table.values(), strict=True)], clients)
         apart = sum(variances.values()) / len(variances) ** 2
         common = max(of_mean.mean_variance_factor * of_mean.sample_variance - apart, 0.0)
-        return {c: SiteGain(fmean(table[c]), variances[c]) for c in clients}, common
+        gains = {c: SiteGain(fmean(table[c]), variances[c]) for c in clients}
+        return gains, SharedError(common, len(self.seeds) - 1)
 
     def _resplit_differences(self, values: Sequence[float], clients: Sequence[str]) -> ResplitDifferences:
         sizes = [self.sizes[seed][c] for seed in self.seeds for c in clients]

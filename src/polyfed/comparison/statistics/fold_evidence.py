@@ -18,7 +18,7 @@ from polyfed.comparison.statistics.cross_validation import (
 )
 from polyfed.comparison.statistics.estimate import ALPHA, Estimate
 from polyfed.comparison.statistics.fold_influence import FoldScores, score_folds
-from polyfed.comparison.statistics.random_effects import SiteGain
+from polyfed.comparison.statistics.random_effects import SharedError, SiteGain
 from polyfed.core.evaluation.metric import Metric
 
 
@@ -93,17 +93,17 @@ class FoldEvidence:
         defined = [value for value in by_client.values() if value is not None]
         return (fmean(defined) if defined else None), by_client
 
-    def site_gains(self, label: str, rival: str) -> tuple[dict[str, SiteGain], float]:
-        """Returns the gain of each client over `rival`, and the variance of the error that all clients share, which is that
-        of the runs' seeds."""
+    def site_gains(self, label: str, rival: str) -> tuple[dict[str, SiteGain], SharedError]:
+        """Returns the gain of each client over `rival`, and the error that all clients share, which is that of the runs'
+        seeds."""
         return describe_site_gains(self.differences(label, rival))
 
 
-def describe_site_gains(differences: Mapping[str, FoldDifferences]) -> tuple[dict[str, SiteGain], float]:
-    """Returns the gain of each site, for the model over sites, and the variance of the error that all sites share."""
+def describe_site_gains(differences: Mapping[str, FoldDifferences]) -> tuple[dict[str, SiteGain], SharedError]:
+    """Returns the gain of each site, for the model over sites, and the error that all sites share."""
     sites = list(differences.values())
     if not sites:
-        return {}, 0.0
+        return {}, SharedError()
     networks, of_seeds = sites[0].num_networks, pooled_network_variance(sites)
     gains = {
         name: SiteGain(
@@ -113,4 +113,4 @@ def describe_site_gains(differences: Mapping[str, FoldDifferences]) -> tuple[dic
         )
         for name, site in differences.items()
     }
-    return gains, common_network_variance(sites) / networks
+    return gains, SharedError(common_network_variance(sites) / networks, sites[0].network_freedom)

@@ -53,8 +53,17 @@ class SiteGain:
     further_variance: float = 0.0
 
 
+@final
+@dataclass(frozen=True)
+class SharedError:
+    """Holds the variance of an error that all sites share, such as that of the runs' seeds, and its degrees of freedom."""
+
+    variance: float = 0.0
+    freedom: float = 1.0
+
+
 def fit_random_effects(
-    gains: Sequence[SiteGain], common_variance: float = 0.0, *, alpha: float = ALPHA
+    gains: Sequence[SiteGain], shared: SharedError | None = None, *, alpha: float = ALPHA
 ) -> RandomEffects | None:
     """Fits the model to the gains of sites; None for fewer than `MIN_SITES` sites, or variances that are not positive.
 
@@ -63,7 +72,7 @@ def fit_random_effects(
 
     Args:
         gains: of the sites.
-        common_variance: variance of an error that all sites share, such as that of the runs' seeds.
+        shared: the error that all sites share; None for none.
         alpha: error rate of each interval.
 
     >>> fitted = fit_random_effects([SiteGain(gain, 0.001) for gain in (0.1, 0.12, 0.08, 0.1)])
@@ -78,12 +87,16 @@ def fit_random_effects(
     weights = 1 / (variance + between)
     mean = float(weights @ gain / weights.sum())
     spread = float(weights @ (gain - mean) ** 2) / (len(gain) - 1)
-    mean_variance = max(spread, 1.0) / float(weights.sum()) + common_variance
+    free, shared_error = len(gain) - 1, shared or SharedError()
+
+    def variance_of_mean(alpha: float) -> float:  # for a t quantile of `free` degrees of freedom
+        few_seeds = (t_quantile(alpha, shared_error.freedom) / t_quantile(alpha, free)) ** 2
+        return max(spread, 1.0) / float(weights.sum()) + few_seeds * shared_error.variance
 
     def half_width(alpha: float) -> float:
-        return t_quantile(alpha, len(gain) - 1) * math.sqrt(mean_variance)
+        return t_quantile(alpha, free) * math.sqrt(variance_of_mean(alpha)) if alpha < 1 else 0.0
 
-    sites = [_pool_partially(site, mean, mean_variance, between, variance, alpha) for site in gains]
+    sites = [_pool_partially(site, mean, variance_of_mean(alpha), between, variance, alpha) for site in gains]
     return RandomEffects(estimate_from_half_width(mean, mean, half_width, alpha), math.sqrt(between), tuple(sites))
 
 
