@@ -70,13 +70,15 @@ WIDTHS = (
 )
 SIZES = {name: {"width": 4} for name in WIDTHS}
 SIZES |= {"lstm": {"vocabulary": 9, "num_layers": 2}, "vit": {"dim": 8}}
+TOKENS = {"lstm", "lstm_tagger", "tiny_transformer"}
+SIZES |= {"lstm_tagger": {"vocabulary": 9}, "tiny_transformer": {"vocabulary": 9, "dim": 8}}
 
 
 def zoo(name, **sizes):
-    shape = (25,) if name == "lstm" else (3, 32, 32) if name == "cnn_pfedla" else (1, 28, 28)
+    shape = (25,) if name in TOKENS else (3, 32, 32) if name == "cnn_pfedla" else (1, 28, 28)
     with temporary_rng_seed(0):
         model = build(name, shape, 5, **{**SIZES.get(name, {}), **sizes})
-    return model, torch.ones(2, *shape, dtype=torch.int64 if name == "lstm" else torch.float32)
+    return model, torch.ones(2, *shape, dtype=torch.int64 if name in TOKENS else torch.float32)
 
 
 # Have no layer that the others have not.
@@ -93,6 +95,7 @@ def test_the_zoo(extracted, name, sizes):
     graph = extracted(model, x)
     assert graph.tracer == "torch.fx"
     local = {"lstm": {"embedding", "lstm"}, "vit": {"positions", "cls_token"} & set(dict(model.named_parameters()))}
+    local |= {"lstm_tagger": {"embedding", "forwards", "backwards"}, "tiny_transformer": {"embedding", "positions"}}
     assert {parameter.split(".")[0] for parameter in graph.local_reasons} == local.get(name, set())
     assert_same(model, x)
 

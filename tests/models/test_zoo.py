@@ -15,6 +15,7 @@ from polyfed.models import MODELS, build
 from polyfed.models.plain_cnn import ConvSpec, build_norm_layer, plain_cnn
 
 TOKENS = (25,)
+TOKEN_BY_TOKEN = {"lstm_tagger", "tiny_transformer"}  # have logits for each token
 # (name, input shape, arguments): small widths, so that all of them train in seconds; every name of the registry occurs.
 TABLE: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     ("mlp", (1, 8, 8), {}),
@@ -45,6 +46,9 @@ TABLE: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     *(("flha_chain", (3, 16, 16), {"width": 8, "num_layers": n}) for n in (4, 7, 10, 13)),
     ("lstm", TOKENS, {"vocabulary": 50, "embedding": 16, "hidden": 16, "fc": 16}),
     ("lstm", TOKENS, {"vocabulary": 50, "embedding": 16, "hidden": 16, "fc": 16, "num_layers": 2}),
+    ("lstm_tagger", TOKENS, {"vocabulary": 50, "embedding": 16, "hidden": 8}),
+    ("tiny_transformer", TOKENS, {"vocabulary": 50, "dim": 16, "depth": 1}),
+    ("tiny_transformer", TOKENS, {"vocabulary": 50, "dim": 16, "depth": 1, "causal": True}),
     ("vit", (1, 8, 8), {"dim": 16, "patch": 2}),
     ("vit", (3, 16, 16), {"dim": 16, "pool": "cls"}),
 ]
@@ -61,7 +65,7 @@ def make(name: str, shape: tuple[int, ...], arguments: dict[str, Any], classes: 
 
 def inputs(name: str, shape: tuple[int, ...], num: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    if name == "lstm":
+    if shape == TOKENS:
         return torch.randint(0, 50, (num, *shape), generator=generator)
     return torch.randn((num, *shape), generator=generator)
 
@@ -78,7 +82,7 @@ def test_the_table_covers_the_registry() -> None:
 @pytest.mark.parametrize(("name", "shape", "arguments"), TABLE, ids=IDS)
 def test_output_shape_and_modes(name: str, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
     model, x = make(name, shape, arguments), inputs(name, shape, 3)
-    assert model(x).shape == (3, NUM_CLASSES)
+    assert model(x).shape == (3, *(shape if name in TOKEN_BY_TOKEN else ()), NUM_CLASSES)
     model.eval()
     expected = model(x)
     assert torch.allclose(model(x[:1]), expected[:1], atol=1e-5)  # no example depends on another one
@@ -108,7 +112,7 @@ def test_learns_random_labels(name: str, shape: tuple[int, ...], arguments: dict
     losses = []
     for _ in range(25):
         optimiser.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x)[:, 0] if name in TOKEN_BY_TOKEN else model(x), y)
         loss.backward()
         optimiser.step()
         losses.append(float(loss.detach()))

@@ -16,6 +16,8 @@ GOOD = {
     "multilabel": (torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0]]), (4, 2)),
     "regression": (torch.tensor([1.0, 2.0, -1.0, 0.5]), (4, 1)),
     "survival": (torch.tensor([[3.0, 1], [2.0, 0], [5.0, 1], [2.0, 1]]), (4, 1)),
+    "tokens": (torch.tensor([[0, 1, 2], [2, 2, -100], [1, -100, -100], [0, 0, 1]]), (4, 3, 3)),
+    "forecasting": (torch.tensor([1.0, 2.0, -1.0, 0.5]), (4, 1)),
 }
 """Task -> targets of four examples, and the shape of a network's outputs for them."""
 BAD = {
@@ -29,6 +31,12 @@ BAD = {
         (torch.tensor([[1.0, 30], [0, 20], [1, 10], [1, 5]]), "row 0 has event 30.*swap the two columns"),
         (torch.tensor([3.0, 2.0, 5.0, 2.0]), "the time and the event"),
     ],
+    "tokens": [
+        (torch.tensor([0, 1, 2, 0]), "one class for each token"),
+        (torch.tensor([[0, 1], [1, -3], [0, 0], [1, 0]]), "row 1, position 1 is -3"),
+        (torch.tensor([[0, 1], [1, 0], [-100, -100], [1, 0]]), "all tokens of row 2 are ignored"),
+    ],
+    "forecasting": [(torch.zeros(4, 3), "next 1 values"), (torch.tensor([1.0, math.nan, 2.0, 3.0]), "row 1 is nan")],
 }
 """Task -> targets that it refuses, and words of the error."""
 
@@ -79,7 +87,7 @@ def test_losses_have_finite_gradients_and_metrics_are_numbers(name):
 def test_a_network_with_other_outputs_is_refused(name):
     task, (raw, shape) = tasks.get_task(name), GOOD[name]
     with pytest.raises(UserError, match="client 'north': train"):
-        task.check_outputs((shape[1], 7), task.prepare_targets(raw), "client 'north': train")
+        task.check_outputs((shape[1] + 1, 7), task.prepare_targets(raw), "client 'north': train")
     assert task.num_outputs(task.prepare_targets(raw)) == shape[1]
 
 

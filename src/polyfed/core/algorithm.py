@@ -137,7 +137,8 @@ class Client:
         id = str.__str__(id)  # numpy's strings, say, are printed otherwise and seed other random numbers
         sources = {"train": train, "test": test, "val": val, "global_test": global_test}
         for name, source in sources.items():
-            examples = None if source is None else as_examples(source, f"client {id!r}: {name}")
+            owner = f"client {id!r}: {name}"
+            examples = None if source is None else as_examples(source, owner, labelled=not task.makes_targets)
             if examples is None and name in ("train", "test"):
                 raise UserError(f"client {id!r}: {name} examples are missing")
             if examples is not None:
@@ -145,9 +146,12 @@ class Client:
                     raise UserError(
                         f"client {id!r}: {name} has no examples; give at least one, or leave this client out"
                     )
-                y = task.prepare_targets(examples.y)
+                try:
+                    y = task.prepare_targets(task.complete_targets(examples.x, examples.y))
+                except UserError as error:
+                    raise UserError(f"{owner} {error}") from error
                 examples = examples if y is examples.y else replace(examples, y=y)
-                task.check_targets(examples.labels, f"client {id!r}: {name}")
+                task.check_targets(examples.labels, owner)
             object.__setattr__(self, name, examples)
         for name, value in {"id": id, "model": model, "task": task, "loss": loss}.items():
             object.__setattr__(self, name, value)

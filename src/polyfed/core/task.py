@@ -18,6 +18,7 @@ from torch import Tensor
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.simple_model import ConstantModel, SimpleModel
+from polyfed.core.examples.pytree import Inputs
 from polyfed.core.io.trusted_code import import_trusted_dataclass
 from polyfed.core.io.validation import check_field_types
 
@@ -107,7 +108,8 @@ class Task(ABC):
     @property
     def spec(self) -> TaskSpec:
         """Returns the task as files and messages name it; `get_task` builds the task from it again."""
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        changed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         name = self.name if _registry().get(self.name) is type(self) else _class_path(type(self))
         return {"name": name, **changed} if changed else name
 
@@ -126,6 +128,24 @@ class Task(ABC):
         return f"{spec['name']}({', '.join(f'{key}={value}' for key, value in spec.items() if key != 'name')})"
 
     # -- targets --------------------------------------------------------------------------------------------------
+
+    @property
+    def makes_targets(self) -> bool:
+        """Returns whether examples need no targets, since `complete_targets` makes them of the inputs."""
+        return False
+
+    def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
+        """Returns stored targets with all that the task takes from the inputs; the same object if that is nothing.
+
+        Args:
+            inputs: as stored, before any transform; n rows.
+            targets: of the same rows; zeros of shape (n,) where the user gave none (`makes_targets`). They may be complete
+                already.
+
+        Raises:
+            UserError: the inputs do not suit the task; the sentence does not name the client.
+        """
+        return targets
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
         """Returns stored targets in the type and shape that the loss needs; the same object if they have them.
@@ -218,6 +238,10 @@ class Task(ABC):
         if class_weights is not None:
             raise UserError(f"class_weights={class_weights!r}: the task is {self}, which has no classes; leave it out")
         return self.loss
+
+    def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
+        """Returns a minibatch for training without the padding that none of its examples needs; by default unchanged."""
+        return inputs, targets
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
         """Returns how far a student's outputs are from a teacher's, a scalar, which distillation minimises.

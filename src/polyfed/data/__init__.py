@@ -23,6 +23,7 @@ from polyfed.data.sources.heart import heart
 from polyfed.data.sources.registry import SOURCES
 from polyfed.data.table import ClientTables, split_table
 from polyfed.data.tabular.schema import merge_schemas
+from polyfed.data.windows import WindowSets, split_windows, windows, windows_by_series
 
 PARTITIONS: dict[str, type[Partition]] = {
     "iid": IID,
@@ -58,6 +59,7 @@ __all__ = [
     "Shift",
     "Source",
     "Split",
+    "WindowSets",
     "as_examples",
     "class_counts",
     "draw_class_counts",
@@ -66,4 +68,7 @@ __all__ = [
     "merge_schemas",
     "partition_fingerprint",
     "split_table",
+    "split_windows",
+    "windows",
+    "windows_by_series",
 ]

@@ -15,6 +15,7 @@ from polyfed.models.cnn import cnn_582k, cnn_fedhenn, cnn_fedhenn_homo, cnn_fedp
 from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, flha_small, resnet18, resnet18_hybrid
 from polyfed.models.lstm import lstm
 from polyfed.models.mlp import mlp
+from polyfed.models.token_models import lstm_tagger, tiny_transformer
 from polyfed.models.vit import vit
 
 __all__ = ["MODELS", "FrozenMapping", "ModelSpec", "build"]
@@ -36,6 +37,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "flha_small": flha_small,
     "flha_chain": flha_chain,
     "lstm": lstm,
+    "lstm_tagger": lstm_tagger,
+    "tiny_transformer": tiny_transformer,
     "vit": vit,
 }
 

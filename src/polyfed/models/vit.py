@@ -32,13 +32,16 @@ class TransformerBlock(nn.Module):
         self.fc1 = nn.Linear(dim, mlp_dim)
         self.fc2 = nn.Linear(mlp_dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output, in the shape of `x`."""
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns the layer's output, in the shape of `x`; `bias` is added to the logits of attention, such as −1e9 for
+        tokens that nobody may attend to.
+        """
         query, key, value = (
             self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         )
         # Plain products rather than scaled_dot_product_attention, whose kernels have no second derivative and no vmap.
-        weights = (query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(-1)
+        logits = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+        weights = (logits if bias is None else logits + bias).softmax(-1)
         x = x + self.proj((weights @ value).transpose(1, 2).flatten(2))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))  # type: ignore[no-any-return]
 

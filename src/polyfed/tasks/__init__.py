@@ -10,18 +10,22 @@ from torch import Tensor
 
 from polyfed.core.task import Task, get_task
 from polyfed.tasks.classification import Classification
+from polyfed.tasks.forecasting import Forecasting
 from polyfed.tasks.multilabel import Multilabel
 from polyfed.tasks.regression import Regression
 from polyfed.tasks.survival import Survival
 from polyfed.tasks.table_targets import infer_table_task
+from polyfed.tasks.tokens import Tokens
 
 __all__ = [
     "REGISTRY",
     "Classification",
+    "Forecasting",
     "Multilabel",
     "Regression",
     "Survival",
     "Task",
+    "Tokens",
     "get_task",
     "infer_table_task",
     "infer_task_of_targets",
@@ -32,6 +36,8 @@ REGISTRY: Mapping[str, type[Task]] = {
     "multilabel": Multilabel,
     "regression": Regression,
     "survival": Survival,
+    "tokens": Tokens,
+    "forecasting": Forecasting,
 }
 
 

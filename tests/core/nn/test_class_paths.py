@@ -34,6 +34,8 @@ NETWORKS = {
     "flha_small": ("a5342259bb3f6275", 7032.372),
     "flha_chain": ("8e283c80c83b8867", 4822.817),
     "lstm": ("0c57606e53c53d19", 514957.209),
+    "lstm_tagger": ("6b5c45ad87fd6a49", 256511.682),
+    "tiny_transformer": ("6d97c6b0aab5a791", 256759.981),
     "vit": ("5dda8e7e90665657", 4511.449),
 }
 QUICKSTART = {
@@ -42,7 +44,7 @@ QUICKSTART = {
     ("e85d80344a5eeae8", 1730.04),
     ("5ad3164a27e7196c", 5868.24),
 }
-SHAPES = {"lstm": (12,), "mlp": (8,)}
+SHAPES = {"lstm": (12,), "lstm_tagger": (12,), "tiny_transformer": (12,), "mlp": (8,)}
 
 
 def size_of_first_weights(factory):

@@ -121,11 +121,13 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         return draw_public_rows(server_state["seed"], round_number, pool_size, min(self.public_size, pool_size))
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensor of a reply: logits on the requested public examples, with as many outputs as in
-        the first round.
+        """Returns the expected tensor of a reply: logits on the requested public examples, of the shape of the first
+        round's.
         """
-        width = server_state["outputs"]["logits"].shape[1] if server_state["outputs"] else None
-        return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), width), torch.float32)}}
+        known, given = server_state["outputs"], reply.tensors.get("outputs", {}).get("logits")
+        free = (None,) * (max(2, given.dim()) - 1 if isinstance(given, torch.Tensor) else 1)
+        width = tuple(known["logits"].shape[1:]) if known else free
+        return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), *width), torch.float32)}}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
         """Returns False in round 1, when the server does not know the number of outputs yet."""

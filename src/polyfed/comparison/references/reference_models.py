@@ -49,10 +49,10 @@ class ReferenceModel:
 
     def __post_init__(self) -> None:
         for client, values in self.outputs.items():
-            if values.dim() != 2 or values.dtype != torch.float32 or not bool(torch.isfinite(values).all()):
+            if values.dim() < 2 or values.dtype != torch.float32 or not bool(torch.isfinite(values).all()):
                 raise UserError(
-                    f"{self.name}: outputs for client {client!r} must be finite and float32, of shape (examples, outputs), "
-                    f"got {values.dtype} {tuple(values.shape)}"
+                    f"{self.name}: outputs for client {client!r} must be finite and float32, of shape (examples, outputs) "
+                    f"or more, got {values.dtype} {tuple(values.shape)}"
                 )
 
 

@@ -128,7 +128,7 @@ class SingleClientBackend(TrainingBackend):
             for group in _chunks(batches, self._batches_per_step * options.accumulate)[:steps_left]:
                 batches_of_step = [
                     (to_preferred_memory_format(self._model, x), y)
-                    for x, y in (data.batch(rows, generator) for rows in group)
+                    for x, y in (self._task.trim_minibatch(*data.batch(rows, generator)) for rows in group)
                 ]
                 self._rows_of_step = sum(len(rows) for rows in group)
                 yield _chunks([Minibatch(x, y) for x, y in batches_of_step], options.accumulate)

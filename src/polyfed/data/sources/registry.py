@@ -6,6 +6,7 @@ from polyfed.data.sources.folders import ImageFolder, ImageTable
 from polyfed.data.sources.heart import Heart
 from polyfed.data.sources.mosaics import FashionMosaics
 from polyfed.data.sources.table_file import TableFile
+from polyfed.data.sources.tagged_sentences import TaggedSentences
 from polyfed.data.sources.tweets import Sentiment140
 from polyfed.data.sources.vision import CIFAR10, CIFAR100, EMNIST, MNIST, Digits, FashionMNIST
 from polyfed.data.sources.xray import ChestXray14
@@ -26,4 +27,5 @@ SOURCES: dict[str, type[Source]] = {
     "image_table": ImageTable,
     "npz": Npz,
     "table": TableFile,
+    "tagged_sentences": TaggedSentences,
 }

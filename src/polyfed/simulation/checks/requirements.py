@@ -45,6 +45,7 @@ from polyfed.simulation.checks.networks import (
     check_single_example_batches,
 )
 from polyfed.simulation.checks.table_schemas import check_public_table, check_table_schemas
+from polyfed.simulation.checks.token_range import check_tokens_in_vocabulary
 from polyfed.simulation.checks.trial_forward import check_trains_on_one_example, output_shape
 
 
@@ -301,13 +302,15 @@ def check_networks_run(
                             "(requires_grad); there is nothing to federate")  # fmt: skip
         for name, data in example_sets(client).items():
             key = (cached.architecture, form_of_inputs(data.x), repr(data.transform))
+            check_tokens_in_vocabulary(cached.module, data, f"client {client.id!r}: {name}")
             if key not in outputs:
                 outputs[key] = output_shape(cached.module, data, f"client {client.id!r}")
             if name == "train" and len(data) == 1 and key not in single:
                 why, cure = "has one training example", "give the client more examples, leave it out"
                 check_trains_on_one_example(cached.module, data, f"client {client.id!r}", why, cure)
                 single.add(key)
-            if num_outputs is not None and outputs[key] != (num_outputs,):
+            in_places = len(outputs[key]) > 1 and not client.task.one_class_per_example  # which the task checks
+            if num_outputs is not None and outputs[key] != (num_outputs,) and not in_places:
                 raise UserError(
                     f"client {client.id!r}: its network has {_describe_outputs(outputs[key])}, but the data have "
                     f"{num_outputs} classes; the network's output must have one logit per class"

@@ -93,9 +93,12 @@ def load_participants_offline(run: RunRecord) -> OfflineParticipants:
     return OfflineParticipants(participants, "")
 
 
+_WITHOUT_FILES = frozenset({"digits", "heart", "tagged_sentences"})  # sources that ship with polyfed or are generated
+
+
 def _needs_download(run: RunRecord) -> bool:
     data = run.config.get("data")
-    return isinstance(data, Mapping) and data.get("name") != "digits" and not data.get("path")
+    return isinstance(data, Mapping) and data.get("name") not in _WITHOUT_FILES and not data.get("path")
 
 
 def _aggregation_weights(inputs: PanelInputs) -> Markup:
