@@ -7,12 +7,14 @@ True
 
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyfed import algorithms, tasks
     from polyfed.comparison.compare import compare
+    from polyfed.comparison.storage.load import load
     from polyfed.core.algorithm import Algorithm, Client, ClientInfo, Message, ServerContext
     from polyfed.core.errors import ClientError, RoundError, UserError
     from polyfed.core.evaluation.metric import Metric
@@ -41,6 +43,7 @@ __all__ = [
     "compare",
     "export_model",
     "federate",
+    "load",
     "look",
     "resume",
     "tasks",
@@ -64,6 +67,7 @@ _HOMES = {
     "compare": "comparison.compare",
     "export_model": "report.export.folder",
     "federate": "simulation.federate",
+    "load": "comparison.storage.load",
     "look": "report.look",
     "resume": "simulation.federate",
     "trust_code": "core.io.trusted_code",
@@ -71,6 +75,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("polyfed")
     if name in _HOMES:
         value = getattr(import_module(f"polyfed.{_HOMES[name]}"), name)
         globals()[name] = value
@@ -81,7 +87,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_subpackages()})
+    return sorted({*globals(), "__version__", *__all__, *_subpackages()})
 
 
 @cache

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
+import polyfed
 from polyfed.cli import subcommands
 from polyfed.cli.commands.argv import CommandParser, format_warning, print_error_and_return_status
 from polyfed.cli.commands.results import export_command, predict_command
@@ -64,9 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_USAGE, end="")
         return 0
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"polyfed {version('polyfed')}")
+        print(f"polyfed {polyfed.__version__}")
         return 0
     try:
         if arguments[0] not in commands:

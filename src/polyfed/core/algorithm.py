@@ -69,6 +69,10 @@ class Message:
     tensors: Mapping[str, StateDict] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        # names and a size, and no values: they may say something of a client's data
+        return f"Message({', '.join((*self.tensors, *self.scalars)) or 'empty'}; {self.nbytes} bytes)"
+
     @property
     def nbytes(self) -> int:
         """Returns the size in bytes of the message's tensors as one safetensors file; the few scalars are not counted."""
@@ -155,6 +159,12 @@ class Client:
             object.__setattr__(self, name, examples)
         for name, value in {"id": id, "model": model, "task": task, "loss": loss}.items():
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        # one line, and nothing of the data
+        sets = {"train": self.train, "val": self.val, "test": self.test, "global_test": self.global_test}
+        counts = [f"{len(examples)} {name}" for name, examples in sets.items() if examples is not None]
+        return f"Client({self.id!r}, {', '.join(counts)}, {self.task.name or type(self.task).__name__})"
 
 
 @final

@@ -70,6 +70,11 @@ class PooledDataset:
             if len(column) != len(self.train):
                 raise UserError(f"column {name!r} has {len(column)} values for {len(self.train)} training examples")
 
+    def __repr__(self) -> str:
+        test = "" if self.test is None else f", {len(self.test)} test"
+        task = self.task.name or type(self.task).__name__
+        return f"PooledDataset({len(self.train)} train{test}, {self.num_outputs} outputs, {task})"
+
     @property
     def num_outputs(self) -> int:
         """Returns the number of outputs that a network needs: one for each class, label or target."""

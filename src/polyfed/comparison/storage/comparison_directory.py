@@ -33,6 +33,7 @@ from polyfed.simulation.storage.directory import (
     read_metrics,
     to_plain_values,
 )
+from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.paths import safe_file_name
 
 DESCRIPTION, RESULTS = "comparison.yaml", "comparison.json"
@@ -57,6 +58,23 @@ class Comparison:
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(self.results['methods'])}; {len(self.results['seeds'])} seeds, out={self.out})"
+
+    def __str__(self) -> str:
+        """Returns the warnings, the answers, and the methods that were left out or failed, one sentence a line."""
+        left_out = [f"left out {label}: {reason}" for label, reason in self.skipped.items()]
+        failed = [f"failed {label}: {reason}" for label, reason in self.failed.items()]
+        return "\n".join((*self.results["warnings"], *self.verdicts, *left_out, *failed))
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Writes the comparison's HTML page, as `polyfed report` does, and returns its path.
+
+        Args:
+            out: the page; None for `report.html` in the comparison's directory.
+
+        Raises:
+            UserError: the comparison was kept in memory, or the page cannot be written.
+        """
+        return write_page_of(self.out, out)
 
     @property
     def verdicts(self) -> Sequence[str]:

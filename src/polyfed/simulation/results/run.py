@@ -11,12 +11,11 @@ from polyfed.core.algorithm import Architecture
 from polyfed.core.capabilities import BringsNetwork, check_network_has_all_weights, wrap_network_if_method_wraps
 from polyfed.core.declared_words import MODEL_REQUIREMENTS
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.evaluation.evaluate import split_metric_column
 from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
+from polyfed.core.io.number_format import count_with_noun
 from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
 from polyfed.core.nn.deep_copy import deep_copy
 from polyfed.core.nn.module_cache import build_module, fill_module, restore_all_but_weights_and_set_eval
-from polyfed.data.tabular.columns import sorted_unique_texts
 from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.engines.base import ClientTask
 from polyfed.simulation.engines.devices import choose_device
@@ -25,6 +24,8 @@ from polyfed.simulation.results.cross_site import compute_cross_site
 from polyfed.simulation.results.cross_site_scores import CrossSiteScores
 from polyfed.simulation.rounds.federation import Federation
 from polyfed.simulation.storage.checkpoint import Checkpoint
+from polyfed.simulation.storage.metrics_table import build_metrics_table
+from polyfed.simulation.storage.page_file import write_page_of
 from polyfed.simulation.storage.predictions import Predictions, PredictionStore
 
 if TYPE_CHECKING:
@@ -55,6 +56,28 @@ class Run:
     prediction_store: PredictionStore | None = None
     stopped_by: str | None = None
     cross_site_scores: CrossSiteScores | None = None
+
+    def __repr__(self) -> str:
+        # one line, and nothing of the data
+        federation = self.federation
+        score = federation.metrics[0].name
+        mean = self.history[-1]["summary"].get(score, {}).get("mean") if self.history else None
+        scored = "not evaluated" if mean is None else f"{score} {mean:.3g}"
+        return (
+            f"Run({type(federation.algorithm).__name__}, {count_with_noun(len(federation.client_registry.ids), 'client')}, "
+            f"{count_with_noun(len(self.history), 'round')}, {scored}, out={None if self.out is None else str(self.out)!r})"
+        )
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Writes the run's HTML page, as `polyfed report` does, and returns its path.
+
+        Args:
+            out: the page; None for `report.html` in the run directory.
+
+        Raises:
+            UserError: the run was kept in memory, or the page cannot be written.
+        """
+        return write_page_of(self.out, out)
 
     @property
     def kept_checkpoint(self) -> Checkpoint:
@@ -87,27 +110,9 @@ class Run:
         number = self.last.round if at == "last" else self.best_round
         if number is None:
             raise UserError("table(at='best') needs validation examples: give clients val=..., or --data.val-fraction")
-        record = self.history[number - 1]
         roster = self.federation.client_registry
-        num_examples, scores = roster.num_examples, self.federation.metrics
-        metrics = {i: record["clients"].get(i, {}) for i in sorted_unique_texts(roster.ids)}
-        metric_names = {name for values in metrics.values() for name in values}
-        other_networks = sorted(
-            prefix_and_name[0] for name in metric_names if (prefix_and_name := split_metric_column(name, scores))
-        )
-        names = [
-            f"{part}{name}"
-            for part in dict.fromkeys(["", "val_", "global_", *other_networks])
-            for name in (*(score.name for score in scores), "loss")
-            if f"{part}{name}" in metric_names or not part
-        ]
-        rows: list[dict[str, Any]] = []
-        for i, values in metrics.items():
-            rows.append({"client": i, **{n: values.get(n) for n in names}, "num_examples": num_examples.get(i)})
-        means = {n: record["summary"].get(n, {}).get("mean") for n in names}
-        total = sum(num_examples.values()) / len(rows) if len(num_examples) == len(rows) else None
-        rows.append({"client": "mean", **means, "num_examples": total})
-        return rows
+        names = [metric.name for metric in self.federation.metrics]
+        return build_metrics_table(self.history[number - 1], roster.ids, roster.num_examples, names)
 
     def model(self, client: str) -> nn.Module:
         """Returns a client's personal network, as evaluated after the last round or the round that the setting `keep`

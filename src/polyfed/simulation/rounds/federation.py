@@ -51,6 +51,9 @@ class Federation:
         if not self.metrics and (self.remote_clients or self.clients):
             object.__setattr__(self, "metrics", resolve_metrics(self.settings.metrics, self.task))
 
+    def __repr__(self) -> str:
+        return f"Federation({type(self.algorithm).__name__}, {len(self.client_registry.ids)} clients)"
+
     @property
     def task(self) -> Task:
         """Returns the task of all clients."""

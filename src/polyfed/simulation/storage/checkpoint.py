@@ -81,6 +81,9 @@ class Checkpoint:
     client_states: Mapping[str, PyTree]
     unevaluated_record: Mapping[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        return f"Checkpoint(round {self.round}, {len(self.client_states)} client states)"
+
     @property
     def last_recorded_round(self) -> int:
         """Returns the last round whose record in `metrics.jsonl` is complete."""

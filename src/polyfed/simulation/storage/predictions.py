@@ -62,6 +62,9 @@ class Predictions:
     columns: Mapping[str, NDArray[Any]]
     groups: NDArray[np.int64] | None = None
 
+    def __repr__(self) -> str:
+        return f"Predictions(round {self.round}, {len(self.targets)} examples)"  # and no targets
+
 
 def read_predictions(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
     """Reads the predictions of one client after a round from a run directory.

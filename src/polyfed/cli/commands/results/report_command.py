@@ -46,7 +46,7 @@ def show_report(
     *,
     out: Path | None = None,
     subgroups: Sequence[str] = (),
-) -> None:
+) -> Path:
     """Prints the scores of runs, of their baselines and of comparisons, and writes an HTML page with details about
     them.
 
@@ -56,6 +56,9 @@ def show_report(
         out: the page to write; None for `report.html` in the first folder.
         subgroups: columns of the test examples, such as "sex"; the page has scores by their values.
 
+    Returns:
+        The path of the page.
+
     Raises:
         UserError: a folder is neither, its run has not been evaluated yet, its test examples have no column of
             `subgroups`, or the page cannot be written.
@@ -63,6 +66,8 @@ def show_report(
     console = console or Console()
     groups, notes = read_run_groups(folders)
     for run_group in groups:
+        for line in _answer_lines(run_group):
+            print_line(console, line)
         console.print(_methods_table(run_group))
         console.print(_clients_table(run_group, console))
     # The page gets fewer clients and layers of each run where many runs have such pictures.
@@ -82,6 +87,18 @@ def show_report(
     except OSError as error:
         raise UserError(f"cannot write the page {page} ({error.strerror}); give another --out FILE.html") from error
     print_line(console, f"Everything on one page: {page}")
+    return page
+
+
+def write_report_quietly(folder: Path, out: Path | None) -> Path:
+    """Writes the page of one run or comparison, prints nothing, and returns the page's path."""
+    return show_report([folder], Console(quiet=True), out=out)
+
+
+def _answer_lines(run_group: RunGroup) -> list[str]:
+    """Returns the warnings and answers of a finished comparison; none for runs."""
+    results = run_group.comparison_results or {}
+    return [str(sentence) for sentence in (*results.get("warnings", ()), *results.get("verdicts", ()))]
 
 
 def _methods_table(run_group: RunGroup) -> PlainTable:

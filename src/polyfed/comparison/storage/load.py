@@ -1,0 +1,33 @@
+"""Implements `polyfed.load`: reads a finished or unfinished run, or a finished comparison, from its directory."""
+
+from pathlib import Path
+
+from polyfed.comparison.storage.comparison_directory import DESCRIPTION, Comparison, load_comparison
+from polyfed.core.errors import UserError
+from polyfed.core.io.atomic_files import expand_user_path
+from polyfed.simulation.results.saved_run import SavedRun, load_run
+
+
+def load(folder: str | Path) -> Comparison | SavedRun:
+    """Reads a run or a comparison from its directory. Nothing is trained, and its clients are not needed.
+
+    Args:
+        folder: what `out` was in `federate` or `compare`, or a directory of the command line.
+
+    Returns:
+        Of a comparison the `Comparison` that `compare` returned. Of a run a `SavedRun` with `table()`, `history`,
+        `report()`, and `model` and `predict` where networks are stored.
+
+    Raises:
+        UserError: the directory holds neither, a file is damaged, or the comparison is not finished.
+
+    >>> load("no/such/folder")
+    Traceback (most recent call last):
+    polyfed.core.errors.UserError: no/such/folder holds neither a run (config.yaml) nor a comparison (comparison.yaml)
+    """
+    path = expand_user_path(folder, "the directory")
+    if (path / DESCRIPTION).is_file():
+        return load_comparison(path)
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path} holds neither a run (config.yaml) nor a comparison ({DESCRIPTION})")
+    return load_run(path)

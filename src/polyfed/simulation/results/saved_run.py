@@ -1,0 +1,166 @@
+"""Reads a run from its directory, without its clients: metrics, configuration, and the networks that are stored."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.capabilities import BringsNetwork, wrap_network_if_method_wraps
+from polyfed.core.declared_words import MODEL_REQUIREMENTS
+from polyfed.core.errors import UserError, did_you_mean
+from polyfed.core.evaluation.evaluate import predict
+from polyfed.core.examples.examples import Examples, Normalise
+from polyfed.core.examples.prediction_inputs import convert_inputs_to_examples_like
+from polyfed.core.io.array_files import read_safetensors
+from polyfed.core.io.atomic_files import read_file
+from polyfed.core.io.validation import parse_json
+from polyfed.core.machine.threads import exclusive_single_torch_thread_with_grad
+from polyfed.core.nn.module_cache import build_module, fill_module
+from polyfed.data.tabular.preprocessing import TablePreprocessor, preprocessor_from_json
+from polyfed.simulation.storage.configuration import build_method, read_section
+from polyfed.simulation.storage.model_signature import (
+    PREPROCESSING_SUFFIX,
+    SIGNATURE_SUFFIX,
+    Signature,
+    read_signature,
+    spec_from_signature,
+)
+from polyfed.simulation.storage.page_file import write_page_of
+from polyfed.simulation.storage.paths import safe_file_name
+from polyfed.simulation.storage.run_files import RunFiles
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class SavedRun:
+    """Holds what the directory of a run has of it; the run may be finished or not. `polyfed.load` returns it.
+
+    Attributes:
+        out: the run directory.
+        files: its configuration, manifest and records.
+    """
+
+    out: Path
+    files: RunFiles
+
+    def __repr__(self) -> str:
+        return f"SavedRun({self.files.describe()}, out={str(self.out)!r})"
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Returns the content of `config.yaml`."""
+        return self.files.config
+
+    @property
+    def history(self) -> Sequence[Mapping[str, Any]]:
+        """Returns the records of `metrics.jsonl`, one for each round."""
+        return self.files.history
+
+    def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
+        """Returns the metrics after the last evaluated or the best round as rows, as `Run.table` does.
+
+        Raises:
+            UserError: no round has been evaluated, or "best" without validation examples.
+        """
+        return self.files.table(at)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Writes the run's HTML page, as `polyfed report` does, and returns its path (default: `report.html` in `out`)."""
+        return write_page_of(self.out, out)
+
+    def model(self, client: str, build: Callable[[], nn.Module] | None = None) -> nn.Module:
+        """Returns a client's personal network as it was stored at the end of the run, in evaluation mode on the CPU.
+
+        Args:
+            client: its id.
+            build: builds the client's network, for one that a function in Python built: its code is not in the directory.
+
+        Raises:
+            UserError: there is no such network, or `build` is missing or builds another network.
+        """
+        stem, method = self._stem(client), build_method(read_section(self.config, "algorithm"))
+        try:
+            weights = read_safetensors(stem.with_name(f"{stem.name}.safetensors"))
+            if isinstance(method, BringsNetwork) and not method.requires & MODEL_REQUIREMENTS:
+                description = parse_json(read_file(stem.with_name(f"{stem.name}.json")))
+                return fill_module(method.build_from_description(description), weights).eval()
+            stored = self._signature(client)["network"]
+            if build is None and stored is None:
+                raise UserError(
+                    f"the network of {client!r} was built by a function in Python, which is not in {self.out}; give it: "
+                    f"model({client!r}, build=MyNetwork)"
+                )
+            factory = build or spec_from_signature(stored)  # type: ignore[arg-type]
+            network = wrap_network_if_method_wraps(method, build_module(factory, seed=0), weights)
+            return fill_module(network, weights).eval()
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise UserError(f"the network of {client!r} in {self.out} cannot be built: {error}") from error
+
+    def predict(self, client: str, x: Any, build: Callable[[], nn.Module] | None = None) -> Tensor:
+        """Returns the outputs of a client's stored network for new inputs, prepared as the client's own were.
+
+        Args:
+            client: its id.
+            x: inputs as for `Run.predict`; of a table, raw rows.
+            build: as for `model`.
+
+        Returns:
+            Outputs, float32 on the CPU, shape (n, ...); for regression on a table in the unit of the target.
+
+        Raises:
+            UserError: as `model`; inputs of another form; or preprocessing by a function in Python, which is not stored.
+        """
+        network, reference = self.model(client, build), self._example_like_those_of(client)
+        examples = convert_inputs_to_examples_like(reference, x, f"the inputs for client {client!r}")
+        with exclusive_single_torch_thread_with_grad():
+            outputs = predict(network, examples)
+        is_table = isinstance(reference.transform, TablePreprocessor)
+        return reference.transform.unscale_outputs(outputs) if is_table else outputs  # type: ignore[union-attr]
+
+    def _stem(self, client: str) -> Path:
+        """Returns the path of a client's files without suffix; raises a `UserError` if its network is not there."""
+        stem = self.out / "models" / safe_file_name(client)
+        if not stem.with_name(f"{stem.name}.safetensors").is_file():
+            names = [path.stem for path in (self.out / "models").glob("*.safetensors")]
+            hint = did_you_mean(client, names) if names else "networks are written when a run has ended"
+            raise UserError(f"{self.out} has no network of a client {client!r}; {hint}")
+        return stem
+
+    def _signature(self, client: str) -> Signature:
+        stem = self._stem(client)
+        return read_signature(stem.with_name(f"{stem.name}{SIGNATURE_SUFFIX}"))
+
+    def _example_like_those_of(self, client: str) -> Examples:
+        """Returns an empty example with the form and preprocessing of the client's inputs."""
+        stem = self._stem(client)
+        transform: Any = None
+        if (file := stem.with_name(f"{stem.name}{PREPROCESSING_SUFFIX}")).is_file():
+            transform = preprocessor_from_json(parse_json(read_file(file)))
+            x = torch.zeros((1, len(transform.columns)), dtype=torch.float64)
+        else:
+            signature = self._signature(client)
+            if signature["transform"] is not None or signature["tree"] != 0:
+                raise UserError(
+                    f"the inputs of {client!r} have several parts or a preprocessing of your own "
+                    f"({signature['transform']}), which is not in {self.out}; prepare them, and call the network: "
+                    f"model({client!r})(x)"
+                )
+            entry = signature["inputs"][0]
+            x = torch.zeros((1, *entry["shape"]), dtype=getattr(torch, entry["dtype"]))
+            if (constants := entry["normalise"]) is not None:
+                transform = Normalise(tuple(constants["mean"]), tuple(constants["std"]))
+        return Examples(x, torch.zeros(1, dtype=torch.int64), transform=transform)
+
+
+def load_run(folder: Path) -> SavedRun:
+    """Returns what a run directory holds, of a run that is finished or not.
+
+    Raises:
+        UserError: it is no run directory, or a file is damaged.
+    """
+    return SavedRun(folder, RunFiles.read(folder))

@@ -1,0 +1,72 @@
+"""Builds the table of metrics of a run's round, from its record in `metrics.jsonl`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def build_metrics_table(
+    record: Mapping[str, Any], client_ids: Iterable[str], num_examples: Mapping[str, int], metric_names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns a row for each client, sorted by id (numeric ids by number), then one with the means.
+
+    Args:
+        record: of the round.
+        client_ids: of all clients; one that was not evaluated has None in all columns.
+        num_examples: numbers of training examples, of the clients where they are known.
+        metric_names: the metrics; the first decides.
+
+    >>> record = {"clients": {"10": {"r2": 0.5}, "9": {"r2": 0.7, "val_r2": 0.6}}, "summary": {"r2": {"mean": 0.6}}}
+    >>> for row in build_metrics_table(record, ["10", "9"], {"9": 4}, ["r2"]): print(row)
+    {'client': '9', 'r2': 0.7, 'loss': None, 'val_r2': 0.6, 'num_examples': 4}
+    {'client': '10', 'r2': 0.5, 'loss': None, 'val_r2': None, 'num_examples': None}
+    {'client': 'mean', 'r2': 0.6, 'loss': None, 'val_r2': None, 'num_examples': None}
+    """
+    metrics = {client: record["clients"].get(client, {}) for client in _sort_ids(client_ids)}
+    columns = {name for values in metrics.values() for name in values}
+    other_networks = sorted({prefix for name in columns if (prefix := _prefix(name, metric_names))})
+    names = [
+        f"{part}{name}"
+        for part in dict.fromkeys(["", "val_", "global_", *other_networks])
+        for name in (*metric_names, "loss")
+        if f"{part}{name}" in columns or not part
+    ]
+    rows: list[dict[str, Any]] = []
+    for client, values in metrics.items():
+        row = {"client": client, **{n: values.get(n) for n in names}, "num_examples": num_examples.get(client)}
+        rows.append(row)
+    means = {n: record["summary"].get(n, {}).get("mean") for n in names}
+    total = sum(num_examples.values()) / len(rows) if rows and len(num_examples) == len(rows) else None
+    return [*rows, {"client": "mean", **means, "num_examples": total}]
+
+
+def find_metric_names(records: Sequence[Mapping[str, Any]], first: str | None = None) -> list[str]:
+    """Returns the names of the metrics in the records of a run, that of the deciding metric first.
+
+    Other columns are the same metrics with a prefix: one that a loss has, too.
+
+    >>> find_metric_names([{"summary": {"f1": {}, "balanced_f1": {}, "loss": {}, "val_f1": {}, "val_loss": {}}}])
+    ['f1', 'balanced_f1']
+    """
+    columns = list(dict.fromkeys(name for record in records for name in record["summary"]))
+    prefixes = [name.removesuffix("loss") for name in columns if name.endswith("_loss")]
+    names = [name for name in columns if name != "loss" and not name.startswith(tuple(prefixes))]
+    return sorted(names, key=lambda name: name != first)
+
+
+def _prefix(column: str, metric_names: Sequence[str]) -> str:
+    """Returns what stands before the metric's name (the longest that fits) in the name of a column; "" if nothing does, or
+    the column holds no metric."""
+    if column == "train_loss":  # a value of training, not of an evaluation
+        return ""
+    for name in sorted((*metric_names, "loss"), key=len, reverse=True):
+        if column == name or column.endswith(f"_{name}"):
+            return column.removesuffix(name)
+    return ""
+
+
+def _sort_ids(client_ids: Iterable[str]) -> list[str]:
+    ids = sorted(set(client_ids))
+    try:
+        return sorted(ids, key=float)
+    except ValueError:
+        return ids

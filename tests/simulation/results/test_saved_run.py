@@ -1,0 +1,71 @@
+"""A run and a comparison are read from their directories without clients."""
+
+import re
+
+import pytest
+import torch
+
+import polyfed as pf
+from polyfed.simulation.results.saved_run import SavedRun
+from polyfed.simulation.storage.run_files import RunFiles
+from polyfed.testing import small_clients
+from polyfed.testing.small_clients import SmallNet
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("saved") / "run"
+    return pf.federate(small_clients(), pf.algorithms.FedAvg(), rounds=2, workers=0, out=out, progress=False)
+
+
+def test_a_run_is_read_without_its_clients(run):
+    saved = pf.load(run.out)
+    assert isinstance(saved, SavedRun)
+    assert saved.table() == run.table()
+    assert saved.table("best") == run.table("best")
+    assert list(saved.history) == list(run.history)
+    assert saved.config["rounds"] == 2
+    assert saved.files.is_finished
+    assert re.fullmatch(r"SavedRun\(fedavg, 3 clients, 2 of 2 rounds, accuracy [\d.]+, out='.*run'\)", repr(saved))
+
+
+def test_a_network_in_python_is_built_by_the_callers_function(run):
+    saved = pf.load(run.out)
+    with pytest.raises(pf.UserError, match=r"function in Python.*model\('client-0', build=MyNetwork\)"):
+        saved.model("client-0")
+    x = torch.arange(12.0).view(2, 6)
+    assert torch.equal(saved.predict("client-0", x, build=SmallNet), run.predict("client-0", x))
+    with pytest.raises(pf.UserError, match="no network of a client 'client-9'"):
+        saved.model("client-9")
+
+
+def test_run_and_comparison_write_their_page(run, tmp_path):
+    page = run.report(tmp_path / "page.html")
+    assert page == tmp_path / "page.html"
+    assert page.read_text("utf-8").startswith("<!doctype html>")
+    assert pf.load(run.out).report() == run.out / "report.html"
+
+
+def test_an_unfinished_run_is_read(run, tmp_path):
+    (tmp_path / "config.yaml").write_bytes((run.out / "config.yaml").read_bytes())
+    files = RunFiles.read(tmp_path)
+    assert not files.is_finished
+    assert pf.load(tmp_path).files.describe() == "fedavg, 0 clients, 0 of 2 rounds, not evaluated"
+    with pytest.raises(pf.UserError, match="no round of this run has been evaluated"):
+        pf.load(tmp_path).table()
+
+
+def test_a_comparison_prints_its_answers(tmp_path):
+    words = {"tune": "none", "references": False, "parallel": 1, "quiet": True}
+    made = pf.compare(small_clients(2), ["fedprox"], rounds=1, seeds=[0, 1], out=tmp_path / "c", **words)
+    assert pf.load(tmp_path / "c").results == pf.load(str(tmp_path / "c")).results
+    assert str(pf.load(tmp_path / "c")) == str(made) != repr(made)
+    assert all(sentence in str(made).splitlines() for sentence in made.verdicts)
+    assert "\n" not in repr(made)
+
+
+def test_the_version_is_that_of_the_command():
+    from importlib.metadata import version
+
+    assert pf.__version__ == version("polyfed")
+    assert "__version__" in dir(pf)
