@@ -99,8 +99,9 @@ REMARKS = {  # what one should know to read a table or a curve
     "the search can choose no round after 15 of 20 and 10 of 15, five and two rounds after that half: so there the lead "
     "over it after all rounds is what counts.",
     "flha-appendix_b": "Networks which concatenate train with generated weights, too: in the mean of three seeds the hybrids "
-    "are within 3 points of the ResNet-18 next to them with four clients, and within 6 with eight; the paper's within 2. "
-    "Over distillation the ResNet-18 has 4.4 points (2.2 to 6.7) with eight clients and 0.5 (0.0 to 1.0) with four.",
+    "are within 3 points of the ResNet-18 next to them with four clients, and within 6 with eight; the "
+    "paper's within 2. Over distillation the ResNet-18 has 4.4 points (2.2 to 6.7) with eight clients and "
+    "0.5 (0.0 to 1.0) with four.",
     "flha-fig4": "Three seeds. Up to five epochs between communications cost nothing, as in the paper. With ten, which "
     "leave four rounds, one seed of three is 15 points lower; with twenty, which leave two, the hypernetwork has learned "
     "little.",
@@ -114,11 +115,11 @@ REMARKS = {  # what one should know to read a table or a curve
     "heads' input is; polyfed measures it ([FLHA-GHN](methods/flha_ghn.md#details)). Before, polyfed had the formula on "
     "the last layer alone, which gave 0.07 of Kaiming's spread with fan_in. That was its reading, not the paper's "
     "formula.",
-    "flha-fig7": "Three seeds, after 20 epochs: the generated start gains 2.5 points (−4.0 to 9.1) over training from scratch, "
-    "which is not decided. The paper draws the curves of one network and states no number.",
-    "flha-table7": "The network that is replaced falls most, by 8 to 13 points here, which all four intervals confirm, and by 7 "
-    "to 13 in the paper. The paper's average drop, 2.2 ± 1.4, is that of the others, over the twelve cells; here it is 1.5 "
-    "± 1.2 in the mean of three seeds, and one of the twelve is decided.",
+    "flha-fig7": "Three seeds, after 20 epochs: the generated start gains 2.5 points (−4.0 to 9.1) over training from "
+    "scratch, which is not decided. The paper draws the curves of one network and states no number.",
+    "flha-table7": "The network that is replaced falls most, by 8 to 13 points here, which all four intervals confirm, "
+    "and by 7 to 13 in the paper. The paper's average drop, 2.2 ± 1.4, is that of the others, over the "
+    "twelve cells; here it is 1.5 ± 1.2 in the mean of three seeds, and one of the twelve is decided.",
     "flha-table6": "Training from scratch has the rate 0.03, FLHA-GHN's: of four rates the best over the four networks, in "
     "seeds that the table does not have ([rates](../benchmarks/README.md)).",
     "pfedla-fig1b": "By similarity client 1 takes half of conv1 from itself and half from the client with the same classes, "

@@ -306,7 +306,9 @@ def power(repeats):
                 def splits(rng, times=times, world=world):
                     values = world(rng).resplit("auc", FOLDS * times)
                     mean = estimate_client_means_over_resplits([ResplitDifferences(values.mean(axis=0), 0.7, 0.3)])[0]
-                    return said(mean, estimate_client_means_over_resplits([ResplitDifferences(one, 0.7, 0.3) for one in values]))
+                    return said(
+                        mean, estimate_client_means_over_resplits([ResplitDifferences(one, 0.7, 0.3) for one in values])
+                    )
 
                 name = f"gain {gain}, {what}, {FOLDS * times} runs"
                 count(f"{name}: {times} x 5 folds", "power", repeats, folds)

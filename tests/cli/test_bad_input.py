@@ -50,8 +50,8 @@ def refused(here, capsys):
 
 
 UNKNOWN = {
-    "bogus": "unknown command 'bogus'; Choices: compare, data, export, flower, graph, list, predict, report, reproduce, "
-    "resume, run, warmstart",
+    "bogus": "unknown command 'bogus'; Choices: compare, data, export, flower, graph, list, look, predict, report, "
+    "reproduce, resume, run, warmstart",
     "rn": "unknown command 'rn'; did you mean run?",
     "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
     "data quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
@@ -265,7 +265,7 @@ def test_labels_out_of_range(here, refused):
     sentence = refused("run", "--data", "npz", "--data.path", "negative.npz")
     assert sentence == "training labels run from -1 to 2; with 3 classes they must run from 0 to 2"
     x, y = torch.zeros(4, 3), torch.tensor([0, 1, 2, 3])
-    clients = [pf.Client("a", lambda: torch.nn.Linear(3, 3), train=(x, y), test=(x, y))]
+    clients = [pf.Client("a", lambda: torch.nn.Linear(3, 3), train=(x, y), test=(x + 1, y))]
     with pytest.raises(pf.UserError, match=r"client 'a': train has label 3, but the network has 3 outputs"):
         pf.federate(clients, "local", rounds=1)
     with pytest.raises(pf.UserError, match=r"client 'a': train labels must count from 0, found -1"):

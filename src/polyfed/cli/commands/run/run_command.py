@@ -246,9 +246,9 @@ def print_scores_by_client_and_traffic(
     title = f"{score.label} on each client's own test examples, {when}"
     table = PlainTable(title=title, title_justify="left")
     table.add_column("client")
-    task = experiment_data.pool.task
     counted = []
     if experiment_data.classes:
+        task = experiment_data.pool.task
         counted = ["classes" if task.one_class_per_example else task.count_names(experiment_data.pool.class_names)[-1]]
     for column in ("examples", *counted, *baseline_names, main, *(["gain"] if baseline_names else [])):
         table.add_column(column, justify="right")
