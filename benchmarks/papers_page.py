@@ -98,7 +98,8 @@ REMARKS = {  # what one should know to read a table or a curve
     "as nodes of the graph. Distillation trains its teacher in the first half of the rounds. With 160 and 320 examples "
     "the search can choose no round after 15 of 20 and 10 of 15, five and two rounds after that half: so there the lead "
     "over it after all rounds is what counts.",
-    "flha-appendix_b": "Networks which concatenate train with generated weights, too: in the mean of three seeds the hybrids "
+    "flha-appendix_b": "Networks which concatenate train with generated weights, too: in the mean of three seeds "
+    "the hybrids "
     "are within 3 points of the ResNet-18 next to them with four clients, and within 6 with eight; the "
     "paper's within 2. Over distillation the ResNet-18 has 4.4 points (2.2 to 6.7) with eight clients and "
     "0.5 (0.0 to 1.0) with four.",

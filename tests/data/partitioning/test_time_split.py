@@ -8,6 +8,7 @@ from polyfed.core.algorithm import Client
 from polyfed.core.errors import UserError
 from polyfed.core.examples.examples import Examples
 from polyfed.data import Split, split_table
+from polyfed.data.partitioning.folds import Folds, deal_folds
 from polyfed.data.partitioning.resplit import resplit_clients
 from polyfed.data.partitioning.time_split import split_by_time, split_within_groups_by_time
 from polyfed.data.partitioning.validation_split import hold_out_missing_validation_sets
@@ -80,11 +81,13 @@ def test_the_last_rows_validate():
     assert client.val.times.tolist() == [3, 2, 1, 0] or client.val.times.min() > client.train.times.max()
 
 
-def test_resplit_refuses_times():
+def test_resplit_and_folds_refuse_times():
     sites = split_table(ROWS, "ill", "hospital", time="day", drop="patient")
     clients = sites.build_clients(lambda: torch.nn.Linear(1, 2))
     with pytest.raises(UserError, match="client 'north' was split by time, and resplit draws sets at random"):
         resplit_clients(clients, 3)
+    with pytest.raises(UserError, match="client 'north' was split by time, and folds draws sets at random"):
+        deal_folds(clients, Folds(3))
     random = split_table(ROWS, "ill", "hospital", time="day", drop="patient", split="random")
     assert len(resplit_clients(random.build_clients(lambda: torch.nn.Linear(1, 2)), 2)) == 2
 

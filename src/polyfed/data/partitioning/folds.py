@@ -16,6 +16,7 @@ from polyfed.data.partitioning.allocation import draw_stratified_rows
 from polyfed.data.partitioning.group_split import group_id_of_each_row, split_by_group_and_record_sets
 from polyfed.data.partitioning.resplit import (
     check_disjoint,
+    check_untimed,
     concat_sets,
     refit_client_preprocessing,
     resplit_clients,
@@ -127,6 +128,7 @@ def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[t
     >>> [(len(client.train), len(client.val), len(client.test)) for client in dealt[2]]
     [(17, 3, 9), (21, 2, 12)]
     """
+    check_untimed(clients, "folds")
     check_disjoint(clients, "folds")
     pools = [concat_sets(client, "folds") for client in clients]
     dealt = []

@@ -50,12 +50,7 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
     """
     if not isinstance(splits, int) or isinstance(splits, bool) or splits < 2:
         raise UserError(f"resplit must be a number of splits of at least 2, got {splits!r}")
-    if timed := [client.id for client in clients if any(part.time for part in _sets_of_client(client).values())]:
-        raise UserError(
-            f"client {timed[0]!r} was split by time, and resplit draws sets at random: it would train on what came later; "
-            "leave resplit out (several seeds on the same data: --seeds 0,1,2,3,4 --same-data), or give --data.split random "
-            "(in Python Examples without time)"
-        )
+    check_untimed(clients, "resplit")
     check_disjoint(clients)
     pools = [concat_sets(client) for client in clients]
     clients_by_split = []
@@ -190,6 +185,24 @@ def _redraw_sets_by_group(
 def select_rows(pool: Examples, chosen: NDArray[np.int64]) -> Examples:
     """Returns the examples at these positions of `pool`."""
     return pool.select(torch.from_numpy(chosen).to(pool.device))
+
+
+def check_untimed(clients: Sequence[Client], option: str) -> None:
+    """Checks that no client was split by time, since sets that are drawn at random would train on what came later.
+
+    Args:
+        clients: the clients.
+        option: "resplit" or "folds", for the error.
+
+    Raises:
+        UserError: examples of a client have a time.
+    """
+    if timed := [client.id for client in clients if any(part.time for part in _sets_of_client(client).values())]:
+        raise UserError(
+            f"client {timed[0]!r} was split by time, and {option} draws sets at random: it would train on what came "
+            f"later; leave {option} out (several seeds on the same data: --seeds 0,1,2,3,4 --same-data), or give "
+            "--data.split random (in Python Examples without time)"
+        )
 
 
 def check_disjoint(clients: Sequence[Client], option: str = "resplit") -> None:
