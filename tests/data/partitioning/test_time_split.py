@@ -84,9 +84,9 @@ def test_the_last_rows_validate():
 def test_resplit_and_folds_refuse_times():
     sites = split_table(ROWS, "ill", "hospital", time="day", drop="patient")
     clients = sites.build_clients(lambda: torch.nn.Linear(1, 2))
-    with pytest.raises(UserError, match="client 'north' was split by time, and resplit draws sets at random"):
+    with pytest.raises(UserError, match="client 'north' was split by time, and resplit would draw sets at random"):
         resplit_clients(clients, 3)
-    with pytest.raises(UserError, match="client 'north' was split by time, and folds draws sets at random"):
+    with pytest.raises(UserError, match="client 'north' was split by time, and folds would draw sets at random"):
         deal_folds(clients, Folds(3))
     random = split_table(ROWS, "ill", "hospital", time="day", drop="patient", split="random")
     assert len(resplit_clients(random.build_clients(lambda: torch.nn.Linear(1, 2)), 2)) == 2
