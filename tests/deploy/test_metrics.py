@@ -26,6 +26,10 @@ TOLD = ",".join([ALL, *(f"{part}{name}" for part in ("", "val_") for name in ("a
 WORDS = {"metrics": "brier, auc,sensitivity_at_85"}
 
 
+def _one_output():
+    return nn.Linear(6, 1)
+
+
 @pytest.mark.thorough
 def test_sites_compute_what_the_server_asks_for_as_a_simulation_does(tmp_path, run, nodes):
     found = run(grid=MemoryGrid(nodes(small_clients(), disclose=TOLD)), **WORDS)
@@ -37,6 +41,23 @@ def test_sites_compute_what_the_server_asks_for_as_a_simulation_does(tmp_path, r
     assert read_manifest(tmp_path / "run")["score"]["higher_is_better"] is False
     assert read_config(tmp_path / "run")["metrics"] == ["brier", "auc", "sensitivity_at_85"]
     assert list(found.table()[0])[1:3] == ["brier", "auc"]
+
+
+def test_sites_compute_the_c_index_of_survival(tmp_path, run, nodes):
+    file = tmp_path / "one_output.py"
+    file.write_text("from torch import nn\n\n\ndef model():\n    return nn.Linear(6, 1)\n")
+    clients = []
+    for client in small_clients():
+        time = torch.arange(len(client.train.labels)) % 7 + 1.0
+        train, test = (
+            (part.input_tensor[: len(part)], torch.stack([time[: len(part)], (time[: len(part)] > 3).float()], 1))
+            for part in (client.train, client.test)
+        )
+        clients.append(pf.Client(client.id, _one_output, train, test, task="survival"))
+    found = run(grid=MemoryGrid(nodes(clients, disclose=f"{ALL},c_index")), metrics="c_index", file=str(file))
+    other = pf.federate(clients, FedAvg(lr=0.05), rounds=3, seed=3, workers=0, metrics="c_index")
+    assert without_durations(found.history) == without_durations(other.history)
+    assert all(row["c_index"] is not None for row in found.table())
 
 
 @pytest.mark.thorough

@@ -235,6 +235,49 @@ def test_hazards_need_one_output_an_interval():
         Survival().check_outputs((2,), y, "client 'north': train")
 
 
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _table(**columns):
+    number = torch.arange(40)
+    rows = {
+        "age": (30 + number).tolist(),
+        "days": (number % 9 + 1).tolist(),
+        "hospital": ["north"] * 20 + ["south"] * 20,
+    }
+    return rows | {"died": (number % 4 == 0).long().tolist()} | columns
+
+
+@pytest.mark.parametrize(
+    "column", [["dead" if k % 4 == 0 else "alive" for k in range(40)], [2 if k % 4 == 0 else 1 for k in range(40)]]
+)
+def test_other_words_for_events_are_named_by_positive(column):
+    positive = str(column[0])
+    sites = pf.data.split_table(_table(died=column), "days", "hospital", event="died", positive=positive)
+    assert sites.dataset.task == "survival"
+    assert sites.feature_names == ("age",)
+    assert sites.num_outputs == 1
+    assert torch.equal(sites.dataset.train.y[:, 1], (torch.arange(40) % 4 == 0).float())
+    (client, *_) = sites.build_clients(lambda: nn.Linear(1, 1))
+    assert int(client.train.labels[:, 1].sum()) in (3, 4)  # of 5 at this site: splits are stratified by events
+    assert client.train.labels[:, 0].max() > 5  # times keep their unit
+    with pytest.raises(UserError, match=r"event 2, and an event is 1|holds texts; give --data.positive"):
+        pf.data.split_table(_table(died=column), "days", "hospital", event="died")
+    with pytest.raises(UserError, match="positive='gone' must be one of at most two values of 'died'"):
+        pf.data.split_table(_table(died=column), "days", "hospital", event="died", positive="gone")
+
+
+def test_columns_that_are_no_time_and_event_are_refused():
+    with pytest.raises(
+        UserError, match=r"survival has 2 target columns, time and event, got days; give --data.target TIME"
+    ):
+        pf.data.split_table(_table(), "days", "hospital", task="survival")
+    with pytest.raises(UserError, match="event='died' is for survival, and the task is regression"):
+        pf.data.split_table(_table(), "days", "hospital", event="died", task="regression")
+    sites = pf.data.split_table(_table(), ["days", "died"], "hospital", task={"name": "survival", "ties": "breslow"})
+    assert str(sites.dataset.task) == "survival(ties=breslow)"
+
+
 # -- a federation -----------------------------------------------------------------------------------------------------
 
 
@@ -306,3 +349,17 @@ def test_a_site_without_events_is_named_and_the_others_are_compared():
     rows = {row["client"]: row for row in run.table()}
     assert rows["quiet"]["c_index"] is None
     assert rows["site0"]["c_index"] is not None
+
+
+def test_few_events_are_what_an_answer_says(tmp_path):
+    clients = _clients()
+    x, y = _site(8, 60)[1]
+    y[:, 1] = 0.0
+    y[0] = torch.tensor([0.01, 1.0])  # one event: without this patient there is no C-index
+    clients.append(Client("rare", _network, _site(8, 60)[0], (x, y), task="survival"))
+    methods = {"fedavg": pf.algorithms.FedAvg(lr=0.3, batch_size=0)}
+    result = pf.compare(clients, methods, rounds=6, seeds=[0], references=False, progress=False)
+    said = "\n".join(result.verdicts)
+    assert "rare: too few events among the test examples for an interval of C-index" in said + str(result.results)
+    (answer,) = (row for row in result.results["answers"] if row["client"] == "rare")
+    assert "30 test examples, 1 event" in answer["basis"]

@@ -269,6 +269,10 @@ class Task(ABC):
         predictions = self.to_predictions(outputs)
         return {name: predictions[:, i].tolist() for i, name in enumerate(names)}
 
+    def output_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns the names of a network's outputs; by default `names`, those of classes, labels or targets."""
+        return tuple(names)
+
     def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
         """Returns the outputs that each answer a yes/no question, for ROC and calibration curves; empty for none."""
         return ()

@@ -150,12 +150,20 @@ class Survival(Task):
             columns[f"survival at {cut:g}"] = share.tolist()
         return columns
 
+    def output_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns "log-risk", or the intervals of the hazards."""
+        return tuple(f"hazard until {cut:g}" for cut in self.cuts) or ("log-risk",)
+
     # -- scores ---------------------------------------------------------------------------------------------------
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Returns the C-indices of Harrell, the default, and of Uno, and of hazards the integrated Brier score."""
         return (*_CONCORDANCES, _brier_metric(self.cuts)) if self.cuts else _CONCORDANCES
+
+    def find_metric(self, name: str) -> Metric | None:
+        """Returns the metric with this name; also the integrated Brier score of a Cox model, for its label alone."""
+        return _brier_metric(self.cuts) if name == "integrated_brier" else super().find_metric(name)
 
     @property
     def unavailable_metrics(self) -> Mapping[str, str]:

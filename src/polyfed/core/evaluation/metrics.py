@@ -111,10 +111,8 @@ def unpicklable_metric_error(metrics: Sequence[Metric]) -> str | None:
 def _resolve_metric(choice: Any, task: Task) -> Metric:
     if isinstance(choice, Metric):
         # A resumed run would take the built-in metric of this name.
-        if is_built_in_metric(choice.name) and choice not in (
-            metric_by_name(choice.name),
-            task.find_metric(choice.name),
-        ):
+        metric_of_task = task.find_metric(choice.name)  # it may depend on the task's options
+        if is_built_in_metric(choice.name) and choice not in (metric_of_task, metric_by_name(choice.name)):
             raise UserError(f"{choice.name!r} is the name of a built-in metric; give yours another name")
         return choice
     if isinstance(choice, str):

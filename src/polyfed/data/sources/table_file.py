@@ -50,7 +50,8 @@ class TableFile(Source):
             the task is survival. `target` may name both columns instead.
         site: column that says which client a row belongs to; its values are the clients' names.
         task: "auto" infers it from the target: texts, true and false, and up to 20 different whole numbers are classes,
-            numbers with a fraction are regression; several targets of 0 and 1 are labels.
+            numbers with a fraction are regression; several targets of 0 and 1 are labels. A mapping has options, too:
+            {name: survival, ties: breslow}.
         group: column whose equal values never come into both training and test sets, such as the patient.
         time: column of numbers or dates by which rows are split into earlier ones to train and later ones to test (see
             `split`).
@@ -76,7 +77,7 @@ class TableFile(Source):
     path: str = ""
     target: list[str] | str = ""
     site: str | None = None
-    task: str = "auto"
+    task: str | dict[str, Any] = "auto"
     event: str | None = None
     group: str | None = None
     time: str | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from polyfed.core.data_warnings import warn_of_data
 from polyfed.core.errors import UserError
 from polyfed.core.io.number_format import format_row_numbers
-from polyfed.core.task import DEFAULT_TASK, Task, get_task
+from polyfed.core.task import DEFAULT_TASK, Task, TaskSpec, get_task
 from polyfed.data.formats.files import Table
 from polyfed.data.tabular.positive_class import makes_two_classes, split_by_positive
 from polyfed.data.tabular.preprocessing import Column
@@ -192,7 +192,7 @@ def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
 
 
 def read_targets(
-    table: Table, names: Sequence[str], task: str, positive: str | None
+    table: Table, names: Sequence[str], task: TaskSpec, positive: str | None
 ) -> tuple[Tensor, tuple[str, ...], Task]:
     """Returns the targets of a table, the names of its classes, labels or targets, and the task.
 
@@ -257,9 +257,10 @@ def _infer_task(table: Table, names: Sequence[str]) -> Task:
     return infer_table_task(names, {name: column_as_numbers(table, name) for name in names} if is_numeric else None)
 
 
-def check_task_option(task: str) -> None:
-    """Raises a `UserError` if the option `task` of a table is neither "auto" nor the name of a task, or `module:Class`."""
-    if task != "auto" and ":" not in task:
+def check_task_option(task: TaskSpec) -> None:
+    """Raises a `UserError` if the option `task` of a table is neither "auto", nor the name of a task with or without
+    options, nor `module:Class`."""
+    if not isinstance(task, str) or (task != "auto" and ":" not in task):
         get_task(task)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from polyfed.core.declared_words import meaning_of_disclosure
 from polyfed.core.io.terminal_text import sanitise_for_terminal
+from polyfed.core.task import get_task
 from polyfed.core.training.config import LocalTraining
 from polyfed.report.export.standalone_module import onnx_input_names
 from polyfed.report.export.trained_model import ClientScore, TrainedModel
@@ -151,7 +152,8 @@ def _signature_section(trained: TrainedModel, outputs: Mapping[str, Any]) -> str
                 "and -1 another. Scaling and filling in are part of the network's file."
             )
     text += f"\n\nOutputs: {_format_shape(outputs['shape'])}, {outputs['dtype']}: {outputs['meaning']}"
-    names = ", ".join(map(_escape_markdown, trained.class_names))
+    output_names = get_task(trained.signature["task"]).output_names(trained.class_names)
+    names = ", ".join(map(_escape_markdown, output_names if trained.class_names else ()))
     return f"{text}{f' In this order: {names}.' if names else ''}"
 
 
