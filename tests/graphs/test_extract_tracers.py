@@ -67,6 +67,8 @@ WIDTHS = (
     "flha_arch3",
     "flha_small",
     "flha_chain",
+    "unet",
+    "unet3d",
 )
 SIZES = {name: {"width": 4} for name in WIDTHS}
 SIZES |= {"lstm": {"vocabulary": 9, "num_layers": 2}, "vit": {"dim": 8}}
@@ -75,7 +77,7 @@ SIZES |= {"lstm_tagger": {"vocabulary": 9}, "tiny_transformer": {"vocabulary": 9
 
 
 def zoo(name, **sizes):
-    shape = (25,) if name in TOKENS else (3, 32, 32) if name == "cnn_pfedla" else (1, 28, 28)
+    shape = {"cnn_pfedla": (3, 32, 32), "unet3d": (1, 8, 8, 8)}.get(name, (25,) if name in TOKENS else (1, 28, 28))
     with temporary_rng_seed(0):
         model = build(name, shape, 5, **{**SIZES.get(name, {}), **sizes})
     return model, torch.ones(2, *shape, dtype=torch.int64 if name in TOKENS else torch.float32)

@@ -51,11 +51,17 @@ TABLE: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     ("tiny_transformer", TOKENS, {"vocabulary": 50, "dim": 16, "depth": 1, "causal": True}),
     ("vit", (1, 8, 8), {"dim": 16, "patch": 2}),
     ("vit", (3, 16, 16), {"dim": 16, "pool": "cls"}),
+    ("unet", (1, 17, 14), {"width": 4}),
+    ("unet", (3, 16, 16), {"width": 4, "depth": 3, "norm": "batch"}),
+    ("unet3d", (1, 8, 9, 7), {"width": 2, "depth": 1, "norm": "group"}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, args.values()))}" for name, _, args in TABLE]
 NUM_CLASSES = 5
 # Without a norm layer, 12 layers with torch's default weights learn slowly: that combination is checked for shapes only.
-LEARNERS = [row for row in TABLE if not (row[0] == "flha_arch3" and row[2].get("norm") == "none")]
+# U-Nets have an output for each pixel; test_unet.py trains them.
+LEARNERS = [
+    row for row in TABLE if row[0][:4] != "unet" and not (row[0] == "flha_arch3" and row[2].get("norm") == "none")
+]
 
 
 def make(name: str, shape: tuple[int, ...], arguments: dict[str, Any], classes: int = NUM_CLASSES) -> nn.Module:
@@ -82,7 +88,8 @@ def test_the_table_covers_the_registry() -> None:
 @pytest.mark.parametrize(("name", "shape", "arguments"), TABLE, ids=IDS)
 def test_output_shape_and_modes(name: str, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
     model, x = make(name, shape, arguments), inputs(name, shape, 3)
-    assert model(x).shape == (3, *(shape if name in TOKEN_BY_TOKEN else ()), NUM_CLASSES)
+    places = shape if name in TOKEN_BY_TOKEN else ()
+    assert model(x).shape == (3, *places, NUM_CLASSES, *(shape[1:] if name.startswith("unet") else ()))
     model.eval()
     expected = model(x)
     assert torch.allclose(model(x[:1]), expected[:1], atol=1e-5)  # no example depends on another one
@@ -340,6 +347,10 @@ def test_lstm_reads_int32_and_ignores_padding() -> None:
         ("vit", (1, 9, 9), {}, "patch=4 does not divide"),
         ("vit", (1, 8, 8), {"num_heads": 3}, "num_heads=3"),
         ("vit", (1, 8, 8), {"pool": "max"}, "pool='max'"),
+        ("unet", (1, 8, 8, 8), {}, "unet3d takes volumes"),
+        ("unet", (1, 16, 7), {}, "need 8 pixels a side"),
+        ("unet3d", (1, 8, 8, 8), {"norm": "instanse"}, "did you mean instance"),
+        ("unet3d", (1, 8, 8, 8), {"width": 0}, "width"),
     ],
 )
 def test_refusals(name: str, shape: tuple[int, ...], arguments: dict[str, Any], says: str) -> None:

@@ -18,6 +18,7 @@ GOOD = {
     "survival": (torch.tensor([[3.0, 1], [2.0, 0], [5.0, 1], [2.0, 1]]), (4, 1)),
     "tokens": (torch.tensor([[0, 1, 2], [2, 2, -100], [1, -100, -100], [0, 0, 1]]), (4, 3, 3)),
     "forecasting": (torch.tensor([1.0, 2.0, -1.0, 0.5]), (4, 1)),
+    "segmentation": (torch.arange(16).view(4, 2, 2) % 3, (4, 3, 2, 2)),
 }
 """Task -> targets of four examples, and the shape of a network's outputs for them."""
 BAD = {
@@ -37,6 +38,11 @@ BAD = {
         (torch.tensor([[0, 1], [1, 0], [-100, -100], [1, 0]]), "all tokens of row 2 are ignored"),
     ],
     "forecasting": [(torch.zeros(4, 3), "next 1 values"), (torch.tensor([1.0, math.nan, 2.0, 3.0]), "row 1 is nan")],
+    "segmentation": [
+        (torch.full((4, 2, 2), 0.5), "row 0 has 0.5"),
+        (torch.zeros(4, 2), "segmentation needs"),
+        (torch.full((4, 2, 2), -1), "row 0 has the value -1"),
+    ],
 }
 """Task -> targets that it refuses, and words of the error."""
 

@@ -190,7 +190,7 @@ def warmstart(argv: list[str]) -> None:
 def report(argv: list[str]) -> None:
     """Implements `polyfed report`: prints the scores of runs, and writes the HTML page."""
     parser = CommandParser(
-        "polyfed report DIR... [--out FILE] [--subgroup COLUMN]...",
+        "polyfed report DIR... [--out FILE] [--subgroup COLUMN]... [--images]",
         "Prints the last scores of runs, of their baselines and of comparisons (polyfed compare), and what their "
         "methods "
         "have learned: operations and cells (fedpnas and its relatives), aggregation weights (pfedla, heur_pfedla), "
@@ -204,6 +204,9 @@ def report(argv: list[str]) -> None:
         "several: "
         "sex,age, or the option again", split_names, repeatable=True,
     )  # fmt: skip
+    parser.add_flag(
+        "--images", "segmentation: also each client's best, middle and worst test image, which are its data"
+    )
     if has_help_flag(argv):
         parser.print_help()
         return
@@ -217,6 +220,7 @@ def report(argv: list[str]) -> None:
         [expand_user_path(word, "the run directory") for word in directories],
         out=expand_optional_path(options.out, "--out"),
         subgroups=list(dict.fromkeys(column_names)),
+        show_images=options.images,
     )
 
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.evaluation.metric import Metric
@@ -58,6 +58,9 @@ class Task(ABC):
 
     outputs_are_classes: ClassVar[bool] = False
     """Whether a network has one output for each class, so that a client that lacks the last classes needs as many."""
+
+    has_output_at_each_place: ClassVar[bool] = False
+    """Whether a network has outputs at each place of its input, such as each pixel; networks that methods bring have not."""
 
     standardises_targets: ClassVar[bool] = False
     """Whether targets of a table are scaled by mean and standard deviation of the training rows."""
@@ -251,6 +254,21 @@ class Task(ABC):
         return (teacher - student).square().mean() / (2 * temperature**2)
 
     # -- what outputs mean ----------------------------------------------------------------------------------------
+
+    def prediction_network(self, network: nn.Module) -> nn.Module:
+        """Returns the module that computes outputs at evaluation and prediction; by default the network itself."""
+        return network
+
+    def stored_outputs(self, outputs: Tensor, targets: Tensor, metrics: Sequence[Metric]) -> Tensor:
+        """Returns what a run keeps of a network's outputs, float32 of shape (n, ...); by default the outputs.
+
+        `metrics` are computed from it again, with `stored_targets`, for intervals and pages.
+        """
+        return outputs
+
+    def stored_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Returns what a run keeps of the targets beside the stored outputs; by default the targets."""
+        return targets
 
     def to_predictions(self, outputs: Tensor) -> NDArray[np.float64]:
         """Returns the numbers that people read for a network's outputs, such as probabilities; float64, on the CPU.

@@ -16,6 +16,7 @@ from polyfed.models.flha import flha_arch1, flha_arch2, flha_arch3, flha_chain, 
 from polyfed.models.lstm import lstm
 from polyfed.models.mlp import mlp
 from polyfed.models.token_models import lstm_tagger, tiny_transformer
+from polyfed.models.unet import unet, unet3d
 from polyfed.models.vit import vit
 
 __all__ = ["MODELS", "FrozenMapping", "ModelSpec", "build"]
@@ -40,6 +41,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "lstm_tagger": lstm_tagger,
     "tiny_transformer": tiny_transformer,
     "vit": vit,
+    "unet": unet,
+    "unet3d": unet3d,
 }
 
 

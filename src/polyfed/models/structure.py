@@ -65,10 +65,8 @@ def find_head_modules(
     layers = _parametric_layers(model)
     order = [name for name in _layers_in_use(model, example, layers) if not _has_layers_inside(layers[name])]
     if not order:
-        raise UserError(
-            f"{type(model).__name__} has no parametric layer that takes part in its output, so it has no head; "
-            f"name the head's modules yourself"
-        )
+        raise UserError(f"{type(model).__name__} has no parametric layer that takes part in its output, so it has no head; "
+                        f"name the head's modules yourself")  # fmt: skip
     head: list[str] = []
     counted = 0
     for name in reversed(order):
@@ -189,21 +187,22 @@ def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def find_representation_module(model: nn.Module, example: Inputs) -> str:
-    """Returns the name of the module whose input is the representation: the last nn.Linear that the output depends on.
+    """Returns the name of the module whose input is the representation: the network's `representation_module`, else the
+    last nn.Linear that the output depends on.
 
     Raises:
-        UserError: the output depends on no nn.Linear.
+        UserError: there is neither.
 
     >>> find_representation_module(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4))
     '2'
     """
+    if isinstance(named := getattr(model, "representation_module", None), str):
+        return named
     layers = _parametric_layers(model)
     linear = [name for name in _layers_in_use(model, example, layers) if isinstance(layers[name], nn.Linear)]
     if not linear:
-        raise UserError(
-            f"{type(model).__name__} has no nn.Linear that takes part in its output, so its representation is unknown; "
-            f"name the module whose input it is (option module)"
-        )
+        raise UserError(f"{type(model).__name__} has no nn.Linear that takes part in its output, so its representation is "
+                        f"unknown; name the module whose input it is (option module)")  # fmt: skip
     return linear[-1]
 
 

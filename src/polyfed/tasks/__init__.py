@@ -13,6 +13,7 @@ from polyfed.tasks.classification import Classification
 from polyfed.tasks.forecasting import Forecasting
 from polyfed.tasks.multilabel import Multilabel
 from polyfed.tasks.regression import Regression
+from polyfed.tasks.segmentation import Segmentation
 from polyfed.tasks.survival import Survival
 from polyfed.tasks.table_targets import infer_table_task
 from polyfed.tasks.tokens import Tokens
@@ -24,6 +25,7 @@ __all__ = [
     "Multilabel",
     "Regression",
     "Survival",
+    "Segmentation",
     "Task",
     "Tokens",
     "get_task",
@@ -38,6 +40,7 @@ REGISTRY: Mapping[str, type[Task]] = {
     "survival": Survival,
     "tokens": Tokens,
     "forecasting": Forecasting,
+    "segmentation": Segmentation,
 }
 
 

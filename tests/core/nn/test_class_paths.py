@@ -37,6 +37,8 @@ NETWORKS = {
     "lstm_tagger": ("6b5c45ad87fd6a49", 256511.682),
     "tiny_transformer": ("6d97c6b0aab5a791", 256759.981),
     "vit": ("5dda8e7e90665657", 4511.449),
+    "unet": ("061d1b6670909bc3", 1234.585),
+    "unet3d": ("2bdd9304e5879a7b", 1952.377),
 }
 QUICKSTART = {
     ("05611137159301a1", 5273.22),
@@ -44,7 +46,7 @@ QUICKSTART = {
     ("e85d80344a5eeae8", 1730.04),
     ("5ad3164a27e7196c", 5868.24),
 }
-SHAPES = {"lstm": (12,), "lstm_tagger": (12,), "tiny_transformer": (12,), "mlp": (8,)}
+SHAPES = {"lstm": (12,), "lstm_tagger": (12,), "tiny_transformer": (12,), "mlp": (8,), "unet3d": (1, 8, 8, 8)}
 
 
 def size_of_first_weights(factory):

@@ -178,7 +178,9 @@ def train_pooled_reference(
         evaluate_every=rounds, progress=SilentProgress(),
     )  # fmt: skip
     models = {kind: run.model(kind) for kind in client_of_architecture}
-    outputs = {c.id: predict(models[architecture_of[c.id]], c.test.to(torch.device("cpu"))) for c in clients}
+    networks_by_kind = {kind: task.prediction_network(model) for kind, model in models.items()}
+    cpu = torch.device("cpu")
+    outputs = {c.id: predict(networks_by_kind[architecture_of[c.id]], c.test.to(cpu)) for c in clients}
     sentence = (
         "the clients' networks, each trained on the training examples of all clients together, which nobody could have"
     )

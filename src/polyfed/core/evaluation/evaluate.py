@@ -85,7 +85,8 @@ def evaluate(
     >>> evaluate(nn.Identity(), even, "classification")
     {'accuracy': 1.0, 'loss': 0.313...}
     """
-    return compute_metrics(predict(model, examples), examples.labels.cpu(), task, metrics, loss)
+    network = get_task(task).prediction_network(model)
+    return compute_metrics(predict(network, examples), examples.labels.cpu(), task, metrics, loss)
 
 
 def evaluate_client(
@@ -101,8 +102,8 @@ def evaluate_client(
 def evaluate_client_with_outputs(
     model: nn.Module, client: Client, metrics: Sequence[Metric] = (), prefix: str = "", loss: Loss | None = None
 ) -> tuple[MetricValues, dict[str, Tensor]]:
-    """Computes the metrics of `evaluate_client`, and returns with them the network's outputs on the client's test and
-    validation sets.
+    """Computes the metrics of `evaluate_client`, and returns with them what is kept of the network's outputs on the
+    client's test and validation sets (`Task.stored_outputs`).
 
     The outputs have the keys "test" and, if there is such a set, "val"; each is float32 on the CPU, shape (n, ...).
 
@@ -114,14 +115,15 @@ def evaluate_client_with_outputs(
     outputs_by_set: dict[str, Tensor] = {}
     sets = {"test": ("", client.test), "val": ("val_", client.val), "global": ("global_", client.global_test)}
     nonempty_sets = {name: (set_prefix, data) for name, (set_prefix, data) in sets.items() if data is not None}
-    all_outputs = predict_sets(model, [data for _, data in nonempty_sets.values()])
+    network = client.task.prediction_network(model)
+    all_outputs = predict_sets(network, [data for _, data in nonempty_sets.values()])
     for (name, (set_prefix, data)), outputs in zip(nonempty_sets.items(), all_outputs, strict=True):
         row |= {
             f"{prefix}{set_prefix}{n}": v
             for n, v in compute_metrics(outputs, data.labels.cpu(), client.task, metrics, loss).items()
         }
         if name != "global":
-            outputs_by_set[name] = outputs
+            outputs_by_set[name] = client.task.stored_outputs(outputs, data.labels.cpu(), metrics)
     return row, outputs_by_set
 
 
@@ -154,7 +156,8 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
         ]
         if len(rows[0]):
             fitting_examples = val.select(rows[1]) if len(rows[1]) else None
-            outputs.append(predict(build_network(replace(client, val=fitting_examples)), val.select(rows[0])))
+            network = client.task.prediction_network(build_network(replace(client, val=fitting_examples)))
+            outputs.append(predict(network, val.select(rows[0])))
             places.append(rows[0].cpu())
     return torch.cat(outputs)[torch.cat(places).argsort()]
 

@@ -21,6 +21,7 @@ _PATHS = {
     "polyfed.models.flha": "ResidualBlock",
     "polyfed.models.parts": "SideBySide",
     "polyfed.models.text": "LSTMClassifier",
+    "polyfed.models.unet": "ConvPair UNet",
     "polyfed.models.vit": "TransformerBlock VisionTransformer",
     "polyfed.search.cells": "Cell",
     "polyfed.search.depthwise": "Depthwise",

@@ -86,7 +86,9 @@ def check_redrawing(resplit: int | None, folds: Folds | None, seeds: Sequence[in
             f"seed each; got {len(seeds)} seeds"
         )
     if resplit is not None and len(seeds) != resplit:
-        raise UserError(f"resplit={resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds: leave them out")
+        raise UserError(
+            f"resplit={resplit} deals the data {resplit} times, with a seed each; got {len(seeds)} seeds: leave them out"
+        )
 
 
 def redraw_clients(

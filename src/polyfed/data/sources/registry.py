@@ -2,6 +2,7 @@
 
 from polyfed.data.pool import Source
 from polyfed.data.sources.arrays import Npz, Parquet
+from polyfed.data.sources.blobs import Blobs
 from polyfed.data.sources.folders import ImageFolder, ImageTable
 from polyfed.data.sources.heart import Heart
 from polyfed.data.sources.mosaics import FashionMosaics
@@ -16,6 +17,7 @@ SOURCES: dict[str, type[Source]] = {
     "heart": Heart,
     "fashion_mnist": FashionMNIST,
     "fashion_mosaics": FashionMosaics,
+    "blobs": Blobs,
     "mnist": MNIST,
     "emnist": EMNIST,
     "cifar10": CIFAR10,

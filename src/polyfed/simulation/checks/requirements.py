@@ -114,6 +114,9 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
         common_data_spec(clients, name)
     if not requirements & MODEL_REQUIREMENTS:
         if isinstance(algorithm, BringsNetwork):
+            if clients[0].task.has_output_at_each_place:
+                raise UserError(f"{name} brings networks with one output vector an example, and has none for the task "
+                                f"{clients[0].task}; choose a method that trains the clients' own networks")  # fmt: skip
             method_network = algorithm.network_for(common_data_spec(clients, name))
             check_single_example_batches(clients, algorithm, {"batch_size": None}, method_network)
         return

@@ -133,8 +133,10 @@ class InProcessEngine(Engine):
             return restore_all_but_weights_and_set_eval(algorithm.personal_model(message, client_state, of, task.seed))
 
         val_outputs = out_of_fold_outputs(personal, client)
-        row = compute_metrics(val_outputs, client.val.labels.cpu(), client.task, self._metrics, loss)
-        return metrics | {f"val_{name}": value for name, value in row.items()}, outputs | {"val": val_outputs}
+        targets = client.val.labels.cpu()
+        row = compute_metrics(val_outputs, targets, client.task, self._metrics, loss)
+        stored = client.task.stored_outputs(val_outputs, targets, self._metrics)
+        return metrics | {f"val_{name}": value for name, value in row.items()}, outputs | {"val": stored}
 
     def predict(self, task: ClientTask, examples: Examples) -> torch.Tensor:
         """Returns the outputs of a client's personal network for these examples, computed as in an evaluation.
@@ -159,7 +161,7 @@ class InProcessEngine(Engine):
                 model = restore_all_but_weights_and_set_eval(
                     self._algorithm.personal_model(message, client_state, client, task.seed)
                 )
-                return predict(model, examples.to(self._device))
+                return predict(client.task.prediction_network(model), examples.to(self._device))
         except Exception as error:  # as in `run`
             reason = f"{type(error).__name__}: {error}"
             raise ClientError(task.round, task.client, "predict", reason, traceback.format_exc()) from error

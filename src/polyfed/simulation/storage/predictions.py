@@ -232,7 +232,8 @@ class PredictionStore:
         examples = getattr(self._clients[client], split)
         columns = {name: examples.column(name) for name in examples.shown_columns}
         outputs = self._memory[round][client][split]
-        return Predictions(round, outputs, examples.labels.cpu(), columns, group_numbers(examples))
+        targets = self._clients[client].task.stored_targets(examples.labels.cpu(), outputs)
+        return Predictions(round, outputs, targets, columns, group_numbers(examples))
 
     # -- one round ------------------------------------------------------------------------------------------------
 

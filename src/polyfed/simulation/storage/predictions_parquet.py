@@ -57,7 +57,7 @@ def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mappin
     number = np.concatenate([np.full(len(outputs), n, np.int32) for n, _, outputs, _ in rows])
     example = np.concatenate([np.arange(len(outputs), dtype=np.int32) for _, _, outputs, _ in rows])
     split = pa.concat_arrays([pa.repeat(pa.scalar(s), len(outputs)) for _, s, outputs, _ in rows])
-    targets = torch.cat([data.labels.cpu() for _, _, _, data in rows])
+    targets = torch.cat([client.task.stored_targets(data.labels.cpu(), outputs) for _, _, outputs, data in rows])
     outputs = torch.cat([outputs for _, _, outputs, _ in rows])
     arrays = {
         "round": pa.array(number), "split": split, "example": pa.array(example),

@@ -55,6 +55,27 @@ def build_method_panels_and_print_results(inputs: PanelInputs) -> dict[str, Mark
     return panels
 
 
+def build_image_panel(inputs: PanelInputs, reason_missing: str) -> dict[str, Markup]:
+    """Builds the panel with test images of segmentations, truth and prediction (heading -> HTML); the panel says why it is
+    empty.
+
+    Only a run whose data are at hand has images: a real site's never leave it.
+    """
+    from polyfed.report.export.trained_model import read_trained_model
+    from polyfed.report.page.segmentation_images import IMAGES_HEADING, SECTION, html_images_of_clients
+
+    try:
+        if inputs.participants is None:
+            raise UserError(reason_missing.rstrip("."))
+        clients = inputs.participants.clients[: inputs.max_panels]
+        if SECTION not in clients[0].task.page_sections:
+            return {}
+        networks = [read_trained_model(_folder(inputs), client.id).network for client in clients]
+        return {IMAGES_HEADING: html_images_of_clients(clients, networks)}
+    except (UserError, OSError) as error:
+        return {IMAGES_HEADING: html_bullet_list([f"Not shown: {error}"])}
+
+
 def method_adds_panels(method_name: str) -> bool:
     """Returns whether the method with this name adds panels to the report page."""
     return method_name in _PANELS
@@ -93,7 +114,9 @@ def load_participants_offline(run: RunRecord) -> OfflineParticipants:
     return OfflineParticipants(participants, "")
 
 
-_WITHOUT_FILES = frozenset({"digits", "heart", "tagged_sentences"})  # sources that ship with polyfed or are generated
+_WITHOUT_FILES = frozenset(
+    {"blobs", "digits", "heart", "tagged_sentences"}
+)  # sources that ship with polyfed or are generated
 
 
 def _needs_download(run: RunRecord) -> bool:

@@ -13,6 +13,7 @@ from rich.measure import Measurement
 
 from polyfed.cli.commands.results.method_panels import (
     PanelInputs,
+    build_image_panel,
     build_method_panels_and_print_results,
     load_participants_offline,
     method_adds_panels,
@@ -46,6 +47,7 @@ def show_report(
     *,
     out: Path | None = None,
     subgroups: Sequence[str] = (),
+    show_images: bool = False,
 ) -> Path:
     """Prints the scores of runs, of their baselines and of comparisons, and writes an HTML page with details about
     them.
@@ -55,6 +57,7 @@ def show_report(
         console: where to print; standard output by default.
         out: the page to write; None for `report.html` in the first folder.
         subgroups: columns of the test examples, such as "sex"; the page has scores by their values.
+        show_images: puts test images of segmentations on the page, which are the clients' data.
 
     Returns:
         The path of the page.
@@ -74,7 +77,7 @@ def show_report(
     view_count = sum(method_adds_panels(method.runs[0].method) for run_group in groups for method in run_group.methods)
     max_panels = max(1, MAX_CLIENTS // max(1, view_count))
     extras = [
-        _add_predictions(_page_extras(run_group, f"v{k}", max_panels, console), run_group, subgroups)
+        _add_predictions(_page_extras(run_group, f"v{k}", max_panels, console, show_images), run_group, subgroups)
         for k, run_group in enumerate(groups)
     ]
     for note in notes:
@@ -181,7 +184,7 @@ def _format_score(value: float | None) -> str:
 # -- beside the scores ------------------------------------------------------------------------------------------------
 
 
-def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Console) -> PageExtras:
+def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Console, show_images: bool) -> PageExtras:
     """Collects the class counts and what the methods add to the page, each of a method's first seed."""
     runs = [method.runs[0] for method in run_group.methods if method.runs[0].folder is not None]
     participants, reason = load_participants_offline(runs[0]) if runs else (None, "")
@@ -193,7 +196,9 @@ def _page_extras(run_group: RunGroup, key: str, max_panels: int, console: Consol
         panel_name = f"{method.label}, seed {run.seed}" if len(method.runs) > 1 else method.label
         panel_key = f"{key}-{position}"
         panels = {update_norms.NORMS_HEADING: update_norms.html_update_norms(run, panel_key)}
-        panels |= build_method_panels_and_print_results(PanelInputs(run, participants, panel_key, max_panels, console))
+        inputs = PanelInputs(run, participants, panel_key, max_panels, console)
+        panels |= build_method_panels_and_print_results(inputs)
+        panels |= build_image_panel(inputs, reason) if show_images else {}
         for heading, html in panels.items():
             if html:
                 method_views.setdefault(heading, {})[panel_name] = html
