@@ -282,9 +282,10 @@ def test_perplexity_of_next_tokens_falls_below_that_of_frequencies():
     assert scores[-1] < frequencies < len(VOCABULARY)
 
 
+SHARED = {"name": "lstm_tagger", **SMALL}
 METHODS = {
     "fedavg_ft": {}, "fedprox": {}, "pfedla": {}, "flha_ghn": {}, "fedhenn": {"rad_size": 8, "rad_batch": 8},
-    "fedmd": {},
+    "fedmd": {}, "fml": {"shared": SHARED},
 }  # fmt: skip
 
 

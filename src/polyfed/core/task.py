@@ -62,6 +62,9 @@ class Task(ABC):
     has_output_at_each_place: ClassVar[bool] = False
     """Whether a network has outputs at each place of its input, such as each pixel; networks that methods bring have not."""
 
+    output_axis: ClassVar[int] = 1
+    """The axis of a network's outputs that counts classes, labels or targets; the batch is axis 0."""
+
     standardises_targets: ClassVar[bool] = False
     """Whether targets of a table are scaled by mean and standard deviation of the training rows."""
 

@@ -50,6 +50,7 @@ class Tokens(Task):
 
     name: ClassVar[str] = "tokens"
     outputs_are_classes: ClassVar[bool] = True
+    output_axis: ClassVar[int] = 2
     counts_title: ClassVar[str] = "by client, and their tokens by class"
     target_word: ClassVar[str] = "class"
     outputs_meaning: ClassVar[str] = "logits of the classes of each token; softmax gives probabilities."

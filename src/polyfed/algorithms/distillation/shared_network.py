@@ -96,16 +96,16 @@ def infer_shared_network_sizes(
         UserError: the shared network fails on the client's inputs, or has another number of outputs.
     """
     assert client.model is not None
-    device = client.train.device
+    device, axis = client.train.device, client.task.output_axis
     example, x = client.train.head(), client.train.first_input
-    outputs = predict(fill_module(cached_module(client.model, device).module, weights), example).shape[1]
+    outputs = predict(fill_module(cached_module(client.model, device).module, weights), example).shape[axis]
     form = {"input_shape": list(input_spec_of(x).shape), "outputs": outputs}
     if not isinstance(x, Tensor) and ":" not in network_options["name"]:  # polyfed's networks take one tensor
         form |= {"input_shape": [sum(part[0].numel() for _, part in named_leaves(x))], "side_by_side": True}
     _, factory = client_with_shared_network(network_options, form, client)
     network, name = cached_module(factory, device).module, f"{method}: the {field} {factory.network.name!r}"
     try:
-        shared_outputs = predict(network, example).shape[1]
+        shared_outputs = predict(network, example).shape[axis]
     except Exception as error:  # a network may raise anything on inputs that it does not take
         input_description = (
             f"shape {tuple(x.shape)} ({x.dtype})" if isinstance(x, Tensor) else f"several parts ({input_spec_of(x)})"

@@ -164,7 +164,10 @@ def train_pooled_reference(
             for c in client_of_architecture.values()
             if c.model is not None
         )
-        if any(predict(network, placeholder_test).shape[1] <= int(train.labels.max()) for network in networks):
+        if any(
+            predict(network, placeholder_test).shape[task.output_axis] <= int(train.labels.max())
+            for network in networks
+        ):
             return None
     shared = {field: getattr(method, field) for field in TRANSFERABLE_FIELDS} | {"patience": None}
     if method.local_steps is not None:
