@@ -51,7 +51,7 @@ def refused(here, capsys):
 
 UNKNOWN = {
     "bogus": "unknown command 'bogus'; Choices: compare, data, export, flower, graph, list, look, predict, report, "
-    "reproduce, resume, run, warmstart",
+    "reproduce, resume, run, show, warmstart",
     "rn": "unknown command 'rn'; did you mean run?",
     "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
     "data quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",

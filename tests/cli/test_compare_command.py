@@ -205,7 +205,7 @@ def test_what_is_refused(polyfed, words, sentence):
 
 
 def test_help_and_words(polyfed):
-    status, out, _ = polyfed("compare", "--help")
+    status, out, _ = polyfed("compare", "--help-all")
     assert status == 0
     assert "--algorithms NAMES" in out
     words = ["--seeds=3", "--same-data", "--rounds", "2", "--parallel", "2"]

@@ -1,14 +1,18 @@
 """From options and YAML to a configuration: the parts that the command line's tests do not reach."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytest
 
 from polyfed.algorithms import REGISTRY, FedAvgFT
+from polyfed.cli.commands.argv import CommandParser
 from polyfed.cli.commands.options import configuration_parser
 from polyfed.cli.commands.options.option_types import describe_type
 from polyfed.cli.commands.options.recipes import load_recipe_configuration, shipped_recipe_files
+from polyfed.cli.main import main
 from polyfed.core.errors import UserError
 from polyfed.data import PARTITIONS, SOURCES
 from polyfed.models import MODELS
@@ -102,3 +106,60 @@ def test_defaults_are_the_callers_own():
         for key, value in section.items():
             if isinstance(value, list | dict):
                 assert all(value is not there.get(key) for there in (other["model"], other["data"], other["algorithm"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--lr 0.1", "unknown option --lr; did you mean --algorithm.lr?"),
+        ("--epochs 2", "unknown option --epochs; did you mean --algorithm.local-epochs?"),
+        ("--batch-size 8", "unknown option --batch-size; did you mean --algorithm.batch-size?"),
+        ("--clients 4", "unknown option --clients; did you mean --data.clients?"),
+        ("--alpha 1", "unknown option --alpha; did you mean --data.partition.alpha?"),
+        ("--mu 1", "unknown option --mu; fedprox, moon have it: --algorithm fedprox --algorithm.mu VALUE"),
+    ],
+)
+def test_a_field_without_its_section_gets_the_right_hint(words, hint):
+    with pytest.raises(UserError) as refused:
+        configuration_parser.parse_configuration(words.split(), {}, "polyfed run")
+    assert hint in str(refused.value)
+
+
+def test_a_baseline_of_a_recipe_can_be_the_method_of_the_run():
+    recipe = load_recipe_configuration("quickstart")
+    recipe.pop("description")
+    config = configuration_parser.parse_configuration(["--algorithm", "fedhenn"], recipe, "polyfed run")
+    assert (config["algorithm"]["name"], config["algorithm"]["eta0"]) == ("fedhenn", 1.0)
+    assert build_experiment(config).baselines.keys() == {"local"}
+
+
+def test_short_names_of_out_and_quiet():
+    parser = CommandParser("polyfed run", "")
+    parser.add_option("--out", "DIR", "where")
+    parser.add_flag("--quiet", "silent")
+    assert vars(parser.parse_declared_options(["-o", "x", "-q"])[0]) == {"out": "x", "quiet": True}
+    with pytest.raises(UserError, match=r"^--out needs a value"):
+        parser.parse_declared_options(["-o"])
+
+
+@pytest.mark.parametrize("words", [["list"], ["list", "--json"]])
+def test_a_reader_that_stops_reading_is_no_failure(words):
+    command = [sys.executable, "-c", "from polyfed.cli.main import entry; entry()", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0
+
+
+def test_short_help_is_short_and_the_long_one_has_groups(capsys):
+    for command in ("run", "compare"):
+        assert main([command, "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 26
+        assert max(map(len, lines)) <= 120
+        assert main([command, "--help-all"]) == 0
+        long = capsys.readouterr().out
+        for title in ("data:", "method:", "messages:", "engine and failures:", "rounds and evaluation:"):
+            assert f"\n{title}\n" in long
+        assert main([command, "--algorithm", "fedprox", "--help"]) == 0
+        assert "--algorithm.mu" in capsys.readouterr().out

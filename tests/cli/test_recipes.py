@@ -187,7 +187,7 @@ def test_a_quiet_run_says_nothing_on_stderr(polyfed):
 
 
 def test_data_takes_scale_and_variant(polyfed, here):
-    status, out, err = polyfed("data", "pfedla_fig5", "--scale", "smoke")
+    status, out, err = polyfed("data", "pfedla_fig5", "--scale", "smoke", "--plot", "data.png")
     assert (status, err) == (0, "")
     numbers = [
         re.findall(r"[·\d]+", line.split("client-00")[1])[1:11] for line in out.splitlines() if "client-00" in line

@@ -124,7 +124,7 @@ def test_data_are_shown_for_labels_and_amounts_too(tmp_path, monkeypatch, capsys
     lines = [f"{k},{k % 2},{int(k < 3)},{1000.5 + k},{'ab'[k // 10]}" for k in range(20)]
     (tmp_path / "t.csv").write_text("x,fever,cough,cost,ward\n" + "\n".join(lines) + "\n")
     words = ["data", "--data", "table", "--data.path", "t.csv", "--data.site", "ward", "--data.test-fraction", "0.2"]
-    assert main([*words, "--data.target", "fever,cough", "--data.drop", "cost"]) == 0
+    assert main([*words, "--data.target", "fever,cough", "--data.drop", "cost", "--plot", "data.png"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [row[1::2] for row in rows][1][:1] == ["b"]
     assert rows[1][5] == "·"  # nobody at b coughs

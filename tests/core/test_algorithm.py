@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import dataclass
+from inspect import signature
 
 import pytest
 import torch
@@ -170,3 +171,11 @@ def test_widths_of_representations_are_compared_before_the_first_round():
     clients = [one, pf.Client("wide", wide, other.train, other.test)]
     with pytest.raises(pf.UserError, match="the last layer of 'wide' takes 9 numbers, that of 'client-0' 8"):
         pf.federate(clients, _Picky(word="one_representation"), rounds=1, workers=0)
+
+
+def test_a_wrong_keyword_of_a_method_suggests_the_right_one():
+    with pytest.raises(TypeError, match=r"FedAvg has no field 'learning_rate'; did you mean lr\?"):
+        pf.algorithms.FedAvg(learning_rate=0.1)
+    with pytest.raises(TypeError, match=r"FedProx has no field 'muu'; did you mean mu\?"):
+        pf.algorithms.FedProx(muu=0.1)
+    assert "lr" in signature(pf.algorithms.FedAvg).parameters

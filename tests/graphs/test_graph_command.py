@@ -68,7 +68,8 @@ def cells(out):
 
 
 def test_tables_of_a_users_network(polyfed, here):
-    status, out, err = polyfed("graph", "own_nets:Learner", "--input", "4", "--model.width", "4", "--model.classes=3")
+    status, out, err = polyfed("graph", "own_nets:Learner", "--input", "4", "--model.width", "4", "--model.classes=3",
+                               "--plot", "graph.png")  # fmt: skip
     assert (status, err) == (0, "")
     assert cells(out) == [
         ["0", "", "a", "linear-4-4-k-s-g1-b1-d-none", "20", "generated"],

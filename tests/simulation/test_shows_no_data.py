@@ -1,5 +1,9 @@
 """Nothing that is printed of runs, clients and examples holds a value of a client's data."""
 
+import logging
+import traceback
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +23,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.layer(x / MARK)
+
+
+class FailingNet(Net):
+    def forward(self, x):
+        raise RuntimeError("the network fails")
 
 
 def marked(n=12):
@@ -51,3 +60,24 @@ def test_public_objects_show_one_line_and_no_data():
     assert repr(run).endswith("out=None)")
     assert repr(client()) == "Client('north', 12 train, 4 val, 6 test, regression)"
     assert repr(pool) == "PooledDataset(12 train, 5 test, 1 outputs, regression)"
+
+
+def test_errors_warnings_and_logs_hold_no_data(caplog):
+    caplog.set_level(logging.DEBUG)
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for action in (
+            lambda: pf.federate([client(model=FailingNet)], pf.algorithms.Local(), rounds=1, workers=0, progress=False),
+            lambda: pf.Client("north", Net, marked(), (torch.full((2, 3), MARK), torch.tensor([MARK, np.nan]))),
+            lambda: pf.Client("north", Net, (torch.full((2, 3), MARK), torch.full((5,), MARK)), marked()),
+        ):
+            with pytest.raises((pf.UserError, pf.ClientError)) as caught_error:
+                action()
+            texts += traceback.format_exception(caught_error.value)
+        try:  # it may diverge, or not
+            pf.federate([client(), client("south")], pf.algorithms.FedAvg(lr=1e9), rounds=4, workers=0, progress=False)
+        except (pf.ClientError, pf.RoundError) as error:
+            texts += traceback.format_exception(error)
+    texts += [str(warning.message) for warning in caught] + [record.getMessage() for record in caplog.records]
+    assert not [text for text in texts if any(form in text for form in FORMS)]

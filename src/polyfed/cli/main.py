@@ -5,6 +5,7 @@ Progress goes to standard error, results to standard output.
 Exit status: 0; 2 with one sentence for what the user can mend; 1 for a failure of the run; 130 for Ctrl-C.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
   run [RECIPE|config.yaml] [OPTIONS]   run a federation; without arguments the recipe quickstart
   compare [RECIPE|config.yaml|DIR]     compare methods on the same clients, several seeds each
   resume DIR                           continue a run that was stopped
+  show DIR [--json]                    show the answers and scores of a run or comparison, and how to go on
   report DIR...                        show the scores of runs and what their methods learned, also as an HTML page
   predict RUN FILE                     predict the rows of a CSV file with a client's network
   export RUN --client ID --to FOLDER   write a client's network to a folder that works without polyfed and the data
@@ -41,7 +43,12 @@ _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
 def entry() -> None:
     """Runs the command `polyfed` for the console script, and exits with its status."""
     warnings.formatwarning = format_warning
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `polyfed list | head`: nobody reads on, which is no failure
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         "compare": subcommands.compare,
         "resume": subcommands.resume,
         "report": subcommands.report,
+        "show": subcommands.show,
         "warmstart": subcommands.warmstart,
         "graph": inspect_commands.graph_command,
         "list": subcommands.list_choices,
@@ -94,5 +102,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1
         )
     except SystemExit as exit_request:
+        if isinstance(exit_request.__context__, BrokenPipeError):
+            return 0  # as `rich` ends the process where the reader has seen enough
         return exit_request.code if isinstance(exit_request.code, int) else 0
     return 0

@@ -15,6 +15,7 @@ from polyfed.cli.commands.argv import (
     parse_whole_number,
     split_names,
 )
+from polyfed.cli.commands.short_help import COMPARE_HELP, RUN_HELP, asks_for_short_help, expand_help_all
 from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.terminal_text import sanitise_for_terminal
@@ -23,8 +24,12 @@ from polyfed.simulation.storage.paths import choose_run_directory
 
 def run(argv: list[str]) -> None:
     """Implements `polyfed run`: runs a federation and its baselines."""
+    if asks_for_short_help(argv):
+        print(RUN_HELP, end="")
+        return
     from polyfed.cli.commands.options import configuration_parser, recipes
 
+    argv = expand_help_all(argv)
     parser = CommandParser(
         "polyfed run [RECIPE|config.yaml] [OPTIONS]",
         "Runs a federation and its baselines, and prints a table. Sources, partitions, networks, methods and metrics "
@@ -67,6 +72,10 @@ def run(argv: list[str]) -> None:
 
 def compare(argv: list[str]) -> None:
     """Implements `polyfed compare`: compares methods, or continues or shows a comparison in a directory."""
+    if asks_for_short_help(argv):
+        print(COMPARE_HELP, end="")
+        return
+    argv = expand_help_all(argv)
     from polyfed.cli.commands.compare.compare_options import (
         build_compare_parser,
         is_comparison_folder,
@@ -326,9 +335,32 @@ def list_choices(argv: list[str]) -> None:
         "polyfed list [algorithms|data|models|recipes]",
         "Lists what there is to choose from: names, with a line each; with an argument, more about one kind.",
     )
+    parser.add_flag("--json", "print JSON")
     if has_help_flag(argv):
         parser.print_help()
         return
+    options, kinds = parser.parse_declared_options(argv)
     from polyfed.cli.commands import list_command
+    from polyfed.cli.commands.terminal import print_json
 
-    list_command.show_choices(argv)
+    if options.json:
+        print_json(list_command.describe_choices(kinds))
+    else:
+        list_command.show_choices(kinds)
+
+
+def show(argv: list[str]) -> None:
+    """Implements `polyfed show`: prints what a directory holds of a run or a comparison."""
+    parser = CommandParser(
+        "polyfed show DIR [--json]",
+        "Prints what DIR holds of a run or a comparison, finished or not: the answers, a table, where things are, and how "
+        "to go on. Nothing is trained, and clients made in Python are not needed.",
+    )
+    parser.add_flag("--json", "print JSON (docs/json.md)")
+    if has_help_flag(argv):
+        parser.print_help()
+        return
+    options, (directory,) = parser.parse_options_and_words(argv, "one directory of a run or a comparison")
+    from polyfed.cli.commands.results import show_command
+
+    show_command.show_directory(expand_user_path(directory, "the directory"), as_json=options.json)

@@ -58,10 +58,10 @@ _NOT_RESULTS = ("seed", "keep", "checkpoint_every", "cross_site", *EXECUTION_FIE
 
 def compare(
     clients: Iterable[Client],
-    methods: Sequence[Method | str] | Mapping[str, Method | str],
+    methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str],
     *,
     rounds: int,
-    seeds: Sequence[int] | None = None,
+    seeds: int | Sequence[int] | None = None,
     resplit: int | None = None,
     metrics: Any = None,
     folds: int | None = None,
@@ -104,13 +104,13 @@ def compare(
 
     Args:
         clients: who takes part, as for `federate`.
-        methods: names, methods, or either by label.
+        methods: a name or method, several of them as a list, or either by label.
         rounds, clients_per_round, engine, workers, ray_address, gpus_per_worker, device, evaluate_every, checkpoint_every,
             on_error, min_replies, compress, compress_down, cross_site: of each run (`polyfed.simulation.settings`).
         secure: whether the server sees nothing but the sum of a round's replies. Methods that need each reply by itself are
             left out; `local` sends none, and stays.
-        seeds: one run of each method per seed; default 0 to 4, or one for each dealing of `resplit` or fold of `folds`. With
-            one seed nothing is decided, and with three only large gains are.
+        seeds: one run of each method per seed (or how many: 3 is 0, 1, 2); default 0 to 4, or one for each dealing of
+            `resplit` or fold of `folds`. With one seed nothing is decided, and with three only large gains are.
         resplit: how many times each client's training, validation and test examples are dealt again, each time with another
             seed: the better answer where data are few. None keeps the sets that were given.
         folds: tests every example of each client once, by k-fold cross-validation with this many folds, a run each. Decides
@@ -163,8 +163,10 @@ def compare(
         num_runs = DEFAULT_NUM_SEEDS if resplit is None else resplit
         num_runs = num_runs if fold_design is None else fold_design.num_runs
         seeds = range(num_runs) if isinstance(num_runs, int) else ()
+    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
+        seeds = range(seeds)
     if not isinstance(seeds, Sequence):
-        raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], got {seeds!r}")
+        raise UserError(f"seeds must be different whole numbers, such as [0, 1, 2], or how many, got {seeds!r}")
     settings = Settings(
         rounds=rounds, clients_per_round=clients_per_round, engine=engine, workers=workers, ray_address=ray_address,
         gpus_per_worker=gpus_per_worker, device=device, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every,

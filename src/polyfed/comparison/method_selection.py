@@ -16,13 +16,13 @@ DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
 
 
 def select_methods(
-    methods: Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
+    methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
 ) -> dict[str, Method]:
     """Returns all methods of a comparison by label: first the default methods that are missing from `methods`, then
     `methods`.
 
     Args:
-        methods: names or methods, as a list or a mapping from labels.
+        methods: a name or method, or several as a list or a mapping from labels.
         like: a method whose local training the methods given by name take over; None takes that of a method in `methods`.
 
     Raises:
@@ -31,7 +31,9 @@ def select_methods(
     >>> list(select_methods(["pfedla", "local"]))
     ['fedavg', 'fedavg_ft', 'pfedla', 'local']
     """
-    if isinstance(methods, str | Algorithm) or not isinstance(methods, Sequence | Mapping):
+    if isinstance(methods, str | Algorithm):
+        methods = [methods]
+    if not isinstance(methods, Sequence | Mapping):
         raise UserError(
             f"methods must be a list of names or methods, or a mapping from labels to them, got {methods!r}"
         )

@@ -38,15 +38,16 @@ tensor(2.2500)
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import isabstract
-from typing import Any, ClassVar, Generic, Literal, TypeVar, final
+from inspect import Signature, isabstract, signature
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, final
 
 from torch import Tensor, nn
 
 from polyfed.core.declared_words import check_declared_words_are_known
-from polyfed.core.errors import UserError
+from polyfed.core.errors import UserError, did_you_mean
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples
+from polyfed.core.io.former_fields import OTHER_NAMES
 from polyfed.core.serialization import safetensors_num_bytes
 from polyfed.core.state_dict import StateDict, StateDictSpec, state_dict_spec
 from polyfed.core.task import DEFAULT_TASK, Loss, Task, TaskSpec, get_task
@@ -219,6 +220,24 @@ class ServerContext:
     data_spec: DataSpec | None = None
 
 
+@final
+class _ConstructorSignature:
+    """Gives a class the signature of its `__init__`."""
+
+    def __get__(self, instance: Any, owner: Any) -> Signature:
+        return Signature(list(signature(owner.__init__).parameters.values())[1:])
+
+
+def _check_field_names(kind: Any, fields: Mapping[str, Any]) -> None:
+    """Raises a `TypeError` that suggests a field, if the constructor of a method has no argument of such a name."""
+    arguments = signature(kind).parameters
+    unknown = [name for name in fields if name not in arguments]
+    if unknown and not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+        other = OTHER_NAMES.get(unknown[0])
+        hint = f"did you mean {other}?" if other in arguments else did_you_mean(unknown[0], arguments)
+        raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}; {hint}")
+
+
 class Algorithm(ABC, Generic[ServerState, ClientState]):
     """Defines what a federated method must compute at the server and at the clients; the module's docstring shows a
     complete method.
@@ -253,6 +272,14 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         check_declared_words_are_known(cls, cls.__name__)
         if cls.dispatch is Algorithm.dispatch and cls.dispatch_all is Algorithm.dispatch_all and not isabstract(cls):
             raise TypeError(f"{cls.__name__} must define dispatch or dispatch_all")
+
+    __signature__ = _ConstructorSignature()  # else `inspect` shows that of `__new__`
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Checks the names of the fields."""
+        if not fields.keys() <= getattr(cls, "__dataclass_fields__", {}).keys():
+            _check_field_names(cls, fields)  # Python's own error names no field that would do
+        return super().__new__(cls)
 
     # -- server ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 _CODE_OPTIONS = {
     f"--{name}" for name in ("data.name", "data.partition.name", "algorithm.name", "metrics", "baselines", "loss")
 }
+_SHORT_NAMES = {"--out": ["-o"], "--quiet": ["-q"]}  # of options that have one
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:factory, anywhere in a value
 
 
@@ -43,6 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         """
         self.option_names.append(name)
         self.add_argument(
+            *_SHORT_NAMES.get(name, ()),
             name,
             metavar=metavar,
             help=help_text.replace("%", "%%"),
@@ -54,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
     def add_flag(self, name: str, help_text: str) -> None:
         """Declares an option that takes no value."""
         self.option_names.append(name)
-        self.add_argument(name, action="store_true", help=help_text.replace("%", "%%"))
+        self.add_argument(*_SHORT_NAMES.get(name, ()), name, action="store_true", help=help_text.replace("%", "%%"))
 
     def parse_declared_options(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Returns the values of the declared options, and the remaining words of the command line in their order.
@@ -103,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises a `UserError` with argparse's message, rewritten so that the option stands first."""
-        text = re.sub(r"^argument (--[\w-]+): ", r"\1 ", message)
+        text = re.sub(r"^argument (?:-\w/)?(--[\w-]+): ", r"\1 ", message)
         raise UserError(text.replace("expected one argument", "needs a value"))
 
 

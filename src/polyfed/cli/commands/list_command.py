@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from textwrap import shorten
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from rich.console import Console
 
@@ -12,6 +12,62 @@ from polyfed.cli.commands.options.recipes import read_recipe, shipped_recipe_fil
 from polyfed.cli.commands.terminal import PlainTable, print_line
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES
 from polyfed.core.errors import UserError, did_you_mean
+
+_KINDS = ("algorithms", "data", "models", "recipes")
+
+
+class ListedChoices(TypedDict, total=False):
+    """Describes what `polyfed list --json` prints: the kinds that were asked for, each a list of choices."""
+
+    format: Required[int]
+    algorithms: list[dict[str, Any]]
+    """`name`, `family`, `summary`, and the words that it `requires` and `discloses`."""
+    data: list[dict[str, Any]]
+    """`name` and `summary`, as of `partitions` and `models`."""
+    partitions: list[dict[str, Any]]
+    models: list[dict[str, Any]]
+    recipes: list[dict[str, Any]]
+    """`name`, `summary`, `scales` and `variants`."""
+
+
+def describe_choices(kinds: Sequence[str]) -> ListedChoices:
+    """Returns the choices of the given kinds, or of all.
+
+    Raises:
+        UserError: an unknown kind.
+    """
+    _check_kinds(kinds)
+    choices: ListedChoices = {"format": 1}
+    if not kinds or "algorithms" in kinds:
+        choices["algorithms"] = [
+            {
+                "name": name, "family": title.partition(": ")[2], "summary": method.card.summary,
+                "requires": sorted(method.requires), "discloses": sorted(method.discloses),
+            }
+            for title, methods in _methods_by_family().items()
+            for name, method in methods.items()
+        ]  # fmt: skip
+    if not kinds or "data" in kinds:
+        choices["data"], choices["partitions"] = _names_and_summaries(SOURCES), _names_and_summaries(PARTITIONS)
+    if not kinds or "models" in kinds:
+        choices["models"] = _names_and_summaries(MODELS)
+    if not kinds or "recipes" in kinds:
+        all_recipes = map(read_recipe, shipped_recipe_files())
+        choices["recipes"] = [
+            {"name": r.name, "summary": r.description, "scales": list(r.scales), "variants": list(r.variants)}
+            for r in all_recipes
+        ]
+    return choices
+
+
+def _names_and_summaries(registry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"name": name, "summary": first_docstring_sentence(thing)} for name, thing in registry.items()]
+
+
+def _check_kinds(kinds: Sequence[str]) -> None:
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise UserError(f"cannot list {kind!r}; {did_you_mean(kind, _KINDS)}")
 
 
 def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
@@ -26,9 +82,7 @@ def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
         "models": _model_tables,
         "recipes": _recipe_tables,
     }
-    for kind in kinds:
-        if kind not in details:
-            raise UserError(f"cannot list {kind!r}; {did_you_mean(kind, details)}")
+    _check_kinds(kinds)
     console = console or Console()
     for table in [table for kind in kinds for table in details[kind]()] if kinds else _overview_tables(console.width):
         console.print(table)

@@ -1,5 +1,7 @@
 """Prints tables and lines as plain text: markup in a text has no effect, and control characters are removed."""
 
+import json
+from collections.abc import Mapping
 from typing import Any, final
 
 import rich.table
@@ -43,3 +45,8 @@ class PlainTable(rich.table.Table):
 def print_line(console: Console, sentence: object) -> None:
     """Prints a line of text literally; the terminal may wrap it."""
     console.print(Text(sanitise_for_terminal(sentence)), highlight=False, soft_wrap=True)
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """Prints an object as JSON on standard output, and nothing else."""
+    print(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))

@@ -98,10 +98,10 @@ class TablePreprocessor:
     (('age', 'age is missing', 'sex=f', 'sex=m'), [[2.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
     """
 
-    columns: tuple[Column, ...]
-    mean: tuple[float, ...]
-    spread: tuple[float, ...]
-    target: tuple[tuple[float, float], ...] = ()
+    columns: tuple[Column, ...] = field(repr=False)  # a `repr` shows no values of the data
+    mean: tuple[float, ...] = field(repr=False)
+    spread: tuple[float, ...] = field(repr=False)
+    target: tuple[tuple[float, float], ...] = field(default=(), repr=False)
     scope: Scope = "site"
     classes: tuple[str, ...] = ()
     task: Task = field(default_factory=Classification)

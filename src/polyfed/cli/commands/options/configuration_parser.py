@@ -17,6 +17,7 @@ import yaml
 from docstring_parser import parse as parse_docstring
 
 from polyfed.cli.commands.argv import bracket_metrics, has_help_flag, list_user_code_and_ray_address, option_name
+from polyfed.cli.commands.options.option_hints import find_leaf, promote_baseline
 from polyfed.cli.commands.options.option_types import describe_type
 from polyfed.cli.commands.options.site_options import (
     find_last_option_value,
@@ -24,9 +25,10 @@ from polyfed.cli.commands.options.site_options import (
     parse_networks_by_site,
     partition_options_of_site_column,
 )
+from polyfed.cli.commands.short_help import find_group
 from polyfed.cli.static_registry import ALGORITHMS, MODELS, PARTITIONS, SOURCES, read_value_or_outline_without_import
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.former_fields import rename_former_fields
+from polyfed.core.io.former_fields import OTHER_NAMES, rename_former_fields
 from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
 from polyfed.simulation.settings import Settings
 
@@ -126,7 +128,8 @@ def parse_configuration(
     if networks is not None:
         names_by_option["model"], argv = None, _drop_model_choice(argv)
         config_values = {key: value for key, value in config_values.items() if not key.startswith("model.")}
-    config_values = _drop_replaced_choices(config_values, names_by_option)
+    promoted = promote_baseline(config_values, names_by_option["algorithm"], argv)
+    config_values = _drop_replaced_choices(config_values, names_by_option) | promoted
     names = {
         s: _validate_choice(s, names_by_option[s] or config_values.get(f"{s}.name", default))
         for s, default in DEFAULTS.items()
@@ -210,10 +213,14 @@ def _parse_values(
     is_help = has_help_flag(argv)
     given_keys = {word.partition("=")[0].removeprefix("--").rstrip("+") for word in argv if word.startswith("--")}
     given_keys |= config_values.keys() | {key.rpartition(".")[0] for key in given_keys}  # an entry gives its mapping
+    groups: dict[str, Any] = {}
     for option in options:
+        if is_help and (title := find_group(option.key)) not in groups:
+            groups[title] = parser.add_argument_group(title)
+        place = groups[find_group(option.key)] if is_help else parser
         if is_help or option.required or option.key in given_keys:  # the others' defaults need no check
-            parser.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
-                                help=option.help or None)  # fmt: skip
+            place.add_argument(f"--{option.key}", type=option.type, default=option.default, required=option.required,
+                               help=option.help or None)  # fmt: skip
     if is_help:
         print(re.sub(r"(?<!\S)--[\w.]+", lambda found: option_name(found[0]), parser.format_help()), end="")
         raise SystemExit(0)
@@ -246,20 +253,24 @@ def _unknown_key_message(key: str, option_by_key: Mapping[str, Option], prefix: 
     shown = option_name(f"{prefix}{key}")
     section, _, field = key.rpartition(".")
     if section not in _REGISTRIES or (section != "model" and f"{section}.name" not in option_by_key):
+        hint = None if section else find_leaf(OTHER_NAMES.get(key, key), option_by_key, _choices_with, prefix)
+        if hint is not None:
+            return f"{shown}; {hint}"
         top = {option_name(f"{prefix}{k.partition('.')[0]}") for k in option_by_key}
         return f"{shown}; {did_you_mean(shown, top)}"
     if f"{section}.name" not in option_by_key:
         return f"{shown}; a mixture of networks takes its fields from a YAML file, where `model` is a list"
-    name, registry = option_by_key[f"{section}.name"].default, _REGISTRIES[section]
-    other_choices = [
-        n for n, choice in registry.items() if key in {option.key for option in options_of(choice, section)}
-    ]
+    name, other_choices = option_by_key[f"{section}.name"].default, _choices_with(section, key)
     if other_choices:
         example = f"--{section} {other_choices[0]}" if prefix else f"{section}: {{name: {other_choices[0]}}}"
         verb = "have" if other_choices[1:] else "has"
         return f"{shown}; {name} has no {field!r}, but {', '.join(other_choices)} {verb}: give {example}, for example"
     section_fields = {k.rpartition(".")[2] for k in option_by_key if k.rpartition(".")[0] == section}
     return f"{shown}; {name} has no {field!r}: {did_you_mean(field, section_fields)}"
+
+
+def _choices_with(section: str, key: str) -> list[str]:
+    return [n for n, c in _REGISTRIES[section].items() if key in {option.key for option in options_of(c, section)}]
 
 
 def _as_text(value: Any) -> str:

@@ -12,7 +12,6 @@ from polyfed.cli.commands.argv import (
     parse_yaml_value,
 )
 from polyfed.core.errors import UserError, did_you_mean
-from polyfed.core.io.atomic_files import expand_user_path
 from polyfed.core.io.trusted_code import trust_code
 
 
@@ -22,11 +21,12 @@ def data_command(argv: list[str]) -> None:
 
     parser = CommandParser(
         "polyfed data [RECIPE|config.yaml] [OPTIONS]",
-        "Prints how many training examples of each class, or with each label, every client has, and draws it; for "
-        "regression, the number of examples and the mean of their targets.",
+        "Prints how many training examples of each class, or with each label, every client has; for regression, "
+        "the number of examples and the mean of their targets.",
         "All other options are those of polyfed run.",
     )
-    parser.add_option("--plot", "FILE", "picture to write, .png or .svg (default: data.png)")
+    parser.add_option("--plot", "FILE", "also draw it in this picture, .png or .svg")
+    parser.add_flag("--json", "print JSON")
     recipes.add_scale_and_variant_options(parser)
     if has_help_flag(argv):
         parser.print_help()
@@ -34,10 +34,11 @@ def data_command(argv: list[str]) -> None:
     options, words = parser.parse_declared_options(argv)
     recipe = recipes.pop_recipe(words, options.scale, options.variant)
     config = configuration_parser.parse_configuration(words, recipe.configuration, "polyfed data")
-    from polyfed.cli.commands.run import run_command
+    from polyfed.cli.commands.run import class_counts_table
     from polyfed.simulation.experiment import build_experiment
 
-    run_command.show_class_counts(build_experiment(config), expand_user_path(options.plot or "data.png", "--plot"))
+    plot = expand_optional_path(options.plot, "--plot")
+    class_counts_table.show_class_counts(build_experiment(config), plot, as_json=options.json)
 
 
 def graph_command(argv: list[str]) -> None:
@@ -45,7 +46,7 @@ def graph_command(argv: list[str]) -> None:
     can generate."""
     parser = CommandParser(
         "polyfed graph MODEL --input SHAPE [OPTIONS]",
-        "Prints and draws the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and "
+        "Prints the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and "
         "which stay "
         "with the client. MODEL is one of `polyfed list models`, or your own as module:factory.",
         "--model.NAME VALUE gives any other argument of MODEL.",
@@ -53,7 +54,7 @@ def graph_command(argv: list[str]) -> None:
     parser.add_option("--input", "SHAPE", "of one example, 3,32,32 for instance")
     parser.add_flag("--integer", "examples are whole numbers, such as tokens")
     parser.add_option("--classes", "N", "number of outputs, for a MODEL that takes num_classes (default: 10)")
-    parser.add_option("--plot", "FILE", "picture to write, .png or .svg (default: graph.png)")
+    parser.add_option("--plot", "FILE", "also draw it in this picture, .png or .svg")
     parser.add_option("--catalogue", "FILE", "layer catalogue to write; an existing one is added to")
     parser.add_option(
         "--graph", "FORM", "layers: a norm is part of the layer before it; layers_and_norms: it is a node of its "
@@ -99,6 +100,6 @@ def graph_command(argv: list[str]) -> None:
         spec,
         method.contraction,
         integer=options.integer,
-        plot=expand_user_path(options.plot or "graph.png", "--plot"),
+        plot=expand_optional_path(options.plot, "--plot"),
         catalogue=expand_optional_path(options.catalogue, "--catalogue"),
     )

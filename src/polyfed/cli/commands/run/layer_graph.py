@@ -24,18 +24,18 @@ def print_and_draw_layer_graph(
     contraction: Contraction,
     *,
     integer: bool,
-    plot: Path,
+    plot: Path | None = None,
     catalogue: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints and draws the graph of a network's layers, and adds its layer types to the catalogue file, if one is
-    given.
+    """Prints the graph of a network's layers, draws it if asked to, and adds its layer types to the catalogue file, if
+    one is given.
 
     Args:
         spec: the network.
         contraction: which operations are nodes.
         integer: whether its inputs are whole numbers (tokens).
-        plot: the picture to write, .png or .svg.
+        plot: the picture to write, .png or .svg; None writes none.
         catalogue: the file to write, or to add to if it is there; None writes none.
         console: where to print; standard output by default.
 
@@ -43,8 +43,10 @@ def print_and_draw_layer_graph(
         UserError: the network cannot be built or followed, or a file cannot be read or written.
     """
     graph = contraction.apply(extract(build_module(spec, seed=0), _random_example(spec.input_shape, integer)))
-    draw_graph(graph, plot, title=f"{spec.name} {'×'.join(map(str, spec.input_shape))}: {_coverage_text(graph)}")
-    lines = [f"drawn in {plot}"]
+    lines = []
+    if plot is not None:
+        draw_graph(graph, plot, title=f"{spec.name} {'×'.join(map(str, spec.input_shape))}: {_coverage_text(graph)}")
+        lines.append(f"drawn in {plot}")
     if catalogue is not None:
         lines.append(_extend_catalogue(graph, catalogue, contraction))
     console = console or Console()

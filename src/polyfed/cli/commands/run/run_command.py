@@ -1,4 +1,4 @@
-"""Implements `polyfed run`, `resume` and `data`: runs an experiment with its baselines, and prints its tables."""
+"""Implements `polyfed run` and `resume`: runs an experiment with its baselines, and prints its tables."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -7,22 +7,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
 from rich.console import Console
 from rich.measure import Measurement
 
 from polyfed.algorithms import registry_name
 from polyfed.cli.commands.terminal import PlainTable, print_line
-from polyfed.core.algorithm import Algorithm, Client
+from polyfed.core.algorithm import Algorithm
 from polyfed.core.capabilities import describe_evaluated_network
 from polyfed.core.data_warnings import collect_data_warnings
 from polyfed.core.errors import ClientError, RoundError, UserError
 from polyfed.core.evaluation.metric import Metric
 from polyfed.core.evaluation.metrics import resolve_metrics
 from polyfed.core.io.atomic_files import create_private_folder_if_missing
-from polyfed.data import draw_class_counts
-from polyfed.data.tabular.columns import sorted_unique_texts
-from polyfed.data.tabular.preprocessing import TablePreprocessor
 from polyfed.simulation.checks.requirements import check_clients, check_networks_run
 from polyfed.simulation.experiment import (
     Experiment,
@@ -343,56 +339,3 @@ def _seconds_text(run: Run) -> str:
         return ""
     clients, server = (fmean(record[f"seconds_{side}"] for record in run.history) for side in ("clients", "server"))
     return f"; a round took {clients:.2f} s on clients, {server:.2f} s on the server"
-
-
-def show_class_counts(experiment: Experiment, plot: Path, console: Console | None = None) -> None:
-    """Prints and draws the number of training examples of each client by class or label.
-
-    For regression it prints their number, and the mean and standard deviation of their targets.
-
-    Raises:
-        UserError: a picture that cannot be written.
-    """
-    console = console or Console()
-    experiment_data = load_participants(experiment)
-    task = experiment_data.pool.task
-    names = task.count_names(experiment_data.pool.class_names)
-    all_clients, participant_count = (
-        (*_sorted_by_name(experiment_data.clients), *_sorted_by_name(experiment_data.unseen)),
-        len(experiment_data.clients),
-    )
-    table = PlainTable(
-        title=f"training examples {task.counts_title} (partition {experiment_data.partition_fingerprint})",
-        title_justify="left",
-    )
-    table.add_column("client")
-    for name in (*names, "all", "test"):
-        table.add_column(name, justify="right")
-    counts = {c.id: task.class_counts(c.train.labels, len(names)) or () for c in all_clients}
-    for position, client in enumerate(all_clients):
-        cells = [str(n) if n else "·" for n in counts[client.id]]
-        mark = " (unseen client)" if position >= participant_count else ""
-        if task.has_target_moments:
-            cells = [f"{mean:.4g} ± {spread:.2g}" for mean, spread in _target_moments(client)]
-        table.add_row(f"{client.id}{mark}", *cells, str(len(client.train)), str(len(client.test)))
-    # Drawn first: if the picture cannot be written, there is an error and nothing else.
-    has_counts = any(counts.values())
-    if has_counts:
-        draw_class_counts(np.array([counts[c.id] for c in all_clients]), names, plot, unseen=len(experiment_data.unseen),
-                         clients=[c.id for c in all_clients])  # fmt: skip
-    console.print(table)
-    if has_counts:
-        print_line(console, f"drawn in {plot}")
-
-
-def _sorted_by_name(clients: Sequence[Client]) -> list[Client]:
-    """Returns the clients sorted by name; names that are numbers are sorted as numbers."""
-    place = {name: position for position, name in enumerate(sorted_unique_texts([client.id for client in clients]))}
-    return sorted(clients, key=lambda client: place[client.id])
-
-
-def _target_moments(client: Client) -> list[tuple[float, float]]:
-    """Returns the mean and standard deviation of each target of a client's training examples, in the unit of the data."""
-    y, transform = client.train.labels.double(), client.train.transform
-    y = transform.unscale_outputs(y).double() if isinstance(transform, TablePreprocessor) else y
-    return list(zip(y.mean(0).tolist(), y.std(0, correction=0).tolist(), strict=True))

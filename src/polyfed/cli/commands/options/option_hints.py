@@ -1,0 +1,58 @@
+"""Finds what a word of the command line means: a field without its section, or a method that is a baseline of a recipe."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from polyfed.cli.commands.argv import option_name
+
+
+def find_leaf(
+    field: str, keys: Iterable[str], choices_with: Callable[[str, str], Sequence[str]], prefix: str
+) -> str | None:
+    """Returns a hint for a field that was given without its section, such as `--lr`; None if no section has it.
+
+    Args:
+        field: its name.
+        keys: of all options of the choices made.
+        choices_with: from a section and a key to the choices of the section that have it.
+        prefix: "--" on the command line; empty in a file.
+
+    >>> find_leaf("lr", ["rounds", "algorithm.lr"], lambda section, key: [], "--")
+    'did you mean --algorithm.lr?'
+    >>> find_leaf("mu", ["algorithm.name"], lambda section, key: ["fedprox"] if section == "algorithm" else [], "--")
+    'fedprox has it: --algorithm fedprox --algorithm.mu VALUE'
+    """
+    if field == "name":
+        return None
+    if fitting := [key for key in keys if key.endswith(f".{field}")]:
+        return f"did you mean {' or '.join(option_name(prefix + key) for key in fitting)}?"
+    for section in ("algorithm", "data", "data.partition", "model"):
+        names = choices_with(section, f"{section}.{field}") if f"{section}.name" in keys else ()
+        if names:
+            example = f"--{section} {names[0]} {option_name(f'--{section}.{field}')} VALUE"
+            return f"{', '.join(names)} {'have' if names[1:] else 'has'} it: {example}"
+    return None
+
+
+def promote_baseline(config_values: Mapping[str, Any], algorithm: str | None, argv: Sequence[str]) -> dict[str, Any]:
+    """Returns the changes to a configuration whose baseline `algorithm` becomes the method of the run.
+
+    It keeps the fields that it has among the baselines, and is no longer one of them. The changes are empty where the
+    configuration has no such baseline, or the command line gives the baselines.
+
+    >>> promote_baseline({"baselines": ["local", {"name": "fedprox", "mu": 1}]}, "fedprox", [])
+    {'baselines': ['local'], 'algorithm.mu': 1}
+    """
+    baselines = config_values.get("baselines")
+    is_given = any(word.partition("=")[0].rstrip("+") == "--baselines" for word in argv)
+    if algorithm in (None, config_values.get("algorithm.name")) or is_given or not isinstance(baselines, list):
+        return {}
+    names = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in baselines]
+    if names.count(algorithm) != 1:
+        return {}
+    entry = baselines[names.index(algorithm)]
+    fields = entry if isinstance(entry, Mapping) else {}
+    return {
+        "baselines": [other for other, name in zip(baselines, names, strict=True) if name != algorithm],
+        **{f"algorithm.{field}": value for field, value in fields.items() if field != "name"},
+    }

@@ -1,0 +1,185 @@
+"""Implements `polyfed show`: prints what a directory holds of a run or a comparison, finished or not, without importing
+torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Required, TypedDict
+
+from rich.console import Console
+
+from polyfed.cli.commands.terminal import PlainTable, print_json, print_line
+from polyfed.comparison.storage.comparison_directory import (
+    DESCRIPTION,
+    RESULTS,
+    load_comparison,
+    read_description,
+)
+from polyfed.core.errors import UserError
+from polyfed.simulation.storage.directory import BASELINES
+from polyfed.simulation.storage.run_files import RunFiles
+
+JSON_FORMAT = 1
+"""Sets the number that `--json` writes as `format`; it grows when a field is taken away or changes its meaning."""
+
+
+class ShownDirectory(TypedDict, total=False):
+    """Describes what `polyfed show DIR --json` prints. Scores are fractions as in `metrics.jsonl`, None is "not defined"."""
+
+    format: Required[int]
+    kind: Required[Literal["run", "comparison"]]
+    directory: Required[str]
+    finished: Required[bool]
+    methods: Required[list[str]]
+    """Of a run its own method, then its baselines."""
+    table: Required[list[dict[str, Any]]]
+    """Of a run, a row for each client and one for the mean; of a finished comparison, a row for each method."""
+    score_unit: Required[str]
+    """"%" where scores are shares, which are shown in per cent; else empty."""
+    files: Required[dict[str, str]]
+    """What is in the directory: name -> path."""
+    next: Required[list[str]]
+    """Commands with which to go on."""
+    warnings: Required[list[str]]
+    rounds_done: int
+    """Of a run, as `rounds` and `score`."""
+    rounds: int | None
+    score: dict[str, Any] | None
+    """The name of the metric that decides, and its mean over clients."""
+    runs: list[dict[str, Any]]
+    """Of a comparison: `path`, `rounds_done`, `finished` of each run."""
+    answers: list[dict[str, Any]]
+    """Of a finished comparison, one for each client, as in `comparison.json`."""
+    sentences: list[str]
+    """The answers in words."""
+    left_out: dict[str, str]
+    failed: dict[str, str]
+
+
+def describe_directory(folder: Path) -> ShownDirectory:
+    """Returns what a directory holds of a run or a comparison.
+
+    Raises:
+        UserError: it holds neither, or a file is damaged.
+    """
+    if (folder / DESCRIPTION).is_file():
+        return _describe_comparison(folder)
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} holds neither a run (config.yaml) nor a comparison ({DESCRIPTION})")
+    return _describe_run(folder)
+
+
+def show_directory(folder: Path, *, as_json: bool = False, console: Console | None = None) -> None:
+    """Prints what a directory holds: answers, a table, where things are, and how to go on; or the same as JSON.
+
+    Raises:
+        UserError: it holds neither a run nor a comparison, or a file is damaged.
+    """
+    content = describe_directory(folder)
+    if as_json:
+        print_json(content)
+        return
+    console = console or Console()
+    for sentence in (*content["warnings"], *content.get("sentences", ())):
+        print_line(console, sentence)
+    if content["table"]:
+        console.print(_build_table(content))
+    for kind in ("left_out", "failed"):
+        for label, reason in content.get(kind, {}).items():  # type: ignore[attr-defined]
+            print_line(console, f"{kind.replace('_', ' ')} {label}: {reason}")
+    print_line(console, _state_sentence(content))
+    for name, path in content["files"].items():
+        print_line(console, f"{name}: {path}")
+    for command in content["next"]:
+        print_line(console, f"go on: {command}")
+
+
+def _describe_run(folder: Path) -> ShownDirectory:
+    run, name = RunFiles.read(folder), str(folder)
+    evaluated = any(record["summary"] for record in run.history)
+    baselines = sorted(path.parent.name for path in (folder / BASELINES).glob("*/config.yaml"))
+    texts = [*(run.manifest.get("data_warnings") or ()), *(t for r in run.history for t in r.get("warnings", ()))]
+    commands = [f"polyfed report {name}"] if run.is_finished else [f"polyfed resume {name}"]
+    return {
+        "format": JSON_FORMAT, "kind": "run", "directory": name, "finished": run.is_finished,
+        "methods": [run.method, *baselines], "table": run.table() if evaluated else [],
+        "files": _present(folder, ("config.yaml", "metrics.jsonl", "models", "predictions", BASELINES, "report.html")),
+        "score_unit": str((run.manifest.get("score") or {}).get("unit") or ""),
+        "next": commands, "warnings": list(dict.fromkeys(map(str, texts))),
+        "rounds_done": len(run.history), "rounds": run.planned_rounds,
+        "score": None if run.score is None else {"name": run.score[0], "mean": run.score[1]},
+    }  # fmt: skip
+
+
+def _describe_comparison(folder: Path) -> ShownDirectory:
+    name, description = str(folder), read_description(folder)
+    finished, runs = (folder / RESULTS).is_file(), []
+    for path in sorted(folder.glob("*/**/seed-*/config.yaml")):
+        run = RunFiles.read(path.parent)
+        place = path.parent.relative_to(folder).as_posix()
+        if not place.startswith("tuning/"):
+            runs.append({"path": place, "rounds_done": len(run.history), "finished": run.is_finished})
+    content: ShownDirectory = {
+        "format": JSON_FORMAT, "kind": "comparison", "directory": name, "finished": finished,
+        "methods": [str(label) for label in description.get("methods") or {}], "table": [], "score_unit": "",
+        "files": _present(folder, (DESCRIPTION, RESULTS, "report.html")), "next": [], "warnings": [], "runs": runs,
+    }  # fmt: skip
+    if not finished:
+        in_python = description.get("experiment") is None
+        again = f"polyfed.compare(clients, ..., out={name!r}) in Python, where its clients were made"
+        content["next"] = [again if in_python else f"polyfed compare {name}"]
+        return content
+    comparison = load_comparison(folder)
+    results = comparison.results
+    content["methods"], content["table"] = [str(label) for label in results["methods"]], comparison.table()
+    content["warnings"], content["score_unit"] = list(map(str, results["warnings"])), str(results["score_unit"])
+    content["answers"] = [dict(answer) for answer in results.get("answers") or ()]
+    content["sentences"] = list(comparison.verdicts)
+    content["left_out"], content["failed"] = dict(comparison.skipped), dict(comparison.failed)
+    content["next"] = [f"polyfed report {name}"]
+    return content
+
+
+def _present(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    return {name: str(folder / name) for name in names if (folder / name).exists()}
+
+
+def _state_sentence(content: ShownDirectory) -> str:
+    state = "finished" if content["finished"] else "not finished"
+    if content["kind"] == "run":
+        return (
+            f"run of {', '.join(content['methods'])}, {state}: {content['rounds_done']} of {content['rounds']} rounds"
+        )
+    done = sum(run["finished"] for run in content["runs"])
+    return (
+        f"comparison of {', '.join(content['methods'])}, {state}: {done} of {len(content['runs'])} runs begun are done"
+    )
+
+
+def _build_table(content: ShownDirectory) -> PlainTable:
+    """Builds the table for the terminal: of a run all columns, of a comparison those that fit a line."""
+    unit, rows = content["score_unit"], content["table"]
+    table = PlainTable(title=f"scores in {unit}" if unit else None, title_justify="left")
+    if content["kind"] == "run":
+        scores = [name for name in rows[0] if name not in ("client", "num_examples") and not name.endswith("loss")]
+        shown = [{name: _format(v, unit if name in scores else "") for name, v in row.items()} for row in rows]
+    else:
+        shown = [
+            {
+                "method": row["method"], "mean": _format(row["mean"], unit),
+                "95 % interval": f"{_format(row['low'], unit)} to {_format(row['high'], unit)}",
+                "worst client": _format(row["worst"], unit), "gain": _format(row["gain"], unit),
+                "MB": _format(row["megabytes"]),
+            }
+            for row in rows
+        ]  # fmt: skip
+    for position, name in enumerate(shown[0]):
+        table.add_column(name, justify="right" if position else "left")
+    for cells in shown:
+        table.add_row(*cells.values())
+    return table
+
+
+def _format(value: Any, unit: str = "") -> str:
+    if not isinstance(value, float):
+        return "–" if value is None else str(value)
+    return f"{100 * value:.1f}" if unit == "%" else f"{value:.3f}"

@@ -1,0 +1,88 @@
+"""Holds the short help of `polyfed run` and `polyfed compare`, and the groups of the long one (`--help-all`)."""
+
+from collections.abc import Sequence
+
+RUN_HELP = """usage: polyfed run [RECIPE|config.yaml] [OPTIONS]
+
+Runs a federation and its baselines, and prints a table. Without arguments: the recipe quickstart.
+
+  --data NAME          where examples come from (polyfed list data); --data.clients N divides them among N clients
+  --data.path FILE     of a table, with --data.target COLUMN and --data.site COLUMN
+  --model NAME         network of every client, or one for each: mlp,cnn_small (polyfed list models)
+  --algorithm NAME     method (polyfed list algorithms); --algorithm.lr and others are its fields
+  --baselines NAMES    methods to run as well: [local,fedavg]
+  --rounds N           number of rounds
+  --seed N             of every random choice
+  --scale, --variant   of a recipe that has them (polyfed list recipes)
+  -o, --out DIR        run directory to create (default: runs/NAME-DATE-TIME)
+  -q, --quiet          print no progress
+  --print-config       print the whole configuration as YAML and stop
+
+examples
+  polyfed run
+  polyfed run heart --rounds 10 -o runs/heart
+  polyfed run --algorithm fedprox --algorithm.mu 0.1 --data.partition.alpha 0.3
+  polyfed run --data table --data.path rows.csv --data.target outcome --data.site hospital
+
+--help-all shows every option in groups; so does --help after a choice: polyfed run --algorithm fedprox --help
+"""
+
+COMPARE_HELP = """usage: polyfed compare [RECIPE|config.yaml|DIR] [OPTIONS]
+
+Compares methods on the same clients, with several seeds and equal tuning. Says for each client: join, stay alone, or
+not decided. With DIR it continues a comparison that was stopped, or reads a finished one again.
+
+  --algorithms NAMES   methods, with commas between (default: the recipe's method and its baselines)
+  --seeds SEEDS        one run of each method for each seed (default: 0,1,2,3,4)
+  --same-data          the first seed deals the data for all; only then are there answers per client
+  --resplit K          split each client's examples K times: answers per client, better for small data
+  --tune FIELDS        none, or what to search; default: each method's learning rate
+  --budget BUDGET      best (default), steps, bytes or seconds
+  --parallel N         runs at the same time
+  -o, --out DIR        directory to create or to continue
+  -q, --quiet          print no progress
+All options of polyfed run are taken as well, except --seed.
+
+examples
+  polyfed compare
+  polyfed compare heart --resplit 5 -o runs/choice
+  polyfed compare fedavg_digits --algorithms fedprox,ditto --seeds 0,1,2 --same-data
+  polyfed compare runs/choice --budget bytes
+
+--help-all shows every option in groups; so does --help after an option.
+"""
+
+_GROUPS = {
+    "engine and failures": (
+        "engine", "workers", "ray_address", "gpus_per_worker", "device", "on_error", "min_replies", "checkpoint_every",
+    ),
+    "messages": ("compress", "compress_down", "secure"),
+    "data": ("data",),
+    "network": ("model",),
+    "method": ("algorithm", "baselines", "loss"),
+}  # fmt: skip
+
+
+def find_group(key: str) -> str:
+    """Returns the title of the group in which the long help shows an option.
+
+    >>> find_group("data.partition.alpha"), find_group("secure"), find_group("rounds")
+    ('data', 'messages', 'rounds and evaluation')
+    """
+    top = key.partition(".")[0]
+    return next((title for title, keys in _GROUPS.items() if top in keys), "rounds and evaluation")
+
+
+def asks_for_short_help(argv: Sequence[str]) -> bool:
+    """Returns whether a command line asks for help and chooses nothing but a recipe.
+
+    >>> asks_for_short_help(["--help"]), asks_for_short_help(["heart", "-h"]), asks_for_short_help(["--help", "--seed"])
+    (True, True, False)
+    """
+    others = [word for word in argv if word not in ("-h", "--help")]
+    return len(others) < len(argv) and not any(word.startswith("-") for word in others)
+
+
+def expand_help_all(argv: Sequence[str]) -> list[str]:
+    """Returns the words with `--help-all` as `--help`, which the parsers of options know."""
+    return ["--help" if word in ("--help-all", "--help_all") else word for word in argv]

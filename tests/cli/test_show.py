@@ -1,0 +1,87 @@
+"""`polyfed show`, and `--json` of `show`, `list` and `data`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import polyfed as pf
+from polyfed.cli.commands.list_command import ListedChoices
+from polyfed.cli.commands.results.show_command import ShownDirectory, describe_directory
+from polyfed.cli.main import main
+from polyfed.core.io.validation import validation_error
+from polyfed.testing import small_clients
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    here = tmp_path_factory.mktemp("show")
+    words = {"tune": "none", "references": False, "parallel": 1, "quiet": True}
+    pf.federate(small_clients(), pf.algorithms.FedAvg(), rounds=1, workers=0, out=here / "run", progress=False)
+    pf.compare(small_clients(2), ["fedprox"], rounds=1, seeds=[0], out=here / "comparison", **words)
+    for kind, file in (("run", "config.yaml"), ("comparison", "comparison.yaml")):
+        (here / f"begun-{kind}").mkdir()
+        (here / f"begun-{kind}" / file).write_bytes((here / kind / file).read_bytes())
+    return here
+
+
+@pytest.mark.parametrize("name", ["run", "comparison", "begun-run", "begun-comparison"])
+def test_what_is_shown_has_the_documented_schema(folders, capsys, name):
+    assert main(["show", str(folders / name), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert validation_error(content, ShownDirectory) is None
+    assert content == json.loads(json.dumps(describe_directory(folders / name)))
+    assert content["finished"] == (not name.startswith("begun"))
+    assert content["format"] == 1
+    assert content["next"]
+
+
+def test_a_comparison_shows_answers_a_table_its_files_and_what_to_do(folders, capsys):
+    assert main(["show", str(folders / "comparison")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    found = pf.load(folders / "comparison")
+    assert all(" ".join(sentence.split()) in text for sentence in found.verdicts)
+    for part in ("fedprox", "comparison.json", "go on: polyfed report", "finished"):
+        assert part in text
+
+
+def test_an_unfinished_run_says_how_to_go_on(folders, capsys):
+    assert main(["show", str(folders / "begun-run")]) == 0
+    assert f"go on: polyfed resume {folders / 'begun-run'}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
+    assert main(["show", str(tmp_path)]) == 2
+    assert "holds neither a run (config.yaml) nor a comparison" in capsys.readouterr().err
+
+
+def test_show_imports_no_torch(folders):
+    code = (
+        "import sys; from polyfed.cli.main import main; "
+        f"main(['show', {str(folders / 'run')!r}]); main(['show', {str(folders / 'comparison')!r}, '--json']); "
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_list_as_json_has_the_documented_schema(capsys):
+    assert main(["list", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert validation_error(content, ListedChoices) is None
+    assert {"fedavg", "flha_ghn"} <= {entry["name"] for entry in content["algorithms"]}
+    assert main(["list", "models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"format", "models"}
+
+
+def test_data_as_json_has_the_documented_schema(capsys, tmp_path, monkeypatch):
+    from polyfed.cli.commands.run.class_counts_table import ShownData
+
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", "digits", "--data.clients", "2", "--data.examples-per-client", "20"]
+    assert main(["data", *words, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert validation_error(content, ShownData) is None
+    assert [client["train"] for client in content["clients"]] == [sum(c["classes"]) for c in content["clients"]]
+    assert list(tmp_path.iterdir()) == []
