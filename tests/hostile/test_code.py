@@ -171,6 +171,7 @@ def test_workers_inherit_what_the_process_allows_and_nothing_from_nothing():
 # -- who imports by name ------------------------------------------------------------------------------------------------
 
 ALLOWED = {
+    ("simulation/storage/page_file.py", "import_module"): "a constant: the room above, which writes pages",
     ("core/task.py", "import_module"): "a constant: the room of polyfed's own tasks, which imports this file",
     ("core/io/trusted_code.py", "import_module"): "the door",
     ("core/io/trusted_code.py", "spec_from_file_location"): "the door",

@@ -206,7 +206,7 @@ def test_the_simple_model_gives_hazards_of_its_own_baseline():
 
 def test_options_are_checked_and_travel_as_plain_values():
     assert get_task({"name": "survival", "model": "hazard", "cuts": [2, 5, 8, 12]}) == HAZARD
-    assert HAZARD.spec == {"name": "survival", "model": "hazard", "cuts": (2.0, 5.0, 8.0, 12.0)}
+    assert HAZARD.spec == {"name": "survival", "model": "hazard", "cuts": [2.0, 5.0, 8.0, 12.0]}
     for options, words in [
         ({"model": "hazard"}, "hazards need the ends of their intervals"),
         ({"cuts": (1.0,)}, "cox takes none"),

@@ -110,8 +110,10 @@ class EntityF1:
         is_counted = targets >= 0
         predicted = (outputs if outputs.dim() == 3 else outputs.unsqueeze(1)).argmax(2).expand_as(targets)
         documents, _ = is_counted.nonzero(as_tuple=True)
-        found, true = (np.asarray(some[is_counted].numpy(), dtype=np.int64) for some in (predicted, targets))
-        return BioTags(self.names).count(found, true, np.asarray(documents.numpy()), len(targets))
+        predicted_tags, true_tags = (
+            np.asarray(tags[is_counted].numpy(), dtype=np.int64) for tags in (predicted, targets)
+        )
+        return BioTags(self.names).count(predicted_tags, true_tags, np.asarray(documents.numpy()), len(targets))
 
 
 def has_entities(names: Sequence[str]) -> bool:

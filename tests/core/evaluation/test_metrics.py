@@ -105,8 +105,15 @@ def test_log_loss_is_the_loss_of_training():
 @pytest.mark.parametrize("name", sorted(METRICS))
 def test_of_outputs_that_are_not_finite_no_metric_fails(name):
     metric = METRICS[name]
-    task = "regression" if "regression" in metric.tasks else "classification"
-    outputs, targets = DATA["numbers" if task == "regression" else "two"]
+    by_task = {
+        "survival": (torch.zeros(4, 1), torch.tensor([[3.0, 1], [2.0, 0], [5.0, 1], [2.0, 1]])),
+        "segmentation": (torch.zeros(4, 3, 2, 2), torch.arange(16).view(4, 2, 2) % 3),
+        "tokens": (torch.zeros(4, 3, 3), torch.tensor([[0, 1, 2], [2, 2, -100], [1, -100, -100], [0, 0, 1]])),
+        "forecasting": (torch.zeros(4, 1), torch.tensor([[1.0, 2.0], [2.0, 1.0], [-1.0, 2.0], [0.5, -1.0]])),
+        "regression": DATA["numbers"],
+        "classification": DATA["two"],
+    }
+    outputs, targets = next(data for task, data in by_task.items() if task in metric.tasks)
     value = metric(torch.full_like(outputs, float("nan")), targets)
     assert np.isnan(value) or name in ("accuracy", "balanced_accuracy", "f1")  # of a guess, which there always is
     assert np.isnan(metric(outputs[:0], targets[:0]))

@@ -124,9 +124,9 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         """Returns the expected tensor of a reply: logits on the requested public examples, of the shape of the first
         round's.
         """
-        known, given = server_state["outputs"], reply.tensors.get("outputs", {}).get("logits")
-        free = (None,) * (max(2, given.dim()) - 1 if isinstance(given, torch.Tensor) else 1)
-        width = tuple(known["logits"].shape[1:]) if known else free
+        average, logits = server_state["outputs"], reply.tensors.get("outputs", {}).get("logits")
+        free = (None,) * (max(2, logits.dim()) - 1 if isinstance(logits, torch.Tensor) else 1)
+        width = tuple(average["logits"].shape[1:]) if average else free
         return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), *width), torch.float32)}}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
