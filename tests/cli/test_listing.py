@@ -28,7 +28,9 @@ def test_the_overview_fits_three_screens_of_forty_lines_with_every_name_in_full(
     assert len(lines) <= 120
     assert max(map(len, lines[:-1])) <= 80
     first = [line.split()[0] for line in lines if line.strip()]
-    recipes = shipped_recipe_files()  # blobs and heart have the names of their data, and may begin a line of recipes too
+    recipes = (
+        shipped_recipe_files()
+    )  # blobs and heart have the names of their data, and may begin a line of recipes too
     assert all(1 <= first.count(name) <= 1 + (name in recipes) for name in THINGS)
     words = " ".join(lines).split()
     assert all(name in words for name in shipped_recipe_files())

@@ -119,7 +119,9 @@ def test_a_network_gives_the_same_in_onnxruntime(tmp_path, name, monkeypatch, ca
     monkeypatch.chdir(folder)
     exec(card.split("```python\n")[1].split("```")[0], {})  # noqa: S102, the lines that it shows
     shown = capfd.readouterr().out.splitlines()  # an array, a line or more an example, and nothing of the exporter's
-    assert len(shown) >= 8 and shown[0].startswith("[[") and shown[-1].endswith("]]")
+    assert len(shown) >= 8
+    assert shown[0].startswith("[[")
+    assert shown[-1].endswith("]]")
 
 
 @pytest.mark.thorough
