@@ -351,6 +351,7 @@ def test_a_site_without_events_is_named_and_the_others_are_compared():
     assert rows["site0"]["c_index"] is not None
 
 
+@pytest.mark.thorough
 def test_few_events_are_what_an_answer_says(tmp_path):
     clients = _clients()
     x, y = _site(8, 60)[1]

@@ -335,6 +335,7 @@ class StopAtOnce(pf.Callback):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft and transformers between themselves
+@pytest.mark.thorough
 def test_transformers_with_adapters_of_different_ranks_tag_tokens():
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     pool = TaggedSentences(sites=2, sentences=8).load()

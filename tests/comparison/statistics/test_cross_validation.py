@@ -166,8 +166,10 @@ def made(rng, sites=4, units=60, luck=0.0, gain=0.0, repeats=1):
     return found
 
 
-@pytest.mark.parametrize("luck", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(
+    "luck", [pytest.param(0.0, marks=pytest.mark.thorough), 0.3, pytest.param(1.0, marks=pytest.mark.thorough)]
+)
+@pytest.mark.parametrize("repeats", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_false_claims_are_rare_whatever_the_luck_of_networks(luck, repeats):
     rng = np.random.default_rng(9)
     means = sites = 0
@@ -209,7 +211,10 @@ def test_dersimonian_and_laird_s_variance_between_sites():
         assert abs(site.value - np.mean(gains)) < abs(gain - np.mean(gains)) or gain == np.mean(gains)
 
 
-@pytest.mark.parametrize(("sites", "deviation"), [(4, 0.0), (4, 1.0), (20, 0.5)])
+@pytest.mark.parametrize(
+    ("sites", "deviation"),
+    [(4, 0.0), pytest.param(4, 1.0, marks=pytest.mark.thorough), pytest.param(20, 0.5, marks=pytest.mark.thorough)],
+)
 def test_intervals_of_the_mean_over_sites_and_of_pooled_sites_hold(sites, deviation):
     rng = np.random.default_rng(11)
     missed, missed_sites = 0, []

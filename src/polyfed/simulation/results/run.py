@@ -264,8 +264,9 @@ class Run:
         >>> from polyfed.testing import small_clients
         >>> run = federate(small_clients(), FLHAGHN(head="factored"), rounds=1, workers=0)
         >>> data = run.federation.clients["client-0"].train
-        >>> layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
-        >>> start = run.warmstart(lambda: nn.Sequential(*layers), data)
+        >>> def build_network():
+        ...     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        >>> start = run.warmstart(build_network, data)
         >>> start.coverage, start.held_out, len(start.model)
         (1.0, 4, 4)
         """
