@@ -1,3 +1,3 @@
-"""Defines what all other packages build on: the contract of a method, data, local training, evaluation, random numbers,
-errors.
+"""Defines what all other packages build on: the interface of a federated method, examples, local training, evaluation,
+random seeds and errors.
 """

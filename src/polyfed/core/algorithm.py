@@ -1,5 +1,5 @@
-"""Defines the contract of a federated method: what the server computes, what a client computes, and which messages
-travel between them.
+"""Defines the interface of a federated method: what the server computes, what a client computes, and which messages the
+two exchange.
 
 A method is one final frozen dataclass; its fields are the hyper-parameters. The server half (`server_init`, `dispatch`,
 `aggregate`) and the client half (`client_init`, `local_update`, `personal_model`) share nothing but messages, so
@@ -76,7 +76,9 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Returns the size in bytes of the message's tensors as one safetensors file; the few scalars are not counted."""
+        """Returns the size in bytes that the message's tensors take as one safetensors file; the scalars are not
+        counted.
+        """
         return safetensors_num_bytes(
             {f"{group}/{name}": t for group, tree in self.tensors.items() for name, t in tree.items()}
         )
@@ -171,7 +173,8 @@ class Client:
 @final
 @dataclass(frozen=True)
 class ClientInfo:
-    """Holds what the server knows of a client when it sends it a message.
+    """Holds what the server knows about one client when it builds a message for it: the client's id, the round, the
+    purpose, and the architecture if the method requires it.
 
     Attributes: `id`; `round` (from 1) of `rounds`; `architecture`, the client's architecture as a key of
     `ServerContext.architectures`, None unless the method's `requires` asks for it; `purpose`, what the message is for:
@@ -188,7 +191,8 @@ class ClientInfo:
 @final
 @dataclass(frozen=True)
 class DataSpec:
-    """Describes the form of a client's data: the shape of one input, and the number of outputs that a network needs.
+    """Describes the form of a client's data: the shape of one input, and the number of outputs that a network for the
+    data needs.
 
     `inputs` is the shape of one example without the batch, as networks get it; `outputs` is the number of logits that
     the labels need.
@@ -201,8 +205,8 @@ class DataSpec:
 @final
 @dataclass(frozen=True)
 class ServerContext:
-    """Holds what the server knows before the first round; fields that the method's `requires` does not ask for are
-    None.
+    """Holds what the server knows before the first round, such as seed and clients; a field is None if the method does
+    not ask for it in `requires`.
 
     Attributes: `seed` of the run; `rounds` in all; `clients`, everyone who may take part; `model` builds the common
     network ("one_architecture"); `architectures` by key ("architectures"); `layer_catalogue` ("layer_catalogue");
@@ -239,8 +243,8 @@ def _check_field_names(kind: Any, fields: Mapping[str, Any]) -> None:
 
 
 class Algorithm(ABC, Generic[ServerState, ClientState]):
-    """Defines what a federated method must compute at the server and at the clients; the module's docstring shows a
-    complete method.
+    """Defines the methods that a federated method must implement, for the server and for the clients; the module's
+    docstring shows a complete method.
 
     `local_update` may train a scratch module in place, but changes neither `message` nor `client_state`; it returns the new
     state.
@@ -285,15 +289,15 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @abstractmethod
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server's state before round 1: nested dicts of tensors and plain scalars."""
+        """Builds the server's state before round 1, as nested dicts of tensors and plain scalars."""
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Builds the message that the server sends to one client; clients may get different messages."""
         return next(self.dispatch_all(server_state, [client_info]))
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Yields the server's messages to several clients, in the clients' order; each message is built only when the
-        caller asks for it.
+        """Yields one message for each of several clients, in the order of `client_infos`; builds each message only when
+        the caller asks for it.
 
         A method that builds many messages at once faster overrides this instead of `dispatch`; both give the same
         messages, up to rounding.
@@ -301,8 +305,8 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
         return (self.dispatch(server_state, client_info) for client_info in client_infos)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns, by group, the names, shapes and dtypes of the tensors that a client's valid reply to `message`
-        holds.
+        """Returns `{group: {tensor's name: shape and dtype}}` for the tensors that a client's reply to `message` must
+        hold; polyfed refuses any other reply.
 
         By default these are the groups of `message`, unchanged in form. Every method's replies are also checked for
         finite tensors and for the scalars in `scalars_needed`.
@@ -316,21 +320,22 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Computes the server's next state from the replies of the round's clients; the result does not depend on their
-        order.
+        """Computes the server's next state from the clients' replies of one round (`{client's id: reply}`); the result
+        does not depend on the clients' order.
         """
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the names of the scalars in a client's reply that the server uses; a client sends no other scalars
-        unless its owner allows it.
+        """Returns the names of the scalars that the server reads from each client's reply; a client sends no other
+        scalars unless its owner allows it.
         """
         return frozenset({"num_examples"}) if getattr(self, "weighted", False) else frozenset()
 
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """Returns the parts of the server's state that are worth storing for plots, by name.
+        """Returns `{name: value}` for those parts of the server's state that polyfed stores after a round for plots;
+        empty by default.
 
         `client_ids` are the clients of the round. Numbers go into `metrics.jsonl`, tensors and lists of names into
         `analysis/round-N.npz` of the run directory.
@@ -341,23 +346,27 @@ class Algorithm(ABC, Generic[ServerState, ClientState]):
 
     @abstractmethod
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before its first round; `seed` is the run's, the same for every client."""
+        """Builds the client's private state before its first round; `seed` is the seed of the run, equal for all
+        clients.
+        """
 
     @abstractmethod
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains one client in a round; returns its reply to the server and its new private state."""
+        """Trains one client for one round; returns its reply to the server, and its new private state."""
 
     @abstractmethod
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Builds the client's personal network, which is evaluated, exported and used for predictions."""
+        """Builds the client's personal network from the server's message and the client's state; polyfed evaluates it,
+        exports it and predicts with it.
+        """
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields further networks to evaluate for the client, each with the name under which its metrics are stored,
-        such as "server".
+        """Yields further networks to evaluate for the client, as (name, network); the name, such as "server", marks
+        their metrics. Yields none by default.
 
         Each is evaluated before the next is asked for, so that all may use one scratch module.
         """

@@ -1,4 +1,4 @@
-"""Defines optional interfaces of a federated method, such as "brings its own network"; a method inherits the interfaces
+"""Defines optional interfaces of a federated method, such as "brings its own network"; a method inherits from those
 that it implements.
 """
 
@@ -15,46 +15,52 @@ from polyfed.core.state_dict import StateDict
 
 
 class BringsNetwork(ABC):
-    """Supplies the network that the clients train, in place of each client's own `Client.model`."""
+    """Supplies the network that all clients train, in place of the networks that the user gives in `Client.model`."""
 
     @abstractmethod
     def network_for(self, data: DataSpec) -> Architecture:
-        """Returns a function that builds the network for data of the given form.
+        """Returns a function without arguments that builds the method's network for data of the given form.
 
         It is tried on every client's examples before the first round.
         """
 
     @abstractmethod
     def describe_personal_network(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """Describes a client's personal network in JSON values, from which `build_from_description` can build the
-        network again, without its weights.
+        """Returns a description of a client's personal network as a mapping of JSON values, from which
+        `build_from_description` rebuilds the network without its weights.
 
         It may also hold what people want to know of the network. It is written next to the weights.
         """
 
     @abstractmethod
     def build_from_description(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds a personal network from its description; the caller loads the weights afterwards."""
+        """Builds a personal network from the result of `describe_personal_network`; the caller loads the weights
+        afterwards.
+        """
 
     @property
     def evaluated(self) -> str:
-        """Describes in a few words which network is evaluated, for tables and `manifest.json`; "" if the method's
-        fields do not decide it.
+        """Returns in a few words which network is evaluated, for tables and `manifest.json`; "" if that does not depend
+        on the method's fields.
         """
         return ""
 
 
 def describe_evaluated_network(method: Algorithm[Any, Any]) -> str:
-    """Returns a few words on which network of a method is evaluated; "" if the method's fields do not decide it."""
+    """Returns in a few words which network of a method is evaluated; "" if the method does not say so
+    (`BringsNetwork.evaluated`).
+    """
     return method.evaluated if isinstance(method, BringsNetwork) else ""
 
 
 class ValidatesNetworks(ABC):
-    """Checks the clients' networks before the first round, for a method that cannot work with every network."""
+    """Checks the clients' networks before the first round, and raises an error for a network with which the method
+    cannot work.
+    """
 
     @abstractmethod
     def validate_network(self, client: Client) -> None:
-        """Raises an error if this client's network lacks what the method needs.
+        """Raises a `UserError` if this client's network lacks something that the method needs.
 
         It is called before the first round, once for each architecture and shape of the data.
 
@@ -64,19 +70,20 @@ class ValidatesNetworks(ABC):
 
 
 class TrainsAuxiliaryNetwork(ABC):
-    """Supplies a second network, which each client trains besides its own."""
+    """Supplies a second network, which each client trains in addition to its main one."""
 
     @abstractmethod
     def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns a function that builds the second network for this client's data."""
+        """Returns a function without arguments that builds the second network for this client's data."""
 
 
 class WrapsNetwork(ABC):
-    """Puts a module around the client's own network; both together are the personal model."""
+    """Puts a module of the method around the client's network; both together are the client's personal model."""
 
     @abstractmethod
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
-        """Builds a module around the client's own network, into which the weights of the personal model can be loaded.
+        """Returns the client's network inside a module of the method; the caller then loads the personal model's
+        weights into it.
 
         Args:
             network: the client's own.
@@ -85,14 +92,14 @@ class WrapsNetwork(ABC):
 
 
 def wrap_network_if_method_wraps(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> nn.Module:
-    """Returns the network that a personal model's weights fit: the client's own network, inside the method's wrapper if
-    the method has one.
+    """Returns `network` inside the method's wrapper if the method has one, else `network` itself; the weights of a
+    personal model can be loaded into the result.
     """
     return method.wrap_network(network, weights) if isinstance(method, WrapsNetwork) else network
 
 
 def check_network_has_all_weights(method: Algorithm[Any, Any], network: nn.Module, weights: StateDict) -> None:
-    """Raises a `UserError` if the weights of a personal model contain a tensor that the network lacks.
+    """Raises a `UserError` if `weights`, the weights of a personal model, contain a tensor that `network` lacks.
 
     Args:
         method: the method of the run.
@@ -114,14 +121,14 @@ def check_network_has_all_weights(method: Algorithm[Any, Any], network: nn.Modul
 
 
 class ResolvesAutoFields(ABC):
-    """Decides the values of fields that the user left open (such as "auto") by looking at the clients, before the first
-    round.
+    """Chooses values for the fields that the user left open (such as "auto"), by looking at the clients before the
+    first round.
     """
 
     @abstractmethod
     def resolved_fields(self, server_state: Any) -> Mapping[str, str]:
-        """Returns the decided values of the fields that the user left open, each as a few words; empty if the user set
-        every field.
+        """Returns `{field: chosen value in words}` for the fields that the user left open; empty if the user set every
+        field.
 
         Args:
             server_state: the server's state after any round.
@@ -129,8 +136,8 @@ class ResolvesAutoFields(ABC):
 
 
 def manifest_entry_of_resolved_fields(method: Algorithm[Any, Any], server_state: Any) -> dict[str, dict[str, str]]:
-    """Returns `{"decided": {field: value}}` for `manifest.json`, with the fields that the user left open and the method
-    chose; an empty mapping if there are none.
+    """Returns `{"decided": {field: value}}` for `manifest.json`, for the fields that the user left open and the method
+    chose; `{}` if there are none.
 
     >>> from polyfed.algorithms import FedAvg
     >>> manifest_entry_of_resolved_fields(FedAvg(), {})

@@ -1,4 +1,4 @@
-"""Warns of data that may mislead: leaks, ids among the features, copies of rows. A page repeats these sentences."""
+"""Issues and collects warnings about data that may mislead: leaks, ids among the features, copies of rows."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,7 +9,9 @@ _COLLECTED: ContextVar[list[str] | None] = ContextVar("_COLLECTED", default=None
 
 
 def warn_of_data(text: str, *, stacklevel: int = 2) -> None:
-    """Issues a `UserWarning` about the data, and adds its text to the list of `collect_data_warnings`, if there is one."""
+    """Issues `text` as a `UserWarning` about the data, and appends it to the list of an enclosing
+    `collect_data_warnings` block, if there is one.
+    """
     collected = _COLLECTED.get()
     if collected is not None and text not in collected:
         collected.append(text)
@@ -18,7 +20,8 @@ def warn_of_data(text: str, *, stacklevel: int = 2) -> None:
 
 @contextmanager
 def collect_data_warnings() -> Iterator[list[str]]:
-    """Collects the warnings about data that are issued within this context, each text once; they are issued all the same.
+    """Yields a list that receives the text of each data warning issued inside the `with` block, each text once; the
+    warnings are still issued.
 
     >>> with warnings.catch_warnings(), collect_data_warnings() as texts:
     ...     warnings.simplefilter("ignore")

@@ -1,4 +1,6 @@
-"""Lists the words by which a method declares what it requires and what it discloses, each with its meaning."""
+"""Lists the words with which a method declares what it requires of clients and what it discloses to the server, each
+with its meaning.
+"""
 
 from collections.abc import Iterable
 from typing import Any, final
@@ -56,8 +58,8 @@ examples: they choose between methods, rates and rounds. `AlgorithmContract` fin
 
 @final
 class NewDisclosure(str):
-    """A word that a user's method adds to the known words of `Algorithm.discloses`, with its meaning: what the server
-    learns of a client.
+    """Adds a word of the user's to the known words of `Algorithm.discloses`; holds the word, and in words what the
+    server learns of a client.
 
     A site is asked for its consent to it, and refuses the method if it adds noise.
 
@@ -94,8 +96,8 @@ class NewDisclosure(str):
 
 
 def disclosures_needing_consent(disclosures: Iterable[str]) -> frozenset[str]:
-    """Selects from a method's disclosures those that a site's owner must allow before training: the ones in `CONSENT`,
-    and all new ones.
+    """Returns those of a method's disclosures that a site's owner must allow before training: the ones listed in
+    `CONSENT`, and all `NewDisclosure`s.
 
     >>> sorted(disclosures_needing_consent({"weights", "choice", NewDisclosure("gaze", "where the client's people look")}))
     ['gaze', 'weights']
@@ -104,7 +106,7 @@ def disclosures_needing_consent(disclosures: Iterable[str]) -> frozenset[str]:
 
 
 def meaning_of_disclosure(word: str) -> str:
-    """Returns what the server learns of a client when a method declares the given disclosure.
+    """Returns, for a word of `Algorithm.discloses`, a text on what the server learns of a client.
 
     >>> meaning_of_disclosure("choice")
     "which of several models suits the client's data best"
@@ -115,7 +117,7 @@ def meaning_of_disclosure(word: str) -> str:
 
 
 def check_declared_words_are_known(method: Any, name: str) -> None:
-    """Raises a `TypeError` if a method declares a requirement or disclosure that polyfed does not know.
+    """Raises a `TypeError` if a method declares a requirement, disclosure or trait that polyfed does not know.
 
     Args:
         method: an `Algorithm`, or its class.

@@ -1,4 +1,4 @@
-"""Defines the errors that a user can act on: each says what was wrong, shows the value, and says what to do."""
+"""Defines the errors that a user can act on; each message says what was wrong, shows the value, and says what to do."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,14 +6,14 @@ from importlib.util import find_spec
 
 
 class UserError(ValueError):
-    """Reports that polyfed cannot work with something the user gave: configuration, data or a file.
+    """Raised when polyfed cannot work with something that the user gave: configuration, data or a file.
 
     The command line prints the message without a traceback and exits with status 2.
     """
 
 
 class ClientError(RuntimeError):
-    """Reports a client that could not finish its part of a round, or whose reply the server refused.
+    """Raised when a client could not finish its part of a round, or when the server refused the client's reply.
 
     Attributes: `round` (counted from 1), `client` (its id), `phase` ("local", "evaluate" or "reply"), `reason` and `trace`
     (the client's traceback, or "").
@@ -25,11 +25,11 @@ class ClientError(RuntimeError):
 
 
 class RoundError(RuntimeError):
-    """Reports a round in which too few clients replied, or a comparison with such a round in one of its runs."""
+    """Raised when too few clients replied in a round, or when a comparison of methods contains a run with such a round."""
 
 
 class RunInterrupt(KeyboardInterrupt):
-    """Reports that the user pressed Ctrl-C during a run; its message names the last saved round and the command that
+    """Raised when the user pressed Ctrl-C during a run; the message names the last saved round, and the command that
     continues the run.
     """
 
@@ -59,8 +59,8 @@ def check_extra_installed(package: str, extra: str, feature: str, alternative: s
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Returns half a sentence for an error message, which suggests the choices closest to a misspelt name and lists all
-    choices.
+    """Returns the second half of an error message: it suggests the choices closest to the misspelt `name`, and lists
+    all choices.
 
 
     >>> did_you_mean("fedprx", ["fedavg", "fedprox"])

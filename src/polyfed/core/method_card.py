@@ -1,5 +1,5 @@
-"""Defines the card of a method: its name, summary, paper and settings, from which polyfed makes lists, documents,
-recipes and tests.
+"""Defines a method's card: its name, summary, paper and settings, from which polyfed makes lists, documents, recipes
+and tests.
 """
 
 import re
@@ -60,16 +60,16 @@ class MethodCard:
                              f"stop, got {len(self.summary)}: {self.summary!r}")  # fmt: skip
 
     def fields_of_leaderboard_variant(self, variant: str) -> Mapping[str, Any] | None:
-        """Returns the hyper-parameters that a leaderboard variant of the method changes from their defaults; None if
-        the variant leaves the method out.
+        """Returns `{hyper-parameter: value}` for those that a variant of the leaderboard changes from their defaults;
+        None if the variant leaves this method out.
         """
         by_variant = {"*": {}} if self.leaderboard is None else self.leaderboard
         return by_variant.get(variant, by_variant.get("*"))
 
 
 def card_of_method(method: Any) -> MethodCard | None:
-    """Returns the card of a method or of a method's class; None if it has no card, so that polyfed's lists of methods
-    leave it out.
+    """Returns the card of a method, or of a method's class; None if it has no card and so does not appear in polyfed's
+    lists.
 
     >>> from polyfed.algorithms import FedAvg
     >>> card_of_method(FedAvg).summary

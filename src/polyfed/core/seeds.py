@@ -1,4 +1,4 @@
-"""Derives the seed of every random number from the run's seed, the round, the client's id and the purpose.
+"""Derives the seed of each random number from the seed of the run, the round, the client's id and the purpose.
 
 Nothing else in polyfed seeds a generator, and no derived seed depends on the order in which clients run. So a result is the
 same on every engine and with any number of workers.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Derives a 63-bit seed from a seed and further parts, such as the round and the client's id; each part changes the
-    result.
+    """Returns a new 63-bit seed, computed from a seed and further parts, such as the round and the client's id; other
+    parts give another seed.
 
     The type and the order of the parts count; NumPy's numbers and strings give the seeds that Python's give.
 
@@ -49,7 +49,8 @@ def numpy_generator(seed: int) -> np.random.Generator:
 
 @contextmanager
 def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seeds torch's default random number generator inside the block, and restores its former state afterwards.
+    """Seeds torch's default random number generator inside the `with` block, and restores its previous state
+    afterwards.
 
     That generator draws dropout and initial weights.
 
@@ -73,7 +74,7 @@ def temporary_rng_seed(seed: int, device: torch.device | None = None) -> Iterato
 
 
 def get_rng_state(device: torch.device) -> Tensor:
-    """Returns the state of torch's default random number generator of `device`."""
+    """Returns the state of torch's default random number generator on `device`."""
     if device.type == "cpu":
         return torch.random.get_rng_state()
     module = torch.get_device_module(device.type)
@@ -82,7 +83,7 @@ def get_rng_state(device: torch.device) -> Tensor:
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:
-    """Restores the state of torch's default random number generator of `device`, as `get_rng_state` returned it."""
+    """Sets torch's default random number generator on `device` to a state from `get_rng_state`."""
     if device.type == "cpu":
         torch.random.set_rng_state(state)
     elif device.type == "mps":
@@ -100,8 +101,8 @@ def _seed(device: torch.device, seed: int) -> None:
 
 @final
 class DropoutMaskGenerator:
-    """Draws dropout masks for one client of a group that is trained together: the same masks that the client would draw
-    if trained alone.
+    """Draws dropout masks for one client whose network is trained together with those of other clients: the same masks
+    as if it were trained by itself.
 
 
     >>> chance, with_scale = DropoutMaskGenerator(3, torch.device("cpu")), torch.nn.Dropout(0.5)
@@ -117,7 +118,7 @@ class DropoutMaskGenerator:
                 self._state = get_rng_state(device)
 
     def dropout_mask(self, like: Tensor, p: float) -> Tensor:
-        """Draws a mask of the shape and type of `like`: 0 with probability `p`, else 1/(1 − p)."""
+        """Returns a random mask of the shape and type of `like`: each entry is 0 with probability `p`, else 1/(1 − p)."""
         if self._device.type == "cpu":
             return torch.empty_like(like).bernoulli_(1 - p, generator=self._generator).div_(1 - p)
         before = get_rng_state(self._device)

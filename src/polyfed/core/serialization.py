@@ -26,8 +26,7 @@ _FORMAT_NAMES = {  # as safetensors writes them; the length of the header depend
 
 
 def safetensors_num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Returns the exact size in bytes that these tensors have as one safetensors file, without writing it; 0 for no
-    tensors.
+    """Returns the exact size in bytes that these tensors would have as one safetensors file; 0 for no tensors.
 
     >>> tensors = {"w": torch.zeros(3, 4), "n": torch.tensor(1)}
     >>> safetensors_num_bytes(tensors) == len(safetensors.torch.save(tensors))
@@ -55,8 +54,8 @@ def _alignment(dtype: torch.dtype) -> int:
 
 
 def serialize_state(state: PyTree, shared_names_by_id: Mapping[int, str] | None = None) -> bytes:
-    """Writes nested state (dicts, lists, scalars and tensors) as safetensors bytes, which `deserialize_state` reads
-    back.
+    """Returns nested state (dicts, lists, scalars and tensors) as safetensors bytes, for `deserialize_state`; raises a
+    `TypeError` for a value of another type.
 
     The structure is JSON in the metadata.
 
@@ -104,8 +103,8 @@ def serialize_state(state: PyTree, shared_names_by_id: Mapping[int, str] | None 
 
 
 def deserialize_state(data: bytes, shared_tensors: Mapping[str, Tensor] | None = None) -> PyTree:
-    """Reads nested state back from the bytes that `serialize_state` wrote; `shared_tensors` supplies the tensors that were
-    written by name only.
+    """Returns the nested state from bytes of `serialize_state`; `shared_tensors` supplies tensors stored by name only.
+    Raises a `UserError` for damaged or other bytes.
 
     Raises:
         UserError: `data` is not complete or not ours.
@@ -137,8 +136,7 @@ def deserialize_state(data: bytes, shared_tensors: Mapping[str, Tensor] | None =
 
 
 def check_serializable(state: PyTree, name: str) -> None:
-    """Raises a `TypeError` if state contains a value that a checkpoint or another process would not give back
-    unchanged.
+    """Raises a `TypeError` if state contains a value that would come back changed from a checkpoint or another process.
 
     >>> check_serializable({"seen": (1, 2)}, "the private state")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Computes the mean of clients' named tensors, and checks their names, shapes, types and values.
+"""Computes the mean of clients' state dicts (`{name: tensor}`), and compares their names, shapes, types and values.
 
 A `StateDict` is a flat mapping from names (keys of a module's `state_dict`) to tensors: messages consist of them. A `PyTree`
 is what a method may keep as state: dicts, lists, plain scalars and tensors to any depth.
@@ -20,8 +20,8 @@ StateDictSpec = Mapping[
 
 @final
 class RunningMean:
-    """Computes the weighted mean of clients' state dicts that are added one by one; it never holds more than one state
-    dict.
+    """Computes the weighted mean of clients' state dicts, which are added one by one; holds only one state dict in
+    memory.
 
     They are added in the order of the clients' ids.
 
@@ -51,11 +51,12 @@ class RunningMean:
 
     @property
     def client_ids(self) -> list[str]:
-        """Returns the ids of the clients whose tensors were added, in order."""
+        """Returns the ids of the clients whose state dicts were added, in that order."""
         return list(self._weight_by_client)
 
     def add(self, client: str, tensors: StateDict, weight: float = 1.0) -> None:
-        """Adds one client's tensors to the mean, with a weight; the tensors are not kept.
+        """Adds one client's state dict with a weight; raises an error if names, shapes or types differ from the first,
+        or the weight is invalid.
 
         Raises:
             ValueError: an id that is not above the last, or a weight that is negative or not finite.
@@ -96,7 +97,8 @@ class RunningMean:
                 self._exact[name].sub_(self._first[name] - tensor, alpha=share)
 
     def mean(self) -> dict[str, Tensor]:
-        """Returns the weighted mean of all clients' tensors that were added so far.
+        """Returns the weighted mean of all state dicts added so far; raises a `ValueError` if there are none, or all
+        weights are 0.
 
         Raises:
             ValueError: no tree was added, or all weights are 0.
@@ -126,7 +128,7 @@ class RunningMean:
 
 @final
 class IncompatibleTensorsError(ValueError):
-    """Reports that two clients' tensors have no mean, since names, shapes or types differ.
+    """Raised when two clients' tensors have no mean, because names, shapes or types differ.
 
     `first_client` and `other_client` are the two clients, and `difference` says how the tensors of the second differ.
     """
@@ -139,7 +141,8 @@ class IncompatibleTensorsError(ValueError):
 def weighted_mean(
     tensors_by_client: Mapping[str, StateDict], weights: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
-    """Returns the weighted mean over clients of their state dicts, by default with equal weights.
+    """Returns the weighted mean of the clients' state dicts (equal weights by default); raises a `ValueError` for no
+    clients or invalid weights.
 
     The result does not depend on the order of `tensors_by_client`; see `RunningMean` for what is exact.
 
@@ -172,7 +175,7 @@ def _check_weights(weights: Mapping[str, float], need_positive: bool = True) -> 
 
 
 def clone_tensors(tensors: StateDict) -> dict[str, Tensor]:
-    """Copies every tensor, so that the copy shares no memory with the original.
+    """Returns `{name: copy}`; the copies share no memory with the original tensors.
 
     >>> weights = {"bias": torch.zeros(1)}
     >>> clone_tensors(weights)["bias"].add_(1), weights["bias"]
@@ -182,7 +185,7 @@ def clone_tensors(tensors: StateDict) -> dict[str, Tensor]:
 
 
 def state_dict_spec(tensors: StateDict) -> StateDictSpec:
-    """Returns the shape and the dtype of each tensor, by name.
+    """Returns `{name: (shape, dtype)}` for the tensors of a state dict.
 
     >>> state_dict_spec({"w": torch.zeros(2, 3)})
     {'w': ((2, 3), torch.float32)}
@@ -225,7 +228,7 @@ def name_of_first_nonfinite(tensors: StateDict) -> str | None:
 
 def name_of_first_exceeding(tensors: StateDict, limit: float) -> str | None:
     """Returns the name of the first floating-point tensor with NaN or an absolute value above `limit`; None if there is
-    no such tensor.
+    none.
 
     >>> name_of_first_exceeding({"a": torch.ones(1), "b": torch.tensor([-3.0])}, limit=2.0)
     'b'

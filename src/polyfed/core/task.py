@@ -1,4 +1,5 @@
-"""Defines what a prediction task is: which targets fit, the loss, what a network's outputs mean, and how they are scored.
+"""Defines what a prediction task is: which targets are valid, the loss, what a network's outputs mean, and how they are
+scored.
 
 A task is a frozen dataclass on `Task`; its fields are its options. The tasks of polyfed are in `polyfed.tasks`, one file
 each, and a user's own needs no registration: give clients an object of it (`Client(task=Counts())`).
@@ -31,7 +32,8 @@ _LOADED: WeakValueDictionary[str, type["Task"]] = WeakValueDictionary()  # the c
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Defines how the targets of examples are trained on, predicted and scored.
+    """Defines how targets are checked and trained on, and how a network's outputs are turned into predictions and
+    scored.
 
     Only `loss` and `metrics` must be defined. A task equals its name if its options are the default ones, so that
     `client.task == "survival"` works.
@@ -113,7 +115,9 @@ class Task(ABC):
 
     @property
     def spec(self) -> TaskSpec:
-        """Returns the task as files and messages name it; `get_task` builds the task from it again."""
+        """Returns the task in the form for files and messages: its name, or a dict of name and options; `get_task`
+        rebuilds the task from it.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         changed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         name = self.name if _registry().get(self.name) is type(self) else _class_path(type(self))
@@ -137,11 +141,14 @@ class Task(ABC):
 
     @property
     def makes_targets(self) -> bool:
-        """Returns whether examples need no targets, since `complete_targets` makes them of the inputs."""
+        """Returns whether the user need not give targets, since `complete_targets` makes them from the inputs; False by
+        default.
+        """
         return False
 
     def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Returns stored targets with all that the task takes from the inputs; the same object if that is nothing.
+        """Returns the targets with what the task adds to them from the inputs; by default unchanged. Raises a
+        `UserError` if the inputs do not suit the task.
 
         Args:
             inputs: as stored, before any transform; n rows.
@@ -154,7 +161,8 @@ class Task(ABC):
         return targets
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Returns stored targets in the type and shape that the loss needs; the same object if they have them.
+        """Returns targets converted to the type and shape that the loss needs; the same object if they already have
+        them.
 
         They may be wrong, since `check_targets` comes after it. By default (n,) becomes (n, 1), and integers floats.
         """
@@ -162,7 +170,7 @@ class Task(ABC):
         return targets if targets.is_floating_point() else targets.float()
 
     def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
-        """Checks that prepared targets suit the task.
+        """Raises a `UserError` if targets (after `prepare_targets`) have a wrong type, shape or value for the task.
 
         Args:
             targets: of some examples, finite, shape (n, ...) with n of at least 1.
@@ -180,7 +188,7 @@ class Task(ABC):
             )
 
     def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:
-        """Returns the number of outputs that a network needs for these targets.
+        """Returns the number of outputs that a network needs: the number of `names` if given, else as the targets show.
 
         Args:
             targets: of a client's examples.
@@ -189,7 +197,8 @@ class Task(ABC):
         return len(names) or (1 if targets.dim() == 1 else targets.shape[1])
 
     def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
-        """Checks that a network's outputs suit targets; by default they have the shape of the targets.
+        """Raises a `UserError` if a network's outputs do not fit the targets; by default, if their shape is not that of
+        the targets.
 
         Args:
             shape: of the outputs for one example, without the batch.
@@ -204,7 +213,8 @@ class Task(ABC):
                             f"{tuple(targets.shape)}; they must have the same form")  # fmt: skip
 
     def target_warning(self, train: Tensor, test: Tensor) -> str | None:
-        """Returns what is missing among a client's valid targets, to go on after "client 'north' has"; None for nothing.
+        """Returns what a client's valid targets lack, to continue the sentence "client 'north' has"; None if nothing is
+        missing.
 
         Args:
             train, test: its training and test targets.
@@ -212,7 +222,8 @@ class Task(ABC):
         return None
 
     def check_table_column(self, values: NDArray[np.float64], name: str) -> None:  # noqa: B027  # most take any number
-        """Checks the numbers of one target column of a table.
+        """Raises a `UserError` if a number in one target column of a table does not suit the task; by default every
+        number does.
 
         Raises:
             UserError: a number does not suit the task; the message has the column's name and the rows.
@@ -222,17 +233,19 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of a minibatch, a scalar; it need not be a mean over examples."""
+        """Returns the loss of a minibatch as a scalar tensor, which need not be a mean over examples."""
 
     def elementwise_loss(self, outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor | None:
-        """Returns the losses whose mean is `loss`, shape (n,) or (n, ...); None if the loss is no such mean.
+        """Returns the single losses of which `loss` is the mean, shape (n,) or (n, ...); None if `loss` is not such a
+        mean.
 
         With them the networks of many clients can be trained as one.
         """
         return None
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
-        """Returns the function of outputs and targets that training minimises.
+        """Returns the function (outputs, targets) -> loss that training minimises; raises a `UserError` if
+        `class_weights` are given and the task has no classes.
 
         Args:
             targets: of the client's training examples, which class_weights="balanced" counts.
@@ -246,11 +259,14 @@ class Task(ABC):
         return self.loss
 
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
-        """Returns a minibatch for training without the padding that none of its examples needs; by default unchanged."""
+        """Returns a training minibatch without the columns that are padding in all of its examples; by default
+        unchanged.
+        """
         return inputs, targets
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-        """Returns how far a student's outputs are from a teacher's, a scalar, which distillation minimises.
+        """Returns the distance between a teacher's and a student's outputs, a scalar tensor, which distillation
+        minimises.
 
         By default the squared difference over 2·temperature², averaged over all outputs.
         """
@@ -274,14 +290,14 @@ class Task(ABC):
         return targets
 
     def to_predictions(self, outputs: Tensor) -> NDArray[np.float64]:
-        """Returns the numbers that people read for a network's outputs, such as probabilities; float64, on the CPU.
+        """Converts a network's outputs to numbers for people, such as probabilities: a float64 array.
 
         By default the outputs themselves.
         """
         return np.asarray(outputs.double().numpy())
 
     def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns the columns that `polyfed predict` writes: column name -> one value for each row.
+        """Returns `{column name: one value per row}`, the columns that the command `polyfed predict` writes.
 
         Args:
             outputs: of a network, for targets in their own unit, shape (n, outputs).
@@ -295,7 +311,9 @@ class Task(ABC):
         return tuple(names)
 
     def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
-        """Returns the outputs that each answer a yes/no question, for ROC and calibration curves; empty for none."""
+        """Returns the positions of those outputs that each answer a yes/no question, for ROC and calibration curves;
+        empty if there are none.
+        """
         return ()
 
     # -- scores ---------------------------------------------------------------------------------------------------
@@ -303,31 +321,34 @@ class Task(ABC):
     @property
     @abstractmethod
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns the metrics that exist for the task, the default one first."""
+        """Returns the metrics that can score the task; the first is the default."""
 
     @property
     def default_metric(self) -> Metric:
-        """Returns the metric that decides if the user chooses none."""
+        """Returns the metric by which models and methods are compared if the user names none."""
         return self.metrics[0]
 
     @property
     def comparison_metrics(self) -> tuple[Metric, ...]:
-        """Returns the metrics of a comparison if the user chooses none; the first decides."""
+        """Returns the metrics that a comparison of methods shows if the user names none; the first decides."""
         return (self.default_metric,)
 
     def find_metric(self, name: str) -> Metric | None:
-        """Returns the task's metric with this name; None if it has none."""
+        """Returns the task's metric with this name; None if the task has none."""
         return next((metric for metric in self.metrics if metric.name == name), None)
 
     @property
     def unavailable_metrics(self) -> Mapping[str, str]:
-        """Returns metrics that a task with other options has: name -> a sentence that says what to give."""
+        """Returns `{metric: sentence}` for metrics that the task has only with other options; the sentence says which
+        to give.
+        """
         return {}
 
     # -- splits and counts ----------------------------------------------------------------------------------------
 
     def strata(self, targets: Tensor) -> NDArray[Any]:
-        """Returns by what splits are stratified and by what partitions divide: integers of shape (n,).
+        """Returns a whole number per example (its class, say), shape (n,), by which splits are stratified and
+        partitions divide; an array of two dimensions if there is none.
 
         An array of two dimensions, as by default, means that there are no strata.
         """
@@ -335,13 +356,13 @@ class Task(ABC):
         return values
 
     def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
-        """Returns the number of examples of each class or stratum, which tables of the data show; None if there are
-        none.
+        """Returns the number of examples of each class (or stratum, see `strata`) for tables of the data; None if the
+        task has none.
         """
         return None
 
     def count_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns the names of what `class_counts` counts; by default those of the outputs.
+        """Returns the names of the entries of `class_counts`; by default the names of the outputs.
 
         Args:
             names: of classes, labels or targets.
@@ -349,33 +370,39 @@ class Task(ABC):
         return tuple(names)
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int] | None:
-        """Returns the number of examples of the rarest class or stratum, and its index; None if there are none.
+        """Returns (number of examples, index) of the rarest class (or stratum, see `strata`); None if the task has
+        none.
 
         A class without examples does not count, unless there is only one: then (0, that class).
         """
         return None
 
     def describe_rarest(self, number: int, class_name: str, num_classes: int) -> str:
-        """Returns words for the number of examples of the rarest class, as "12 of the rarer class (ill)"."""
+        """Returns words for the number of examples of the rarest class, such as "12 of the rarer class (ill)"."""
         return f"{number} of the rarer kind"
 
     # -- models without a network ---------------------------------------------------------------------------------
 
     def constant_model(self) -> ConstantModel | None:
-        """Returns the model that ignores the input, which each client can have alone; None if the task has none."""
+        """Returns a model that ignores the input, which each client can fit on its own data only; None if the task has
+        none.
+        """
         return None
 
     def simple_models(self) -> tuple[SimpleModel, ...]:
-        """Returns models that each client can fit alone to rows of numbers, without a network; empty for none."""
+        """Returns models without a network, such as linear models, which each client can fit to rows of numbers on its
+        own data only; empty if there are none.
+        """
         return ()
 
     def simple_models_obstacle(self, num_outputs: int) -> str | None:
-        """Returns a sentence that says why no simple model is fitted for so many outputs; None if they are."""
+        """Returns a sentence that says why `simple_models` are not fitted for this number of outputs; None if they are."""
         return None
 
 
 def get_task(choice: Task | TaskSpec | Mapping[str, Any]) -> Task:
-    """Returns the task of this name.
+    """Returns the task for a name, a mapping of name and options, or a task itself; raises a `UserError` for an unknown
+    name or option.
 
     This is the only place where a name becomes a task. `polyfed.tasks` has the names; a user's task is named
     `module:Class`, which is imported only if this process trusts it or has loaded the class already.
@@ -412,7 +439,7 @@ def get_task(choice: Task | TaskSpec | Mapping[str, Any]) -> Task:
 
 
 def has_elementwise_loss(task: Task) -> bool:
-    """Returns whether a task's loss is a mean of losses that it can give one by one (`Task.elementwise_loss`).
+    """Returns whether a task can give its loss as the mean of single losses (it defines `Task.elementwise_loss`).
 
     >>> has_elementwise_loss(get_task("regression"))
     True
@@ -421,7 +448,7 @@ def has_elementwise_loss(task: Task) -> bool:
 
 
 def registered_tasks() -> tuple[Task, ...]:
-    """Returns one task of each kind that polyfed has, with default options."""
+    """Returns one object of each task class of polyfed, with default options."""
     return tuple(task_class() for task_class in _registry().values())
 
 

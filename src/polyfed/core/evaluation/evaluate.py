@@ -1,4 +1,4 @@
-"""Evaluates networks on examples: computes losses, metrics, and statistics of metrics over clients."""
+"""Evaluates networks on examples: outputs, loss, metrics, and statistics of metrics over clients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ MetricValues = dict[str, float | None]
 
 
 def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tensor:
-    """Returns a network's outputs (logits) for all examples, in their order, computed in evaluation mode.
+    """Returns a network's outputs (logits) for all examples, in their order; the network runs in evaluation mode.
 
     Float32 on the CPU, shape (n, outputs).
     """
@@ -36,7 +36,7 @@ def predict(model: nn.Module, examples: Examples, batch_size: int = 128) -> Tens
 
 
 def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
-    """Returns a network's outputs for several sets of examples, one tensor per set, as `predict` does for one set.
+    """Returns a network's outputs for several sets of examples: a list with one tensor per set, each as from `predict`.
 
     Inside a deferred run they are computed together with those of other clients.
     """
@@ -53,7 +53,8 @@ def predict_sets(model: nn.Module, sets: Sequence[Examples]) -> list[Tensor]:
 def compute_metrics(
     outputs: Tensor, targets: Tensor, task: Task | str, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """Computes metrics and mean loss from a network's outputs; a value that is undefined or not finite becomes None.
+    """Returns `{metric's name: value}` and the mean loss under "loss", computed from a network's outputs; a value that
+    is undefined or not finite is None.
 
     Args:
         outputs: of a network, float32 on the CPU, shape (n, ...).
@@ -77,7 +78,8 @@ def compute_metrics(
 def evaluate(
     model: nn.Module, examples: Examples, task: Task | str, metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """Computes metrics and mean loss of a network on examples; a value that is undefined or not finite becomes None.
+    """Runs a network on examples, and returns `{metric's name: value}` and the mean loss under "loss"; a value that is
+    undefined or not finite is None.
 
     Without `metrics` the task's default is computed.
 
@@ -92,7 +94,7 @@ def evaluate(
 def evaluate_client(
     model: nn.Module, client: Client, prefix: str = "", metrics: Sequence[Metric] = (), loss: Loss | None = None
 ) -> MetricValues:
-    """Computes a network's metrics on a client's test, validation and global test set, and returns them by name.
+    """Returns `{name: value}` for a network's metrics and loss on a client's test, validation and global test examples.
 
     The names are "accuracy" (test), "val_accuracy", "global_accuracy", ..., each after `prefix`.
     """
@@ -102,8 +104,8 @@ def evaluate_client(
 def evaluate_client_with_outputs(
     model: nn.Module, client: Client, metrics: Sequence[Metric] = (), prefix: str = "", loss: Loss | None = None
 ) -> tuple[MetricValues, dict[str, Tensor]]:
-    """Computes the metrics of `evaluate_client`, and returns with them what is kept of the network's outputs on the
-    client's test and validation sets (`Task.stored_outputs`).
+    """Returns the metrics of `evaluate_client`, and a dict of what is kept of the network's outputs on the
+    client's test and validation examples (`Task.stored_outputs`).
 
     The outputs have the keys "test" and, if there is such a set, "val"; each is float32 on the CPU, shape (n, ...).
 
@@ -128,8 +130,8 @@ def evaluate_client_with_outputs(
 
 
 def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Client) -> Tensor:
-    """Returns outputs on a client's validation examples by two networks, each fitted without the examples it predicts
-    (2-fold cross-fitting).
+    """Returns outputs for a client's validation examples: each half is predicted by a network that was fitted without
+    it (2-fold cross-fitting).
 
     Float32 on the CPU, shape (n, ...), in the order of the validation examples.
 
@@ -163,8 +165,8 @@ def out_of_fold_outputs(build_network: Callable[[Client], nn.Module], client: Cl
 
 
 def split_metric_column(column: str, metrics: Sequence[Metric]) -> tuple[str, str] | None:
-    """Splits the name of a table's column into a prefix and the name of the metric (or "loss"); None if the column
-    holds no metric.
+    """Splits the name of a table's column into (prefix, metric's name or "loss"); returns None if the column holds no
+    metric.
 
     If two metrics match, the longer name counts.
 
@@ -189,7 +191,7 @@ def _finite_or_none(value: float) -> float | None:
 def summarise_clients(
     clients: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Computes statistics of each metric over clients, such as mean and minimum.
+    """Returns `{metric: {statistic: value}}`, the statistics of each metric over clients, such as mean and minimum.
 
     These are mean, mean weighted by `weights` (numbers of training examples), standard deviation, minimum, 10th and 90th
     percentile. A client without a value for a metric does not count in it; if the weight of a client with a value is

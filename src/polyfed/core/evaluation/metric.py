@@ -1,4 +1,4 @@
-"""Describes a metric: a name, a function of outputs and targets, and how its values are shown."""
+"""Defines `Metric`: a name, a function of outputs and targets, and how values are shown."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Finds metrics by name, as the user or a file names them, and lists those of polyfed.
+"""Looks up metrics by the names that users and files give, and lists those that polyfed has.
 
 A metric takes a network's outputs as it returns them and the targets of the same examples; one that is undefined for these
 examples, such as the AUC of a single class, is NaN. The metrics of a task are declared by the task (`Task.metrics`).
@@ -17,7 +17,8 @@ from polyfed.core.task import Task, TaskSpec, get_task, registered_tasks
 
 
 def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
-    """Returns the `Metric` objects that the user chose by name; the first is the main metric.
+    """Returns the `Metric` objects for the user's choice of names; the first is the main metric. Raises a `UserError`
+    for a name that the task does not have.
 
     Args:
         choice: None for the task's default; or a list of names (built in, or `module:name` of the user's code), functions
@@ -51,7 +52,7 @@ def resolve_metrics(choice: Any, task: Task | TaskSpec) -> tuple[Metric, ...]:
 
 
 def metric_by_name(name: str) -> Metric:
-    """Returns the built-in metric with a given name.
+    """Returns polyfed's own metric of this name; raises a `UserError` if there is none.
 
     Raises:
         UserError: there is none; the message has the nearest names.
@@ -76,7 +77,8 @@ def _suits(metric: Metric, task: Task) -> bool:
 
 
 def default_metric_names() -> tuple[str, ...]:
-    """Returns the names of the default metrics of polyfed's tasks, by which files without a named score are read.
+    """Returns the names of the default metrics of polyfed's tasks; polyfed looks for them in files that do not name
+    their main metric.
 
     >>> default_metric_names()[0]
     'accuracy'
@@ -85,7 +87,7 @@ def default_metric_names() -> tuple[str, ...]:
 
 
 def is_built_in_metric(name: str) -> bool:
-    """Returns whether `name` is the name of a built-in metric.
+    """Returns whether polyfed has a metric of this name, so that the user need not supply its function.
 
     >>> is_built_in_metric("auc"), is_built_in_metric("sensitivity_at_95"), is_built_in_metric("cost")
     (True, True, False)
@@ -94,7 +96,7 @@ def is_built_in_metric(name: str) -> bool:
 
 
 def unpicklable_metric_error(metrics: Sequence[Metric]) -> str | None:
-    """Returns why a metric cannot be pickled for another process, as a sentence; None if all metrics can.
+    """Returns a sentence that says why a metric cannot be pickled for another process; None if all metrics can be.
 
     >>> (unpicklable_metric_error([METRICS["auc"]]),
     ...  unpicklable_metric_error([Metric("mine", lambda outputs, targets: 0.0)])[:35])
@@ -140,9 +142,7 @@ def _import_metric(path: str, task: Task) -> Metric:
 
 
 def metric_path_or_name(metric: Metric) -> str:
-    """Returns the text by which a configuration refers to a metric: `module:name` if the metric was imported, else its
-    name.
-    """
+    """Returns the text that names a metric in a configuration: `module:name` if the metric was imported, else its name."""
     return (
         trusted_code.recorded_import_path(metric) or trusted_code.recorded_import_path(metric.function) or metric.name
     )

@@ -1,4 +1,6 @@
-"""Defines the models that a client can have without a network and alone: a constant, and models of rows of numbers."""
+"""Defines models without a network, which a client can fit on its own data only: a constant, and models of rows of
+numbers.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ Floats = NDArray[np.float64]
 @final
 @dataclass(frozen=True, eq=False)
 class SimpleModelInputs:
-    """Holds a client's examples for simple models, with inputs standardised by the examples for fitting.
+    """Holds one client's data for models without a network: inputs to fit on, their targets, and test inputs, all
+    standardised by the inputs to fit on.
 
     Attributes:
         fit: inputs for fitting, shape (n, features).
@@ -28,7 +31,9 @@ class SimpleModelInputs:
     groups: NDArray[Any] | None
 
     def subsample(self, number: int, seed: int) -> "SimpleModelInputs":
-        """Returns these inputs with at most `number` examples for fitting, drawn at random."""
+        """Returns these inputs with at most `number` of the examples for fitting, drawn at random; the test inputs
+        stay.
+        """
         if len(self.fit) <= number:
             return self
         rows = np.random.default_rng(seed).permutation(len(self.fit))[:number]
@@ -40,7 +45,8 @@ class SimpleModelInputs:
 @final
 @dataclass(frozen=True)
 class SimpleModel:
-    """Describes a model that is fitted to one client's rows of numbers, and predicts the client's test examples.
+    """Describes a model without a network, which is fitted to one client's rows of numbers and predicts the client's
+    test examples.
 
     Attributes:
         name: in tables and files, such as "logistic_regression".
@@ -63,7 +69,7 @@ class SimpleModel:
 @final
 @dataclass(frozen=True)
 class ConstantModel:
-    """Describes the model that gives every example of a client the same outputs.
+    """Describes a model that ignores the input: it gives all examples of a client the same outputs.
 
     Attributes:
         name: in tables and files, such as "majority".

@@ -1,1 +1,1 @@
-"""Holds examples as tensors: nested inputs, conversion from users' types, checks for NaN."""
+"""Holds examples as tensors: inputs that may be nested, conversion from users' types, and checks for NaN."""

@@ -21,7 +21,8 @@ from polyfed.core.examples.pytree import (
 def as_examples(
     source: Any, name: str = "examples", *, labelled: bool = True, collate: Collate | None = None
 ) -> Examples:
-    """Converts a user's arrays, tensors, data sets or frames to `Examples`.
+    """Converts a user's arrays, tensors, data sets or frames to `Examples`; raises a `UserError` if the type is
+    unknown, labels are no numbers, or a value is not finite.
 
     Takes `Examples`, which are returned unchanged; a pair (x, y) of tensors or arrays, or of a pandas frame of numbers and a
     series; a torch `Dataset` of (input, label) pairs, or of mappings with a label; a Hugging Face dataset with a column

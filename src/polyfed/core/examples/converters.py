@@ -1,4 +1,4 @@
-"""Converts inputs and labels from tensors, arrays, torch and Hugging Face datasets or pandas frames to tensors."""
+"""Converts tensors, arrays, torch and Hugging Face datasets, and pandas frames to tensors of inputs and labels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,8 @@ _TABLE = "pf.data.split_table makes clients of a frame with texts, dates or miss
 
 
 def read_inputs_and_labels(source: Any, name: str, labelled: bool, collate: Collate | None) -> ExamplesParts:
-    """Reads inputs, labels and further columns from any type of data that `as_examples` accepts.
+    """Reads inputs, labels and further columns from any type of data that `as_examples` accepts; raises a `UserError`
+    for any other.
 
     Raises:
         UserError: it cannot be read.
@@ -83,8 +84,8 @@ def _read_items(source: Any, name: str) -> list[Any]:
 
 
 def convert_inputs_to_tensors(value: Any, name: str) -> Inputs:
-    """Converts inputs of many examples to tensors; the inputs are an array of any library, or tuples and mappings of
-    arrays.
+    """Converts the inputs of many examples to tensors; they are an array of any library, or tuples and mappings of
+    arrays. Raises a `UserError` for other types.
 
     A tuple or list of arrays of numbers is a structure; of plain numbers and lists of them it is one array, and so is a list
     of NumPy arrays, its rows.
@@ -236,7 +237,8 @@ def _text_values(values: Any, kind: Any) -> list[str]:
 
 
 def to_number_tensor(value: Any, name: str) -> Tensor:
-    """Converts an array, list, PIL image, or pandas frame or series of numbers to one tensor.
+    """Converts numbers in an array, list, PIL image, or pandas frame or series to one tensor; raises a `UserError` if a
+    value is no number.
 
     Raises:
         UserError: it holds something else than numbers.

@@ -28,7 +28,7 @@ Batch = tuple[Any, Tensor]  # inputs are `Inputs`, most often a tensor
 
 @dataclass(frozen=True)
 class Normalise:
-    """Normalises uint8 images to floats, (x / 255 − mean) / std per channel.
+    """Converts uint8 images to normalised floats, (x / 255 − mean) / std with one mean and std per channel.
 
     >>> Normalise((0.5,), (0.5,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
     tensor([[[[-1.,  1.]]]])
@@ -52,8 +52,8 @@ class Normalise:
 @final
 @dataclass(frozen=True)
 class PartwiseTransform:
-    """Transforms the named parts of nested inputs (names as in `polyfed.core.examples.pytree`), and leaves the other
-    parts unchanged.
+    """Applies a function to each named part of nested inputs, and leaves parts without one unchanged; names are as in
+    `polyfed.core.examples.pytree`.
 
     >>> halved = PartwiseTransform({"image": Normalise((0.5,), (0.5,))})
     >>> found = halved({"image": torch.tensor([[[[255]]]], dtype=torch.uint8), "age": torch.tensor([[60.0]])})
@@ -85,7 +85,7 @@ class PartwiseTransform:
 
 @dataclass(frozen=True)
 class Examples:
-    """Holds inputs and labels of examples as an `index` into stored tensors, which several clients may share.
+    """Holds the inputs and labels of examples, as positions (`index`) in stored tensors that several clients may share.
 
     The clients of a simulation hold the same `x` and `y`, the store, and differ in `index`, so that 500 clients need no more
     memory than the data set. A batch is an index operation followed by `transform`.
@@ -195,7 +195,7 @@ class Examples:
 
     @property
     def input_tensor(self) -> Tensor:
-        """Returns the stored inputs as one tensor; raises an error if they are several tensors.
+        """Returns the stored inputs as one tensor; raises a `UserError` if the inputs are several tensors.
 
         Raises:
             UserError: the inputs are several tensors.
@@ -206,7 +206,9 @@ class Examples:
 
     @property
     def raw_inputs(self) -> Inputs:
-        """Returns the inputs of these examples before `transform`, in their order; a copy if there is an index."""
+        """Returns the inputs of these examples before `transform`, in their order; copies them if the examples have an
+        `index`.
+        """
         return self.x if self.index is None else tree_map(lambda part: part[self.index], self.x)
 
     @property
@@ -215,7 +217,8 @@ class Examples:
         return self.y if self.index is None else self.y[self.index]
 
     def column(self, name: str) -> NDArray[Any]:
-        """Returns the values of the column `name` for these examples, in their order.
+        """Returns the values of the column `name` for these examples, in their order; raises a `UserError` if there is
+        no such column.
 
         Raises:
             UserError: there is no such column.
@@ -229,16 +232,19 @@ class Examples:
 
     @property
     def times(self) -> NDArray[np.float64] | None:
-        """Returns the times of these examples as numbers, in their order; None if they have none."""
+        """Returns the times of these examples as numbers, in their order; None if they have no times."""
         return None if self.time is None else times_as_numbers(self.column(self.time), f"time: column {self.time!r}")
 
     @property
     def shown_columns(self) -> tuple[str, ...]:
-        """Returns the names of the columns by which scores may be shown: all but the groups and times."""
+        """Returns the names of the columns by which scores of subgroups may be shown: all but the group column and the
+        time column.
+        """
         return tuple(name for name in self.columns or {} if name not in (self.group, self.time))
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
-        """Returns the transformed inputs and the targets of the examples at positions `rows` (int64, shape (batch,)).
+        """Returns the transformed inputs and the targets of the examples at the positions `rows` (int64, shape
+        (batch,)).
 
         With a `generator` the batch is a training batch and is augmented.
         """
@@ -282,7 +288,7 @@ class Examples:
         return replace(self, index=rows if self.index is None else self.index[rows])
 
     def head(self, count: int = 1) -> "Examples":
-        """Returns the first `count` examples, or all if there are fewer.
+        """Returns the first `count` examples, or all examples if there are fewer.
 
         >>> Examples(torch.zeros(3, 2), torch.tensor([2, 1, 0])).head(2).labels
         tensor([2, 1])
@@ -293,7 +299,7 @@ class Examples:
         return torch.arange(min(count, len(self)), device=self.device)
 
     def to(self, device: torch.device) -> "Examples":
-        """Returns the same examples with their stored tensors and index on `device`."""
+        """Returns the same examples with their stored tensors and index moved to `device`."""
         index = None if self.index is None else self.index.to(device)
         return replace(self, x=tree_map(lambda part: part.to(device), self.x), y=self.y.to(device), index=index)
 

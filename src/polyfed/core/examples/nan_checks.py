@@ -1,4 +1,4 @@
-"""Finds NaN and infinite values in inputs, targets and weights before they are used.
+"""Raises errors for NaN and infinite values in inputs, targets and weights before they are used.
 
 Training on one gives weights of NaN, and a prediction from one is whatever class comes first; neither shows the cause.
 """
@@ -25,8 +25,8 @@ _FINITE_EXAMPLES: WeakValueDictionary[tuple[int, ...], Examples] = WeakValueDict
 
 @torch.no_grad()
 def check_examples_finite(examples: Examples, name: str) -> None:
-    """Checks that the inputs and targets of these examples have no NaN or infinite value; other rows of the stored
-    tensors are not checked.
+    """Raises a `UserError` if an input or target of these examples is NaN or infinite; ignores rows of the stored
+    tensors that are not among the examples.
 
     Args:
         examples: of any type; only floating-point numbers can be wrong. A stored value that `transform` turns into a number
@@ -57,7 +57,8 @@ def check_examples_finite(examples: Examples, name: str) -> None:
 def raise_if_nonfinite(
     first_rows_and_blocks: Iterable[tuple[int, Tensor]], name: str, axis_name: str = "column"
 ) -> None:
-    """Raises a `UserError` if a block of rows has a NaN or infinite value.
+    """Raises a `UserError` if one of several blocks of rows contains NaN or infinity; each block comes with the number
+    of its first row.
 
     Args:
         first_rows_and_blocks: the number of the first row of each block, and its rows.
@@ -137,7 +138,7 @@ def _cache_key(examples: Examples) -> tuple[int, ...] | None:
 
 
 def nonfinite_state_error(state: PyTree, path: str = "") -> str | None:
-    """Returns the place of the first NaN or infinite number in nested weights, as half a sentence, or None if all
+    """Returns half a sentence with the place of the first NaN or infinite number in nested weights; None if all numbers
     are finite.
 
     Args:

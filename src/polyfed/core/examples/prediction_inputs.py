@@ -1,4 +1,4 @@
-"""Converts inputs for a prediction to the form of a client's training examples."""
+"""Converts inputs for a prediction to the form that a client's training examples have."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ from polyfed.core.examples.pytree import Inputs, first_leaf, named_leaves, tree_
 
 
 def convert_inputs_to_examples_like(reference: Examples, x: Any, name: str) -> Examples:
-    """Converts inputs without labels to `Examples` with the structure, types and transform of the examples `reference`.
+    """Converts inputs without labels to `Examples` with the structure, types and transform of `reference`; raises a
+    `UserError` if they do not fit or are not finite.
 
     Args:
         reference: the examples whose form the inputs must have.

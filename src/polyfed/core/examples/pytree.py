@@ -1,4 +1,4 @@
-"""Handles nested inputs: a tensor, or tuples and dicts of tensors that have one row per example.
+"""Handles nested inputs: one tensor, or tuples and dicts of tensors, each with one row per example.
 
 All code calls networks, and reads their outputs, by these rules:
 
@@ -24,7 +24,7 @@ Inputs = Tensor | tuple["Inputs", ...] | dict[str, "Inputs"]
 
 
 class CallArguments(NamedTuple):
-    """Holds the positional and keyword arguments of one call of a network."""
+    """Holds the positional and the keyword arguments for one call of a network."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
@@ -54,7 +54,8 @@ def call_network(network: Callable[..., Any], inputs: Any) -> Any:
 
 
 def logits_or_output(output: Any) -> Any:
-    """Returns the logits in a network's output if the output is a mapping or object with logits; else the whole output.
+    """Returns the logits in a network's output, if the output is a mapping or object that names logits; else the whole
+    output.
 
     >>> logits_or_output({"logits": 1, "loss": 2}), logits_or_output((1, 2))
     (1, (1, 2))
@@ -69,7 +70,8 @@ def logits_or_output(output: Any) -> Any:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Returns the tensor of logits in a network's output, which may be a tensor, a mapping or an object.
+    """Returns the tensor of logits from a network's output, which may be a tensor, a mapping or an object; raises a
+    `UserError` if there is none.
 
     Raises:
         UserError: there is none.
@@ -89,7 +91,8 @@ def logits_of(output: Any) -> Tensor:
 
 
 def named_leaves(inputs: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor of nested inputs with its name, such as "rest/0"; the name of a single tensor is `prefix`.
+    """Yields (name, tensor) for each tensor of nested inputs, such as "rest/0"; the name of a single tensor is
+    `prefix`.
 
     >>> [name for name, _ in named_leaves({"image": torch.zeros(1), "rest": (torch.zeros(1), torch.zeros(1))})]
     ['image', 'rest/0', 'rest/1']
@@ -117,12 +120,14 @@ def tree_map(function: Callable[..., Any], x: Any, *other_trees: Any) -> Any:
 
 
 def first_leaf(inputs: Any) -> Tensor:
-    """Returns the first tensor of nested inputs; all their tensors have the same number of rows and the same device."""
+    """Returns the first tensor of nested inputs, for its number of rows or device, which all tensors of the inputs
+    share.
+    """
     return inputs if isinstance(inputs, Tensor) else next(named_leaves(inputs))[1]
 
 
 def concatenate_batches(batches: Sequence[Any]) -> Any:
-    """Concatenates batches of inputs of the same structure along the axis of examples.
+    """Concatenates batches of inputs, all of the same nested structure, along the axis of examples.
 
     >>> concatenate_batches([(torch.ones(1),), (torch.zeros(2),)])
     (tensor([1., 0., 0.]),)
@@ -131,8 +136,8 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
 
 
 def row_access_obstacle(tensor: Tensor) -> str | None:
-    """Returns why rows of a tensor cannot be read one by one (it is sparse, for example), and what to do, as half a
-    sentence; None if they can.
+    """Returns half a sentence that says why rows of a tensor cannot be read one by one (it is sparse, say), and what to
+    do; None if they can.
 
     >>> row_access_obstacle(torch.zeros(2).to_sparse())
     'a sparse tensor (torch.sparse_coo); give tensor.to_dense()'
@@ -149,7 +154,8 @@ def row_access_obstacle(tensor: Tensor) -> str | None:
 
 
 def check_and_convert_inputs(x: Any, name: str = "inputs") -> Inputs:
-    """Checks nested inputs, and converts lists to tuples and mappings to dicts with sorted keys.
+    """Returns nested inputs with lists as tuples and mappings as dicts with sorted keys; raises a `UserError` unless
+    all leaves are tensors with equally many rows.
 
     Raises:
         UserError: something else than tensors, no tensor at all, a key that is no text or has a "/", or parts that differ in
@@ -193,8 +199,8 @@ def _plain_structure(x: Any, name: str) -> Inputs:
 @final
 @dataclass(frozen=True)
 class InputSpec:
-    """Describes the structure, shapes (without the batch axis) and types of inputs, so that two descriptions can be
-    compared.
+    """Describes the structure, types and shapes (without the batch axis) of inputs; two descriptions can be compared
+    with `==`.
 
     Attributes: `shape` and `dtype` of a tensor; `parts`, the names and specs of the members of a tuple (`container` is
     "tuple") or of a dict ("dict").
@@ -217,7 +223,7 @@ class InputSpec:
         return ", ".join(f"{name}: ({form})" if form.container else f"{name}: {form}" for name, form in self.parts)
 
     def build_inputs(self, make_tensor: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Inputs:
-        """Builds inputs of this structure; `make_tensor` makes each tensor from its shape and type.
+        """Builds nested inputs of this structure, by calling `make_tensor(shape, dtype)` for each tensor.
 
         >>> input_spec_of((torch.zeros(3, 2),)).build_inputs(lambda shape, dtype: torch.ones(1, *shape, dtype=dtype))
         (tensor([[1., 1.]]),)
@@ -239,8 +245,8 @@ def input_spec_of(inputs: Any) -> InputSpec:
 
 
 def flatten_inputs(inputs: Any, prefix: str = "x") -> dict[str, Tensor]:
-    """Returns the tensors of nested inputs by name, so that they can be sent and saved; `unflatten_inputs` is the
-    inverse.
+    """Returns `{name: tensor}` for the tensors of nested inputs, so that they can be sent or saved; `unflatten_inputs`
+    is the inverse.
 
     >>> list(flatten_inputs(torch.zeros(1))), list(flatten_inputs({"a": torch.zeros(1), "b": (torch.zeros(1),)}))
     (['x'], ['x/a', 'x/b/0'])
@@ -249,8 +255,8 @@ def flatten_inputs(inputs: Any, prefix: str = "x") -> dict[str, Tensor]:
 
 
 def unflatten_inputs(tensors: Mapping[str, Tensor], input_spec: InputSpec, prefix: str = "x") -> Any:
-    """Rebuilds nested inputs from the named tensors that `flatten_inputs` returned; `input_spec` gives the structure,
-    and shapes are not checked.
+    """Rebuilds nested inputs from the result of `flatten_inputs`, in the structure of `input_spec`; raises a
+    `UserError` for other names, but does not check shapes.
 
     Raises:
         UserError: the parts are not those of `input_spec`.

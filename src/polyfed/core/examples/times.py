@@ -1,4 +1,4 @@
-"""Converts the times of examples (numbers or dates) to numbers, by which examples are ordered."""
+"""Converts the times of examples (numbers or dates) to numbers, by which examples can be ordered."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ _SHOWN = 5  # rows in a sentence
 
 
 def times_as_numbers(values: Any, name: str) -> NDArray[np.float64]:
-    """Returns times as numbers that have the same order: numbers stay, dates become microseconds since 1970.
+    """Returns times as numbers in the same order: numbers stay, dates become microseconds since 1970; raises a
+    `UserError` for a missing value or any other kind.
 
     Args:
         values: numbers, dates (`datetime64`, `datetime`, `date`), or texts of the form 2026-01-31.

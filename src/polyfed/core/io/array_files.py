@@ -1,4 +1,4 @@
-"""Reads arrays and tensors from files, after checking that the size which the header claims is the file's."""
+"""Reads arrays and tensors from files, and refuses a file whose actual size is not the size that its header states."""
 
 import json
 import math
@@ -24,7 +24,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 
 
 def read_safetensors(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
-    """Returns the tensors in a safetensors file by name.
+    """Returns `{name: tensor}` from a safetensors file; raises a `ValueError` if it is damaged, and a `UserError` if it
+    is larger than `max_bytes`.
 
     Args:
         path: the file.
@@ -81,7 +82,8 @@ def _check_npy_header(file: IO[bytes], size: int, name: str) -> None:
 
 
 def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | None = None) -> dict[str, NDArray[Any]]:
-    """Returns the arrays in a NumPy archive by name.
+    """Returns `{name: array}` from a NumPy archive (.npz); raises a `ValueError` if it is damaged or holds pickled
+    objects, a `UserError` if it is too large.
 
     Args:
         path: the archive.
@@ -117,7 +119,7 @@ def read_npz(path: Path, names: Collection[str] | None = None, max_bytes: int | 
 
 
 def read_npy(path: Path, max_bytes: int | None = None) -> NDArray[Any]:
-    """Returns the array in a NumPy file (.npy), after the checks of `read_npz`."""
+    """Returns the array in a NumPy file (.npy); raises the errors of `read_npz`."""
     with open_file(path, max_bytes) as file:
         try:
             _check_npy_header(file, file.seek(0, 2), "the array")

@@ -1,4 +1,4 @@
-"""Reads and writes all files of polyfed so that crashes, symbolic links and hostile files do no harm.
+"""Reads and writes all files of polyfed, so that crashes, symbolic links and hostile files do no harm.
 
 At any moment a file is the old one or the new one, and it is on the disk when the function returns. No symbolic link
 redirects a write: a run directory that somebody else made, or may write to, cannot make polyfed overwrite other files. Files
@@ -34,7 +34,8 @@ _KINDS = {
 
 
 def create_private_folder_if_missing(path: Path, *, parents: bool = False) -> Path:
-    """Creates a folder that only its owner can enter, and returns its path; an existing folder is left unchanged.
+    """Creates a folder that only the user can enter, or leaves an existing one unchanged; returns its path. Raises a
+    `UserError` for a symbolic link.
 
     Args:
         path: the folder.
@@ -57,8 +58,8 @@ def create_private_folder_if_missing(path: Path, *, parents: bool = False) -> Pa
 
 @contextmanager
 def open_file_for_overwrite(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing, in place of any file with this name; its content is flushed to the disk at the end
-    of the block.
+    """Yields a new file to write to, in place of any file at `path`; flushes its content to the disk at the end of the
+    `with` block.
 
     If writing fails, no file is left.
 
@@ -88,7 +89,8 @@ def open_file_for_overwrite(path: Path, *, private: bool = True, sync: bool = Tr
 
 @contextmanager
 def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a temporary file for writing, which replaces the file `path` only when the block ends without an error.
+    """Yields a temporary file to write to, which replaces the file `path` at the end of the `with` block, unless the
+    block raised an error.
 
     A link of this name is replaced, not followed. Arguments and errors are those of `open_file_for_overwrite`.
     """
@@ -102,7 +104,8 @@ def open_atomic_file(path: Path, *, private: bool = True, sync: bool = True) -> 
 
 
 def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Writes a file and flushes it to the disk; after a crash, the file has either its old or its new content.
+    """Writes `data` to a file and flushes it to the disk; after a crash, the file has either its old content or all of
+    the new.
 
     Args:
         path: the file; a link of this name is replaced, not followed.
@@ -118,7 +121,8 @@ def write_file_atomically(path: Path, data: bytes, *, private: bool = True) -> N
 
 
 def append_line_and_flush(path: Path, line: str) -> None:
-    """Appends a line to a file, and flushes it to the disk.
+    """Appends a line to a file, and flushes it to the disk; raises a `UserError` if `path` is a link or no regular
+    file.
 
     A partial line at the end, from a full disk or a killed process, is removed first. If the new line cannot be written
     whole, none of it stays.
@@ -162,7 +166,7 @@ def _end_of_last_line(file: IO[bytes]) -> int:
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """Opens an empty file, which the caller can lock.
+    """Returns an empty open file, which the caller can lock; raises a `UserError` if `path` is a pipe.
 
     Raises:
         UserError: `path` is a pipe, at which opening would wait.
@@ -175,7 +179,7 @@ def open_lock_file(path: Path) -> IO[str]:
 
 
 def flush_files_to_disk(paths: Sequence[Path]) -> None:
-    """Flushes files to the disk, so that they survive a loss of power.
+    """Flushes the files at these paths to the disk, so that they survive a loss of power.
 
     For many files this is faster once all are written than after each.
     """
@@ -198,7 +202,8 @@ def flush_folder_to_disk(folder: Path) -> None:
 
 @contextmanager
 def add_resume_hint_if_disk_full(next_step: str) -> Iterator[None]:
-    """Adds advice to a "no space left" error that is raised in the block: make room, then `next_step`.
+    """Adds advice to an error "no space left" that is raised inside the `with` block: to make room, and then to do
+    `next_step`.
 
     >>> with add_resume_hint_if_disk_full("`polyfed resume runs/a`"):
     ...     raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
@@ -232,7 +237,8 @@ def _file_named_in_errors(path: Path) -> Iterator[None]:
 
 
 def expand_user_path(path: str | Path, label: str = "the path") -> Path:
-    """Returns a path that the user gave, with "~" replaced by the home folder; a relative path stays relative.
+    """Returns the user's path with "~" replaced by the home folder (a relative path stays relative); raises a
+    `UserError` if it is empty or no path.
 
     Args:
         path: the user's text or path.
@@ -261,8 +267,8 @@ def expand_user_path(path: str | Path, label: str = "the path") -> Path:
 
 
 def check_regular_file(path: Path, max_bytes: int | None = None) -> Path:
-    """Checks that `path` is a regular file of at most `max_bytes`, and returns it, for libraries that open files
-    themselves.
+    """Raises a `UserError` unless `path` is a readable regular file of at most `max_bytes`; returns the path, for
+    libraries that open files themselves.
 
     Args:
         path: the file.
@@ -277,8 +283,8 @@ def check_regular_file(path: Path, max_bytes: int | None = None) -> Path:
 
 
 def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
-    """Opens a regular file for reading; raises an error for pipes and devices, so that it never waits (see
-    `check_regular_file`).
+    """Opens a regular file for reading; raises a `UserError` at once for pipes, devices and files larger than
+    `max_bytes`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -309,8 +315,8 @@ def open_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
 
 
 def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
-    """Returns the content of a regular file of at most `max_bytes`; with None, the limit is the size of this machine's
-    memory.
+    """Returns the bytes of a regular file; raises a `UserError` if it is larger than `max_bytes` (None: than this
+    machine's memory).
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -326,8 +332,8 @@ def read_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_text_file(path: Path, max_bytes: int | None = MAX_TEXT_BYTES, errors: str = "strict") -> str:
-    r"""Returns the UTF-8 text of a file, with line ends as "\\n"; `errors` has the meaning that it has in
-    `bytes.decode`.
+    r"""Returns the UTF-8 text of a regular file, with "\\n" as line ends; raises a `UserError` if it is larger than
+    `max_bytes`. `errors` is as in `bytes.decode`.
 
     Raises:
         FileNotFoundError: there is no such file.

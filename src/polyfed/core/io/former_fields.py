@@ -1,4 +1,4 @@
-"""Renames fields of methods in files that earlier versions of polyfed wrote."""
+"""Renames the fields of methods in files that earlier versions of polyfed wrote."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,7 +16,8 @@ OTHER_NAMES = {
 
 
 def rename_former_fields(values: Mapping[str, Any], present_fields: Collection[str]) -> dict[str, Any]:
-    """Returns field values from a file with the fields' former names replaced by their present names.
+    """Returns a copy of `values` (`{field: value}`, read from a file) in which fields have their present names instead
+    of former ones.
 
     Args:
         values: field -> value, as a file holds them; a field may follow its section and a dot.

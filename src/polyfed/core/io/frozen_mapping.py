@@ -8,7 +8,7 @@ from polyfed.core.errors import UserError
 
 @final
 class FrozenMapping(Mapping[str, Any]):
-    """Maps strings to hashable values, and cannot be changed; lists among the values become tuples, mappings become
+    """Maps strings to hashable values and cannot be changed; converts lists among the values to tuples, and mappings to
     this class.
 
     Raises:

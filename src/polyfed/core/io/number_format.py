@@ -1,4 +1,4 @@
-"""Formats numbers, lists and names as text for people."""
+"""Formats numbers, lists and names as text for people to read."""
 
 import math
 from collections.abc import Sequence
@@ -34,8 +34,7 @@ def format_number_without_percent_sign(value: float | None, unit: NumberUnit = "
 
 
 def format_three_significant_digits(value: float) -> str:
-    """Returns a number as text with three significant digits; numbers from 100 on are rounded to whole numbers. NaN
-    becomes a dash.
+    """Returns a number as text with three significant digits, or rounded to a whole number from 100 on; a dash for NaN.
 
     >>> [format_three_significant_digits(value) for value in (0.12345, 12345.6, math.nan)]
     ['0.123', '12 346', '–']
@@ -46,7 +45,7 @@ def format_three_significant_digits(value: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Returns a count as text; a mean of counts that is not whole has one decimal.
+    """Returns a count as text: whole numbers without decimals, and other numbers (means of counts) with one decimal.
 
     >>> format_count(3.0), format_count(3.25), format_count(-0.0)
     ('3', '3.2', '0')
@@ -56,7 +55,7 @@ def format_count(value: float) -> str:
 
 
 def count_with_noun(number: int, noun: str) -> str:
-    """Returns a number followed by the noun in singular or plural.
+    """Returns a number followed by `noun`, with an "s" unless the number is 1: "3 clients".
 
     >>> count_with_noun(1, "client"), count_with_noun(3, "client")
     ('1 client', '3 clients')
@@ -65,7 +64,7 @@ def count_with_noun(number: int, noun: str) -> str:
 
 
 def join_with_and(values: Sequence[object]) -> str:
-    """Joins values to one text, with commas and "and".
+    """Returns the values as one text, joined by commas and "and".
 
     >>> join_with_and([0, 1, 4])
     '0, 1 and 4'
@@ -75,7 +74,7 @@ def join_with_and(values: Sequence[object]) -> str:
 
 
 def join_first_and_count_rest(values: Sequence[object], limit: int) -> str:
-    """Joins the first `limit` values with commas, and adds how many more there are.
+    """Returns the first `limit` values as text, joined by commas, followed by how many more there are.
 
     >>> join_first_and_count_rest("abcde", 3), join_first_and_count_rest("ab", 3)
     ('a, b, c and 2 more', 'a, b')
@@ -85,7 +84,7 @@ def join_first_and_count_rest(values: Sequence[object], limit: int) -> str:
 
 
 def format_row_numbers(rows: Any) -> str:
-    """Returns row numbers as text for a sentence, counted from 1.
+    """Returns row positions, which count from 0, as words that count from 1: "rows 2 and 5".
 
     >>> format_row_numbers([0]), format_row_numbers([1, 4]), format_row_numbers(range(10))
     ('row 1', 'rows 2 and 5', 'rows 1, 2, 3, 4, 5 and 5 more')
@@ -97,7 +96,7 @@ def format_row_numbers(rows: Any) -> str:
 
 
 def shorten_name(name: str, max_length: int = 16) -> str:
-    """Returns a name of at most `max_length` characters; a longer name loses its middle.
+    """Returns `name` with its middle left out if it is longer than `max_length` characters, else unchanged.
 
     >>> shorten_name("a-very-long-name-of-a-client", 9)
     'a-ve…ient'

@@ -26,8 +26,8 @@ def numpy_to_python(value: Any) -> Any:
 
 
 def convert_numpy_fields_in_place(instance: Any) -> None:
-    """Converts NumPy numbers and arrays in the fields of a frozen dataclass to Python's, in place; called by
-    `__post_init__`.
+    """Replaces NumPy numbers and arrays in the fields of a frozen dataclass by Python numbers and lists, in place; its
+    `__post_init__` calls this.
     """
     for field in dataclasses.fields(instance):
         object.__setattr__(instance, field.name, numpy_to_python(getattr(instance, field.name)))

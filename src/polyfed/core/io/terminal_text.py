@@ -1,4 +1,4 @@
-"""Makes text that other people wrote (ids, names, titles, errors of sites) safe to show in a terminal or a spreadsheet."""
+"""Makes text from other people (ids, names, titles, errors of sites) safe to show in a terminal or a spreadsheet."""
 
 import re
 import unicodedata
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)([eE][+-]?\d+)?")
 
 
 def sanitise_for_terminal(text: object) -> str:
-    r"""Returns the text without characters that control a terminal, such as escape sequences.
+    r"""Returns the text with characters that control a terminal, such as escape sequences, replaced.
 
     Escape sequences, other control characters and direction marks become "�"; line breaks and tabs become a space.
 
@@ -49,7 +49,7 @@ def _printable(letter: str) -> str:
 
 
 def escape_spreadsheet_formula(text: str) -> str:
-    """Returns the text for a cell of a CSV file, with an apostrophe before it if a spreadsheet would take it for a
+    """Returns the text for a cell of a CSV file, with an apostrophe in front if a spreadsheet would read the text as a
     formula.
 
     >>> (escape_spreadsheet_formula("=1+1"), escape_spreadsheet_formula("@SUM(A1)"),

@@ -1,4 +1,4 @@
-"""Imports code by name, only if the user of this process trusts that name.
+"""Imports and executes code that files name, only if the user has declared that name trusted in this process.
 
 Whoever writes a name such as `my_nets:make`, the path of a Python file, or the address of a cluster that may run code here,
 decides what this process executes. So a name is refused, unless the caller of this process trusted it: with a name typed on
@@ -25,7 +25,7 @@ _trusted: frozenset[str] = frozenset()  # of this process, which passes it to th
 
 
 def trust_code(*names: str) -> None:
-    """Allows this process to execute the code with these names; called without names, any code that a file names.
+    """Allows this process to execute the code with these names; without names, allows all code that files name.
 
     Args:
         names: `module:factory`, paths of Python files, or addresses of Ray clusters.
@@ -40,25 +40,27 @@ def trust_code(*names: str) -> None:
 
 
 def is_code_trusted(name: str) -> bool:
-    """Returns whether this process may execute the code with this name."""
+    """Returns whether this process may execute the code with this name, as declared by `trust_code`."""
     return name in _trusted or ANY_NAME in _trusted
 
 
 def trusted_names() -> tuple[str, ...]:
-    """Returns the names of the code that this process trusts, to pass them to worker processes."""
+    """Returns the names of all code that this process trusts, for handing them to worker processes."""
     return tuple(sorted(_trusted))
 
 
 def add_trusted_names(names: Iterable[str]) -> None:
-    """Adds names to the code that this process trusts; a worker process calls it with its parent's `trusted_names()`."""
+    """Adds names to the code that this process trusts; a worker process calls it with the `trusted_names()` of its
+    parent process.
+    """
     global _trusted
     _trusted |= frozenset(names)
 
 
 @contextmanager
 def restore_trusted_names_afterwards() -> Iterator[None]:
-    """Restores the set of trusted names when the block ends, so that names trusted inside the block are no longer
-    trusted after it.
+    """Restores the set of trusted names at the end of the `with` block, so that trust given inside the block ends
+    there.
     """
     global _trusted
     before = _trusted
@@ -69,7 +71,7 @@ def restore_trusted_names_afterwards() -> Iterator[None]:
 
 
 def check_code_trusted(name: str, action: str) -> None:
-    """Raises a `UserError` unless this process trusts the code with this name.
+    """Raises a `UserError` unless this process trusts the code with this name; the message says how to trust it.
 
     Args:
         name: the name as the user or file writes it.
@@ -91,7 +93,8 @@ def check_code_trusted(name: str, action: str) -> None:
 
 
 def import_trusted_callable(import_path: str, role: str = "network") -> Callable[..., Any]:
-    """Imports a function or class by its path `module:name`; raises an error unless this process trusts the path.
+    """Imports a function or class by its path `module:name`; raises a `UserError` if the path is not trusted or leads
+    to no callable.
 
     Modules are searched where Python searches, then in the current directory, which is appended to `sys.path` and stays
     there, so that worker processes find the same module.
@@ -169,7 +172,8 @@ def recorded_import_path(obj: Any) -> str | None:
 
 
 def import_trusted_dataclass(import_path: str, base_class: type[T], label: str) -> type[T]:
-    """Imports a user's dataclass by its path `module:Name`; raises an error unless this process trusts the path.
+    """Imports a user's dataclass by its path `module:Name`; raises a `UserError` if the path is not trusted, or the
+    class does not derive from `base_class`.
 
     Args:
         import_path: the path.
@@ -193,8 +197,8 @@ def import_trusted_dataclass(import_path: str, base_class: type[T], label: str) 
 
 
 def execute_file_and_get_function(file: Path, function_name: str, purpose: str) -> Callable[[], Any]:
-    """Executes a Python file, and returns the function of the given name that it defines; raises an error unless this
-    process trusts the file.
+    """Executes a Python file, and returns its function `function_name`; raises a `UserError` if the file is missing,
+    not trusted, or has no such function.
 
     The file may import the modules beside it.
 

@@ -1,4 +1,5 @@
-"""Parses JSON and YAML, and checks values against declared types; an error is one sentence about the first mismatch.
+"""Parses JSON and YAML, and checks values against declared types; an error message is one sentence about the first
+mismatch.
 
 A type is a Python annotation: `int`, `float` (a finite number), `str`, `bool`, `None`, `Literal`, unions, `list`, `tuple`,
 `dict`, `Mapping`, a `TypedDict`, `Callable` (anything that can be called), or `Any`. Any value passes for other annotations.
@@ -34,7 +35,8 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value that a JSON text represents.
+    """Returns the value that a JSON text represents; raises a `ValueError` if it is no JSON, nested too deeply, or
+    contains NaN or Infinity.
 
     Raises:
         ValueError: it is no JSON, nested too deeply, or has NaN or Infinity, which JSON does not have.
@@ -52,7 +54,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Returns the value that a YAML text represents; Python tags are refused.
+    """Returns the value that a YAML text represents; raises a `ValueError` if it is no YAML, too deep or too large, or
+    has Python tags.
 
     Raises:
         ValueError: it is no YAML, nested too deeply, or too large; with line and column where they are known.
@@ -117,7 +120,8 @@ def _refuse_constant(text: str) -> float:
 
 
 def size_limit_error(value: Any) -> str | None:
-    """Returns why a value from a file is nested too deeply or too large, or None if it is within the limits.
+    """Returns half a sentence that says why a value from a file is nested too deeply or too large; None if it is within
+    the limits.
 
     A YAML file of few bytes may stand for a mapping that contains itself, or for billions of values.
 
@@ -141,7 +145,7 @@ def size_limit_error(value: Any) -> str | None:
 
 
 def validation_error(value: Any, annotation: Any, path: str = "") -> str | None:
-    """Returns the first mismatch between a value and a type, as half a sentence, or None if the value has the type.
+    """Returns half a sentence on the first mismatch between a value and a type; None if the value has the type.
 
     Args:
         value: read from a file, or given by a user.
@@ -179,7 +183,7 @@ def validation_error(value: Any, annotation: Any, path: str = "") -> str | None:
 
 
 def describe_annotation(annotation: Any) -> str:
-    """Returns a description in words of a type annotation.
+    """Returns a description in words of a type annotation, for error messages.
 
     >>> describe_annotation(int | None), describe_annotation(list[int])
     ('a whole number or null', 'a list')
@@ -262,7 +266,8 @@ def _deepest(errors: Sequence[str]) -> str:
 
 
 def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
-    """Builds a dataclass from a file's mapping of fields, after checking names, types and values.
+    """Builds a dataclass from a file's `{field: value}`; raises a `UserError` if a field is unknown, missing, of a
+    wrong type, or refused by the class.
 
     Args:
         cls: the dataclass.
@@ -299,13 +304,13 @@ def build_dataclass(cls: Callable[..., T], values: Any, label: str) -> T:
 
 @lru_cache
 def field_types(cls: Any) -> Mapping[str, Any]:
-    """Returns the declared type of each field of a dataclass, by the field's name."""
+    """Returns `{field's name: declared type}` for the fields of a dataclass."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def check_field_types(instance: Any, *fields: str) -> None:
-    """Checks that fields of a dataclass have their declared types; called by `__post_init__`.
+    """Raises a `UserError` unless the fields of a dataclass have their declared types; called by `__post_init__`.
 
     A field of a type that `validation_error` does not know takes any value.
 
@@ -333,8 +338,8 @@ def check_field_types(instance: Any, *fields: str) -> None:
 
 
 def call_turning_value_errors_into_user_errors(action: Callable[[], T], label: str) -> T:
-    """Calls a function on values from a file; a value error that the function raises becomes a `UserError` about the
-    file.
+    """Returns the result of `action()`, a function that handles values from a file; raises a `UserError` in place of
+    its `TypeError`, `ValueError` or `ArithmeticError`.
 
     The values' types have been checked before. Other exceptions are programming errors, and pass.
 

@@ -1,1 +1,1 @@
-"""Adapts polyfed to this machine's memory and number of cores."""
+"""Adapts polyfed to the memory and number of cores of the machine on which it runs."""

@@ -11,8 +11,8 @@ _LARGEST = 32 * 2**20  # largest M_MMAP_THRESHOLD that glibc accepts
 
 @cache
 def make_malloc_keep_freed_memory() -> bool:
-    """Makes glibc's malloc keep freed memory for the next allocation; returns whether that worked (it does on Linux
-    with glibc only).
+    """Makes glibc's malloc keep freed memory for the next allocation; returns True if that worked, which it does only
+    on Linux with glibc.
 
     By default glibc gives large pieces back to the system. A step of training needs the same megabytes as the one before;
     getting them anew, page by page, can cost as much as the arithmetic. The process stays as large as it ever was.

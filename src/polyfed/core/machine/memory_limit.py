@@ -35,7 +35,7 @@ def total_memory_bytes() -> int:
 
 
 def check_fits_in_memory(name: str, num_bytes: int) -> None:
-    """Checks that `num_bytes` bytes fit into this machine's memory.
+    """Raises a `UserError` if this machine's memory is smaller than `num_bytes` bytes.
 
     Args:
         name: what takes the memory, for the error.
@@ -56,8 +56,8 @@ def check_fits_in_memory(name: str, num_bytes: int) -> None:
 
 
 def build_after_memory_check(name: str, build: Callable[[], T]) -> T:
-    """Builds a network by calling `build`, after checking that all tensors of the network fit into this machine's
-    memory.
+    """Builds a network by calling `build`; raises a `UserError` first if the network's tensors do not fit into this
+    machine's memory.
 
     `build` is called twice, first with tensors that have sizes only.
 

@@ -1,4 +1,4 @@
-"""Runs each piece of work on one thread, so that results do not depend on the number of threads.
+"""Runs each piece of work on one thread, so that results do not depend on how many threads there are.
 
 Clients compute with one thread each. On the server, while processes that run clients wait, each item is computed by one
 thread, and only which thread computes it varies: torch's own threads would divide an operation among them, which changes the
@@ -44,8 +44,8 @@ def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) ->
 
 @contextmanager
 def exclusive_single_torch_thread_with_grad() -> Iterator[None]:
-    """Limits torch to one thread and enables gradients inside the block, which only one Python thread of the process
-    can enter at a time.
+    """Limits torch to one thread and enables gradients inside the `with` block, which only one Python thread of the
+    process can enter at a time.
 
     Sums in another order would give other results, and two busy processes with two threads each slow one another down
     tenfold. Federations in two Python threads of a process take turns: they would share cached modules and torch's random

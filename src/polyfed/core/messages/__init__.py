@@ -1,1 +1,3 @@
-"""Changes messages on their way between server and clients: compression, sums in fixed point, low-rank adapters."""
+"""Changes messages between server and clients: compresses them, adds them in fixed point, and converts low-rank
+adapters.
+"""

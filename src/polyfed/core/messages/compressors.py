@@ -1,4 +1,5 @@
-"""Makes tensors of a message smaller: as numbers of one byte, or as only the entries that changed most.
+"""Makes the tensors of a message smaller: stores numbers in one byte each (int8), or sends only the entries that
+changed most (top-k).
 
 What travels as it is: integers; tensors of fewer than 16 values; tensors of one dimension up to 4,096, which are biases and
 the scales and statistics of norm layers (few bytes, but a variance must not be rounded to 0 nor stay behind the weights);
@@ -33,8 +34,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class CompressedTensor(NamedTuple):
-    """Holds a compressed tensor: the name of its encoding, the tensor's own entry in the message, and its part of the
-    entry that all tensors of the group share.
+    """Holds one compressed tensor: the name of its encoding, its entry in the message, and its part of one further
+    tensor that all entries of a group share.
     """
 
     encoding: str
@@ -43,8 +44,8 @@ class CompressedTensor(NamedTuple):
 
 
 class DecompressedForm(NamedTuple):
-    """Describes the tensor that a compressed entry will be restored to, and how many numbers of the group's shared entry
-    this takes, of which type.
+    """Describes the tensor that a compressed entry restores to, and how many numbers, of which type, it takes from the
+    tensor that all entries of a group share.
     """
 
     tensor: ShapeAndDtype
@@ -53,7 +54,7 @@ class DecompressedForm(NamedTuple):
 
 
 class Compressor(ABC):
-    """Compresses single tensors of a message before they are sent, and restores them afterwards.
+    """Defines how single tensors of a message are compressed before they are sent, and restored by the receiver.
 
     Final subclasses are frozen dataclasses, named in `COMPRESSORS`; `str` gives the text that `parse_compressor` reads.
     """
@@ -67,7 +68,7 @@ class Compressor(ABC):
     def compress_tensor_if_worthwhile(
         self, tensor: Tensor, reference: Tensor | None, seed: int
     ) -> CompressedTensor | None:
-        """Compresses one tensor; returns None if the tensor is sent uncompressed.
+        """Compresses one tensor; returns None if the tensor is better sent uncompressed.
 
         Args:
             tensor: to be sent.
@@ -79,7 +80,8 @@ class Compressor(ABC):
     def checked_decompressed_form(
         self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
     ) -> DecompressedForm:
-        """Checks the shape and type of a compressed entry, and returns the form of the tensor that it will be restored to.
+        """Returns the form of the tensor that a compressed entry restores to; raises a `ValueError` if the entry's
+        shape or type is impossible.
 
         Raises:
             ValueError: `compress_tensor_if_worthwhile` makes no such entry; half a sentence.
@@ -87,7 +89,8 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """Restores a tensor from its compressed entries, whose types and shapes `checked_decompressed_form` has checked.
+        """Restores a tensor from its compressed entry and its part of the shared tensor; call
+        `checked_decompressed_form` for the entry first.
 
         Raises:
             ValueError: numbers that `compress_tensor_if_worthwhile` does not make; half a sentence.
@@ -97,7 +100,7 @@ class Compressor(ABC):
 @final
 @dataclass(frozen=True)
 class Int8(Compressor):
-    """Compresses a tensor to one byte per number by stochastic rounding, which is right on average.
+    """Compresses a tensor to one byte per number by stochastic rounding, which is correct on average.
 
     q = ⌊x/s + u⌋ with s = max|x|/127 for each tensor and u uniform in [0, 1), so that E[s·q] = x and |s·q − x| < s. x
     is the change from the tensor that the receiver has; where it has none, the value itself.
@@ -118,7 +121,9 @@ class Int8(Compressor):
     def compress_tensor_if_worthwhile(
         self, tensor: Tensor, reference: Tensor | None, seed: int
     ) -> CompressedTensor | None:
-        """Rounds a tensor to bytes q with a scale s; returns None if the tensor is small or not finite."""
+        """Rounds a tensor to bytes q with one scale s; returns None if the tensor is small or has a value that is not
+        finite.
+        """
         if not _is_worth_compressing((tuple(tensor.shape), tensor.dtype)):
             return None
         change = tensor.double() if reference is None else tensor.double() - reference.double()
@@ -134,7 +139,9 @@ class Int8(Compressor):
     def checked_decompressed_form(
         self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
     ) -> DecompressedForm:
-        """Returns the shape of the bytes and the type that `encoding` names; the tensor uses one float32 scale."""
+        """Returns the shape of the bytes, the type that `encoding` names, and that the tensor uses one shared float32
+        number, its scale.
+        """
         if encoding not in _DTYPES or not _is_worth_compressing((entry[0], _DTYPES[encoding])):
             raise ValueError(f"of shape {entry[0]} does not travel as {encoding!r}")
         if entry[1] != torch.int8:
@@ -142,7 +149,7 @@ class Int8(Compressor):
         return DecompressedForm((entry[0], _DTYPES[encoding]), 1, torch.float32)
 
     def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """Restores a tensor as s·q, added to the tensor that the receiver has."""
+        """Restores a tensor as scale times bytes, s·q, added to the reference tensor that the receiver already has."""
         scale = float(shared[0])
         if not 0 <= scale < math.inf:
             raise ValueError(f"has the scale {scale}")
@@ -155,8 +162,8 @@ class Int8(Compressor):
 @final
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """Compresses a tensor to the entries that changed most: their positions and new values. The receiver keeps its own
-    values for all others.
+    """Compresses a tensor to the entries that changed most, as positions and new values; the receiver keeps its present
+    values for all other entries.
 
     The change is measured from the tensor of the same name that the receiver has. Positions are of the smallest type
     that holds them. A tensor that the receiver lacks travels whole: a change of few entries means something, a tensor
@@ -191,14 +198,14 @@ class TopK(Compressor):
         return f"topk:{self.share}"
 
     def num_entries_sent(self, entries: int) -> int:
-        """Returns how many entries are sent of a tensor that has `entries` entries."""
+        """Returns how many of a tensor's `entries` entries are sent."""
         return max(1, round(self.share * entries))
 
     def compress_tensor_if_worthwhile(
         self, tensor: Tensor, reference: Tensor | None, seed: int
     ) -> CompressedTensor | None:
-        """Selects the entries that changed most, and returns their positions and new values; None if that would not
-        make the tensor smaller.
+        """Returns the positions and new values of the entries that changed most; None if that would not make the tensor
+        smaller.
 
         Of entries that changed equally, the first are sent.
         """
@@ -218,7 +225,9 @@ class TopK(Compressor):
     def checked_decompressed_form(
         self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
     ) -> DecompressedForm:
-        """Returns the shape and type of the tensor that the receiver has, which the compressed tensor shares."""
+        """Returns the shape and type of the reference tensor that the receiver already has, which the restored tensor
+        also has.
+        """
         expected = None if reference is None else self._positions(reference)
         if encoding != _TOPK or reference is None or expected is None:
             raise ValueError(f"does not travel as {encoding!r}")
@@ -229,7 +238,9 @@ class TopK(Compressor):
         return DecompressedForm(reference, expected[0][0], reference[1])
 
     def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """Restores a tensor: copies the tensor that the receiver has, and writes the new values at the sent positions."""
+        """Restores a tensor: copies the reference tensor that the receiver already has, and writes the new values at
+        the sent positions.
+        """
         assert reference is not None  # `checked_decompressed_form` has refused it
         positions = entry.long()
         if int(positions[0]) < 0 or int(positions[-1]) >= reference.numel() or bool((positions.diff() <= 0).any()):
@@ -270,7 +281,8 @@ COMPRESSORS: Mapping[str, Callable[[str], Compressor]] = {"int8": _parse_int8, "
 
 
 def parse_compressor(choice: str | Compressor | None) -> Compressor | None:
-    """Returns the compressor that a text such as "int8" or "topk:0.1" names; None for "none".
+    """Returns the compressor for a text such as "int8" or "topk:0.1", None for "none"; raises a `UserError` for an
+    unknown text.
 
     Raises:
         UserError: there is no such compression.

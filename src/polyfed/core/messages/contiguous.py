@@ -18,8 +18,8 @@ from polyfed.core.state_dict import PyTree, StateDict, iter_tensors
 
 
 def as_contiguous(state: PyTree) -> PyTree:
-    """Returns a copy of a nested state with every tensor in row-major order; the state itself if all its tensors
-    already are.
+    """Returns nested state with every tensor in row-major order; returns the state itself if all its tensors already
+    are.
 
     >>> import torch
     >>> as_contiguous({"w": torch.ones(2, 3).T})["w"].stride()
@@ -35,7 +35,7 @@ def as_contiguous(state: PyTree) -> PyTree:
 
 
 def contiguous_message(message: Message) -> Message:
-    """Returns a copy of a message with every tensor in row-major order; the message itself if all its tensors already
+    """Returns a message with every tensor in row-major order; returns the message itself if all its tensors already
     are.
 
     >>> import torch
@@ -47,7 +47,7 @@ def contiguous_message(message: Message) -> Message:
 
 
 def message_error(reply: Any) -> str | None:
-    """Returns why a reply is not a valid message, or None if it is.
+    """Returns why `reply` is not a valid message, as half a sentence; None if it is one.
 
     A message has tensors in this machine's memory, in groups with names, and a mapping of numbers.
 
@@ -76,7 +76,7 @@ def message_error(reply: Any) -> str | None:
 
 
 def path_of_first_difference(before: PyTree, after: PyTree, path: str = "") -> str | None:
-    """Returns the path to the first difference between two nested states; None if they are equal.
+    """Returns the path to the first difference between two nested states; None if the states are equal.
 
     Tensors are compared bit for bit, scalars and lists by value.
     """

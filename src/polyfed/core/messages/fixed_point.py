@@ -1,4 +1,4 @@
-"""Adds clients' tensors as 64-bit integers (fixed point), so that sums are exact and do not depend on the order.
+"""Adds clients' tensors as 64-bit integers (fixed point), so that sums are exact whatever the order of the clients.
 
 A tree with the weight n becomes words: n itself, and round(n·x·2^32) for each number x of a floating tensor, n·x for
 each of a whole one. Words are added mod 2^64. From the sum comes the weighted mean Σ n_i x_i / Σ n_i, without a single tree
@@ -35,7 +35,7 @@ _MAX_WORDS, _MAX_BYTES, _MAX_DIMENSIONS = 2**34, 4 * 2**20, 64  # of what is rea
 
 
 class SummedTensor(NamedTuple):
-    """Describes one tensor of a fixed-point sum by its group, name, shape and type."""
+    """Describes one tensor in a fixed-point sum: the group of the message that it belongs to, its name, shape and type."""
 
     group: str
     name: str
@@ -44,7 +44,7 @@ class SummedTensor(NamedTuple):
 
 
 class MeanAndWeight(NamedTuple):
-    """Holds the weighted mean of clients' tensors, by group and name, and the sum of the clients' weights."""
+    """Holds the weighted mean of clients' tensors, `{group: {name: tensor}}`, and the sum of the clients' weights."""
 
     tensors: dict[str, dict[str, Tensor]]
     total_weight: int
@@ -53,7 +53,7 @@ class MeanAndWeight(NamedTuple):
 @final
 @dataclass(frozen=True)
 class SumLayout:
-    """Describes which tensor each 64-bit word of a fixed-point sum belongs to: group, name, shape and type.
+    """Describes which 64-bit words of a fixed-point sum belong to which tensor (group, name, shape and type).
 
     Tensors come in the order of groups and names. The first word is the weight.
 
@@ -87,17 +87,17 @@ class SumLayout:
 
     @property
     def num_words(self) -> int:
-        """Returns the number of 64-bit words that a message of this layout takes."""
+        """Returns the number of 64-bit words that tensors of this layout take."""
         return 1 + sum(prod(shape) for _, _, shape, _ in self.tensors)
 
     def to_byte_tensor(self) -> Tensor:
-        """Returns the layout as JSON in a tensor of bytes, which a message can carry."""
+        """Returns the layout as a tensor of bytes (JSON), which a message can contain."""
         entries = [[group, name, list(shape), _DTYPE_NAMES[dtype]] for group, name, shape, dtype in self.tensors]
         return torch.frombuffer(bytearray(json.dumps(entries, separators=(",", ":")).encode()), dtype=torch.uint8)
 
     @classmethod
     def from_byte_tensor(cls, data: Tensor) -> "SumLayout":
-        """Reads a layout from the tensor of bytes that `to_byte_tensor` returned.
+        """Reads a layout from the result of `to_byte_tensor`; raises a `UserError` for any other bytes.
 
         Raises:
             UserError: it is none.
@@ -121,7 +121,9 @@ class SumLayout:
         return layout
 
     def meta_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Returns a tensor of each shape and type of the layout on torch's "meta" device, which takes no memory."""
+        """Returns `{group: {name: tensor}}` with each tensor of the layout on torch's "meta" device, where it takes no
+        memory.
+        """
         groups: dict[str, dict[str, Tensor]] = {}
         for group, name, shape, dtype in self.tensors:
             groups.setdefault(group, {})[name] = torch.empty(shape, dtype=dtype, device="meta")
@@ -129,7 +131,8 @@ class SumLayout:
 
 
 def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> FixedPointWords:
-    """Converts one client's tensors, times its weight, to the 64-bit words that are added.
+    """Converts one client's tensors, multiplied by its weight, to 64-bit words; raises a `UserError` if a value is not
+    finite or too large.
 
     Args:
         groups: what it sends.
@@ -171,7 +174,8 @@ def to_fixed_point(groups: TensorGroups, weight: int, num_parties: int) -> Fixed
 
 
 def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> MeanAndWeight:
-    """Computes the weighted mean of clients' tensors, and the sum of the weights, from the sum of all clients' words.
+    """Computes the clients' weighted mean and the sum of their weights from the sum of all clients' words; raises a
+    `UserError` if words and layout do not fit.
 
     Whole numbers are rounded to the nearest (up from the middle); a mean of booleans is whether any was true.
 
@@ -206,12 +210,13 @@ def mean_from_fixed_point(words: FixedPointWords, layout: SumLayout) -> MeanAndW
 
 
 def build_sum_message(words: FixedPointWords, layout: SumLayout) -> Message:
-    """Builds the message that carries the words of a fixed-point sum and their layout."""
+    """Builds a message that contains the words of a fixed-point sum, and their layout."""
     return Message({"sum": {"layout": layout.to_byte_tensor(), "words": torch.from_numpy(words.view(np.int64))}})
 
 
 def parse_sum_message(message: Message) -> tuple[FixedPointWords, SumLayout]:
-    """Reads the words and their layout from a message that `build_sum_message` built.
+    """Returns the words and their layout from a message that `build_sum_message` built; raises a `UserError` for any
+    other message.
 
     Raises:
         UserError: it is none.

@@ -45,7 +45,7 @@ _LORA_A_NAME = re.compile(r"(.*\.)?lora_(embedding_)?A(\..*)?")
 @final
 @dataclass(frozen=True)
 class LoraTensorNames:
-    """Holds the names of one LoRA layer's tensors (A, B, and their product), of the layer and of the adapter.
+    """Holds the names that belong to one LoRA adapter: its tensors A and B, their product, the layer, and the adapter.
 
     Only "svd" and "stack" use the product.
     """
@@ -58,7 +58,7 @@ class LoraTensorNames:
 
 
 def find_adapters(names: Iterator[str] | Mapping[str, Any]) -> list[LoraTensorNames]:
-    """Finds the LoRA adapters among the names of a network's tensors.
+    """Returns the LoRA adapters among the tensor names of a network, one `LoraTensorNames` each.
 
     >>> find_adapters({"up.lora_A.default.weight": 0, "up.lora_B.default.weight": 0, "up.bias": 0})[0].product
     'up.lora_AB.default.weight'
@@ -76,16 +76,16 @@ def find_adapters(names: Iterator[str] | Mapping[str, Any]) -> list[LoraTensorNa
 
 
 def adapter_averaging_mode(algorithm: Algorithm[Any, Any]) -> AdapterMode | None:
-    """Returns how a method averages adapters of different ranks; None if the method treats adapters like any other
-    parameters.
+    """Returns the mode (such as "svd" or "stack") in which a method averages adapters of different ranks; None if it
+    treats adapters like other parameters.
     """
     mode: AdapterMode | None = getattr(algorithm, "adapters", None)
     return mode
 
 
 def architecture_key_ignoring_averaged_ranks(algorithm: Algorithm[Any, Any], net: CachedModule) -> str:
-    """Returns a key that is equal for networks of the same architecture; networks that differ in adapter ranks count as
-    the same if the method averages different ranks.
+    """Returns a key that is equal for networks of one architecture; if the method averages adapters of different ranks,
+    the ranks do not change the key.
     """
     if adapter_averaging_mode(algorithm) is None:
         return net.architecture
@@ -104,13 +104,14 @@ def architecture_key_ignoring_averaged_ranks(algorithm: Algorithm[Any, Any], net
 
 
 def adapter_rank_by_a_name(net: CachedModule) -> dict[str, int]:
-    """Returns the rank of each LoRA adapter of a network, by the name of the adapter's matrix A."""
+    """Returns `{name of matrix A: rank}` for the LoRA adapters of a network."""
     state = net.module.state_dict()
     return {pair.a: state[pair.a].shape[0] for pair in find_adapters(state)}
 
 
 def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: AdapterMode) -> Architecture:
-    """Returns the client's network that has the largest rank in each layer, which the server takes as its own.
+    """Returns the client's network that has the largest adapter rank in every layer, for the server to use; raises a
+    `UserError` if there is none.
 
     Args:
         networks: by the client's id.
@@ -158,8 +159,8 @@ def network_with_largest_ranks(networks: Mapping[str, Architecture], mode: Adapt
 def message_at_client_rank_within_block(
     algorithm: Algorithm[Any, Any], client: Client, message: Message
 ) -> Iterator[Message]:
-    """Yields the server's message with adapters cut to the client's rank; a context manager, since the client's frozen
-    weights may be changed until the block ends.
+    """Yields the server's message with adapters cut to the client's rank; it is a context manager, since the client's
+    frozen weights may be changed inside the block.
 
     With "stack" the client's frozen weights W₀ include the server's additions inside the block.
     """
@@ -197,7 +198,7 @@ def message_at_client_rank_within_block(
 
 
 def reply_with_scaled_adapters(algorithm: Algorithm[Any, Any], client: Client, reply: Message) -> Message:
-    """Multiplies the client's adapter scale into the matrices B of its reply, before the reply is sent."""
+    """Returns a client's reply with each adapter's scale α/r multiplied into the adapter's matrix B, before it is sent."""
     if adapter_averaging_mode(algorithm) is None or client.model is None or message_error(reply):
         return reply
     module, groups = cached_module(client.model, client.train.device).module, dict[str, StateDict]()
@@ -241,7 +242,7 @@ def _frozen_weight(module: nn.Module, pair: LoraTensorNames) -> tuple[nn.Paramet
 
 
 def scale_initial_server_adapters(algorithm: Algorithm[Any, Any], server_state: Any, model: Architecture | None) -> Any:
-    """Returns the server's first state with each adapter's scale multiplied into the adapter's matrix B.
+    """Returns the server's first state with each adapter's scale α/r multiplied into the adapter's matrix B.
 
     With "stack" B is zero, and so is what is added to W₀.
     """
@@ -263,8 +264,8 @@ def scale_initial_server_adapters(algorithm: Algorithm[Any, Any], server_state: 
 
 
 def reply_at_server_rank(algorithm: Algorithm[Any, Any], reply: Message, message: Message) -> Message:
-    """Converts a reply's adapters from the client's rank to the server's form, so that replies of different ranks can
-    be averaged.
+    """Returns a reply with its adapters converted from the client's rank to the server's, so that replies can be
+    averaged; raises a `ValueError` if they do not fit.
 
     With "svd" and "stack" the client's adapters are in the result as their products B·A.
 
@@ -303,7 +304,7 @@ def reply_at_server_rank(algorithm: Algorithm[Any, Any], reply: Message, message
 def reply_spec_at_server_rank(
     algorithm: Algorithm[Any, Any], reply_spec: Mapping[str, StateDictSpec]
 ) -> Mapping[str, StateDictSpec]:
-    """Returns the names, shapes and types of a reply's tensors after `reply_at_server_rank`, by group."""
+    """Returns `{group: {name: shape and dtype}}` for the tensors of a reply after `reply_at_server_rank`."""
     if adapter_averaging_mode(algorithm) != "svd":
         return reply_spec
     groups: dict[str, StateDictSpec] = {}
@@ -317,8 +318,8 @@ def reply_spec_at_server_rank(
 
 
 def factorise_mean_adapters(algorithm: Algorithm[Any, Any], mean: Mapping[str, StateDict]) -> Mapping[str, StateDict]:
-    """Converts the mean of the clients' replies to the server's state; in the mode "svd" it factorises the mean product
-    B·A into A and B.
+    """Converts the mean of the clients' replies to the server's state; in the mode "svd" it factorises each mean
+    product B·A into matrices A and B.
     """
     if adapter_averaging_mode(algorithm) != "svd":
         return mean
@@ -340,8 +341,8 @@ class LowRankFactors(NamedTuple):
 
 
 def factorise_into_a_and_b(product: Tensor, present_a: Tensor) -> LowRankFactors:
-    """Factorises a matrix into B·A, its best approximation of the rank of `present_a`, with the largest component
-    first.
+    """Factorises a matrix into B·A, its best approximation of the rank that `present_a` has; the largest component
+    comes first.
 
     The rank is that of `present_a`.
 

@@ -1,4 +1,4 @@
-"""Compresses the tensors of a message with a compressor of `polyfed.core.messages.compressors`, and restores them.
+"""Compresses the tensors of a message with a compressor from `polyfed.core.messages.compressors`, and restores them.
 
 A reply is compressed against the message that it answers. A tensor has a counterpart there if group, name, shape and type
 are the same: then its change travels, otherwise the tensor itself. What goes down has no counterparts, since the server does
@@ -34,8 +34,8 @@ _EMPTY_MESSAGE = Message()
 
 
 def compress_message(message: Message, reference: Message, compressor: Compressor, seed: int) -> Message:
-    """Returns a message with its tensors compressed, each against its counterpart in the message `reference` that the
-    receiver has.
+    """Returns a message with its tensors compressed, each as a change from the tensor of the same name in `reference`,
+    a message that the receiver already has.
 
     Args:
         message: with tensors in this machine's memory.
@@ -87,8 +87,8 @@ def _reference_tensor(reference: Message, group: str, name: str) -> Tensor | Non
 def decompressed_specs(
     specs: Mapping[str, StateDictSpec], reference: Message, compressor: Compressor
 ) -> dict[str, dict[str, ShapeAndDtype]]:
-    """Returns the shapes and types of the tensors in a message after decompression, computed from the shapes and types
-    of the compressed tensors alone.
+    """Returns `{group: {name: shape and dtype}}` of a message after decompression, from the compressed tensors' shapes
+    alone; raises a `ValueError` if they are impossible.
 
     No tensor is read or made.
 
@@ -104,7 +104,7 @@ def decompressed_specs(
 
 
 def uncompressed_tensors(entries: StateDict) -> dict[str, Tensor]:
-    """Returns those tensors of a compressed group that travel uncompressed, by name.
+    """Returns `{name: tensor}` for those tensors of a group that `compress_message` left uncompressed.
 
     >>> uncompressed_tensors({"n:": torch.tensor(3), ":scales": torch.ones(1)})
     {'n': tensor(3)}
@@ -176,7 +176,8 @@ def _promoted_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def decompress_message(message: Message, reference: Message, compressor: Compressor) -> Message:
-    """Restores the message that was given to `compress_message`, up to what compression left out.
+    """Restores a message from the result of `compress_message`, up to the precision lost in compression; raises a
+    `ValueError` for any other message.
 
     The arguments are not changed; tensors that travelled uncompressed are not copied.
 
@@ -207,7 +208,7 @@ def decompress_message(message: Message, reference: Message, compressor: Compres
 
 @final
 class BroadcastCompressor:
-    """Compresses the server's messages to clients; a tensor that several clients get is compressed once and stays
+    """Compresses the server's messages to clients; a tensor that several clients receive is compressed once and stays
     shared.
 
     Since the server does not know what clients have, values and not changes are compressed. Draws depend on the seed
@@ -240,5 +241,5 @@ class BroadcastCompressor:
         return Message(sent, message.scalars), Message(arrived, message.scalars)
 
     def clear_cache(self) -> None:
-        """Forgets the compressed tensors that were kept for further clients."""
+        """Drops the compressed tensors that were kept for further clients."""
         self._groups.clear()

@@ -1,4 +1,5 @@
-"""Decides by a method's policy whether clients send, keep or recompute buffers (BatchNorm's running statistics).
+"""Handles buffers, such as BatchNorm's running statistics, by a method's policy: clients send them ("average"), keep
+them ("local") or recompute them ("recompute").
 
 - `average`: clients send them with the weights, and the server averages them; whole numbers (counters) are rounded.
 - `local`: they stay with the client, as part of its private state.
@@ -29,7 +30,7 @@ BufferPolicy = Literal["average", "local", "recompute"]
 
 
 class HasBufferPolicy(Protocol):
-    """Describes a method by the two members that decide which buffers a client sends."""
+    """Describes a method by the two members that decide which buffers a client sends: `buffers` and `scalars_needed`."""
 
     @property
     def buffers(self) -> BufferPolicy:
@@ -38,13 +39,13 @@ class HasBufferPolicy(Protocol):
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the names of the scalars in a client's reply that the server uses."""
+        """Returns the names of the scalars that the server reads from each client's reply."""
         ...
 
 
 def tensors_to_send(state: StateDict, buffers: Mapping[str, Tensor], policy: BufferPolicy) -> dict[str, Tensor]:
-    """Returns the tensors of a client's state dict that it sends to the server: the parameters and, under the policy
-    "average", the buffers.
+    """Returns the tensors of a client's state dict that it sends to the server: the parameters, and also the buffers if
+    the policy is "average".
     """
     return {name: tensor for name, tensor in state.items() if policy == "average" or name not in buffers}
 
@@ -52,7 +53,8 @@ def tensors_to_send(state: StateDict, buffers: Mapping[str, Tensor], policy: Buf
 def load_client_model(
     client: Client, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
-    """Loads the weights that the server sent, and the buffers by `policy`, into the client's cached module.
+    """Returns the client's cached network, filled with the weights from the server, and with buffers from server or
+    client as `policy` says.
 
     Under "local" the buffers are the client's own; before its first round, those of the network as built.
     """
@@ -63,7 +65,9 @@ def load_client_model(
 def fill_client_model(
     net: CachedModule, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> CachedModule:
-    """Loads the weights that the server sent, and the buffers by `policy`, into the cached module `net`."""
+    """Returns the cached network `net`, filled with the weights from the server, and with buffers from server or client
+    as `policy` says.
+    """
     local_buffers = net.buffers if policy == "recompute" or not client_state.get("buffers") else client_state["buffers"]
     fill_module(net.module, weights, {} if policy == "average" else local_buffers)
     if policy != "average":
@@ -72,15 +76,15 @@ def fill_client_model(
 
 
 class SentTensorsAndClientState(NamedTuple):
-    """Holds the tensors that a client sends after training, and the private state that it keeps."""
+    """Holds the tensors that a client sends after training, and the private state that the client keeps."""
 
     tensors: dict[str, Tensor]
     client_state: dict[str, StateDict]
 
 
 def extract_sent_tensors_and_client_state(net: CachedModule, method: HasBufferPolicy) -> SentTensorsAndClientState:
-    """Returns copies of the tensors that a client sends after training and, under the policy "local", a client state
-    with the client's buffers.
+    """Returns copies of the tensors that a client sends after training, and the client's private state, which holds its
+    buffers if the policy is "local".
 
     Buffers of whole numbers are returned as the client received them, unless the method needs the number of examples.
     """
@@ -95,8 +99,8 @@ def extract_sent_tensors_and_client_state(net: CachedModule, method: HasBufferPo
 def recompute_norm_statistics_if_needed(
     net: CachedModule, client: Client, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Returns the network of `net`, after recomputing its normalisation layers' running statistics from the client's
-    training data if the policy asks for it.
+    """Returns the network in `net`; recomputes the running statistics of its normalisation layers from the client's
+    training data first, if the policy asks for it.
 
     Under "recompute" the BatchNorm statistics are computed from the client's training data; under "local" only for a client
     that has no buffers of its own because it has not taken part in a round.
@@ -109,8 +113,8 @@ def recompute_norm_statistics_if_needed(
 def load_model_for_eval(
     client: Client, weights: StateDict, client_state: Mapping[str, StateDict], policy: BufferPolicy
 ) -> nn.Module:
-    """Loads weights into the client's cached module, and returns the module ready to be evaluated, with the buffers
-    that `policy` demands.
+    """Returns the client's cached network, filled with weights, and with buffers as `policy` says, ready to be
+    evaluated.
 
     See `load_client_model` and `recompute_norm_statistics_if_needed`.
     """

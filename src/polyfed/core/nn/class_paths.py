@@ -1,4 +1,5 @@
-"""Keeps fingerprints of architectures the same when one of polyfed's layer classes moves or is renamed.
+"""Keeps the fingerprint of an architecture (a hash of its layers) unchanged when one of polyfed's layer classes moves
+or is renamed.
 
 An architecture's fingerprint contains the path and name of each layer's class, and initial weights derive from the
 fingerprint. So a class keeps the path and name under which runs first used it, wherever it is defined today.
@@ -40,8 +41,8 @@ _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split
 
 
 def module_path_in_fingerprint(layer_class: type[nn.Module]) -> str:
-    """Returns the module path that stands for a layer class in an architecture's fingerprint; it stays the same when
-    the class moves to another file.
+    """Returns the module path of a layer class for an architecture's fingerprint; it stays the same when the class
+    moves to another file.
 
     A class of polyfed that is not in the table has the path "polyfed"; any other class has the path of its module.
 
@@ -55,7 +56,8 @@ def module_path_in_fingerprint(layer_class: type[nn.Module]) -> str:
 
 
 def class_name_in_fingerprint(layer_class: type[nn.Module]) -> str:
-    """Returns the class name that an architecture's fingerprint contains for a layer class, even if it was renamed.
+    """Returns the name of a layer class for an architecture's fingerprint; for a renamed class of polyfed, its former
+    name.
 
     >>> class_name_in_fingerprint(nn.Linear)
     'Linear'

@@ -1,4 +1,4 @@
-"""Copies networks that hold tensors with an autograd history, which `copy.deepcopy` refuses."""
+"""Copies networks that hold tensors with an autograd history, for which `copy.deepcopy` raises an error."""
 
 import copy
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Calls a network with given tensors in place of its parameters, and puts its own parameters back afterwards."""
+"""Calls a network with given tensors in place of its parameters, and restores the parameters afterwards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,8 @@ from torch.func import functional_call
 def call_with_tensors(
     module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Returns the output of a network that is called with given tensors in place of its own parameters and buffers.
+    """Returns the output of a network, computed with `tensors` in place of the parameters and buffers of the same
+    names.
 
     A tensor that several layers share, or that a layer holds under several names, is replaced everywhere. torch replaces and
     restores by name, so that a layer with two names would keep the replacement; here each place has one name.

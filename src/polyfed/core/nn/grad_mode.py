@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def grad_enabled() -> Iterator[None]:
-    """Enables gradients inside the block, even if the caller has disabled them (`torch.no_grad`,
+    """Enables gradients inside the `with` block, even if the caller has disabled them (`torch.no_grad`,
     `torch.inference_mode`).
 
     Tensors created in the block can be trained later. After it the caller's mode holds again. Do not yield from a generator

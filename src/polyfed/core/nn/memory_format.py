@@ -1,6 +1,4 @@
-"""Chooses the memory format of images: channels-last for networks that support it, because they train faster (see
-benchmarks).
-"""
+"""Chooses the memory format of images: channels-last for networks that support it, because they train faster in it."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +16,7 @@ _ONEDNN_BLOCK = 16
 
 
 def to_preferred_memory_format(module: nn.Module, inputs: Any) -> Any:
-    """Returns a batch of inputs in the memory format in which a network computes faster.
+    """Returns a batch of inputs in the memory format (channels-last or not) in which the network computes faster.
 
     At the first batch of a module with 2-d convolutions the format is tried out, and the module is converted to it. Networks
     that reshape by `x.view` after a convolution cannot take channels-last activations; they keep the default. So do, except

@@ -1,4 +1,4 @@
-"""Caches one module per architecture and process; each use loads a client's weights into it.
+"""Caches one module per architecture in each process; every use fills it with a client's weights.
 
 Parameters that a network does not train (`requires_grad=False` when it is built) are part of its architecture, as its layers
 are: every client builds them itself, with seed 0, whatever the run's seed. So clients neither send nor keep them, and a
@@ -42,7 +42,8 @@ Result = TypeVar("Result")
 
 @final
 class FactoryCache(Generic[Arguments, Result]):
-    """Caches the results of a function of a network's factory; a factory that cannot be hashed is not cached.
+    """Caches the results of a function of a network's factory (the callable that builds it); does not cache for a
+    factory that cannot be hashed.
 
     Args:
         function: its first argument is the factory; the others can be hashed.
@@ -158,7 +159,8 @@ _PRISTINE_STATES: WeakKeyDictionary[nn.Module, _PristineState] = WeakKeyDictiona
 @final
 @dataclass(frozen=True)
 class CachedModule:
-    """Holds a module to be filled with weights, its persistent buffers as built, and a hash of its architecture.
+    """Holds a module that clients' weights are loaded into, the persistent buffers that it was built with, and a hash
+    of its architecture.
 
     Two factories have the same `architecture` if their modules have the same class, print alike, have the same plain
     attributes, state dicts with the same names, shapes and types, the same tied names, and the same frozen parameters with
@@ -176,13 +178,14 @@ class CachedModule:
     counters: Mapping[str, Tensor] = field(default_factory=dict)
 
     def restore_all_but_weights(self) -> None:
-        """Undoes all changes that the last client made in the module, except to weights and persistent buffers."""
+        """Undoes all changes in the module since it was built, except to weights and persistent buffers."""
         _PRISTINE_STATES[self.module].restore(self.module)
 
 
 @grad_enabled()  # a module that was built and cached in the caller's inference mode could never be trained
 def cached_module(factory: Architecture, device: torch.device | None = None) -> CachedModule:
-    """Returns the cached module of an architecture on `device` (default: CPU), in the state in which it was built.
+    """Returns the cached module of the architecture that `factory` builds, reset to the state in which it was built;
+    raises a `UserError` if `factory` fails.
 
     Its weights and persistent buffers are arbitrary: the caller fills it first, and does not keep it. Attributes that a
     network sets only when it runs are removed.
@@ -225,7 +228,8 @@ def _frozen_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Returns the parameters that had `requires_grad=False` when the module was built, under all their names.
+    """Returns `{name: parameter}` for the parameters that had `requires_grad=False` when the module was built, under
+    all their names.
 
     >>> list(frozen_parameters(nn.Linear(2, 3).requires_grad_(False)))
     ['weight', 'bias']
@@ -234,7 +238,7 @@ def frozen_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a short hash of the tensors' names, types, shapes and values; "" for no tensors.
+    """Returns a short hash of the names, types, shapes and values of tensors; "" for no tensors.
 
     >>> hash_tensors({}), hash_tensors({"w": torch.zeros(2)}) == hash_tensors({"w": torch.zeros(2)})
     ('', True)
@@ -247,7 +251,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def architectures_differ_only_in_frozen_values(first_hash: str, second_hash: str) -> bool:
-    """Returns whether two architectures, given by their hashes, differ only in the values of frozen parameters.
+    """Returns whether two architectures, given by their hashes, are equal except for the values of frozen parameters.
 
     >>> [architectures_differ_only_in_frozen_values("4e0c-11", other) for other in ("4e0c-22", "77aa-11")]
     [True, False]
@@ -284,7 +288,7 @@ _ARCHITECTURE_HASHES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def architecture_hash(module: nn.Module) -> str:
-    """Returns a hash of a network's layers, shapes and frozen weights; computed once per module.
+    """Returns a hash of a network's layers, shapes and frozen weights; computes it once per module.
 
     >>> architecture_hash(nn.Linear(2, 3)) == cached_module(lambda: nn.Linear(2, 3)).architecture
     True
@@ -295,7 +299,7 @@ def architecture_hash(module: nn.Module) -> str:
 
 
 def legacy_architecture_hash(module: nn.Module) -> str:
-    """Returns the architecture hash that earlier versions of polyfed computed, which ignores tied weights."""
+    """Returns the architecture hash as earlier versions of polyfed computed it, without regard to tied weights."""
     return _compute_architecture_hash(module, ties=False)
 
 
@@ -307,8 +311,8 @@ _cached = FactoryCache(_build, _CACHE_SIZE)
 
 
 def restore_all_but_weights_and_set_eval(module: nn.Module) -> nn.Module:
-    """Undoes all changes made in a network since it was built, except to weights and persistent buffers, and sets
-    evaluation mode.
+    """Undoes all changes in a network since it was built, except to weights and persistent buffers; sets evaluation
+    mode and returns the network.
 
     So the network that is evaluated, or whose representations are compared, is bit for bit the one that its state dict
     rebuilds.
@@ -320,7 +324,8 @@ def restore_all_but_weights_and_set_eval(module: nn.Module) -> nn.Module:
 
 @grad_enabled()
 def build_module(factory: Architecture, seed: int) -> nn.Module:
-    """Builds a new network whose random initial weights depend on `seed` alone.
+    """Builds a new network with random initial weights that depend on `seed` only; raises a `UserError` if `factory`
+    fails.
 
     Raises:
         UserError: as for `cached_module`.
@@ -347,8 +352,8 @@ def build_module(factory: Architecture, seed: int) -> nn.Module:
 
 
 def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
-    """Returns the initial weights and buffers that every client of this architecture has in a run with this seed;
-    frozen parameters are left out.
+    """Returns the weights and buffers with which all clients of this architecture begin in a run with this seed,
+    `{name: tensor}`, without frozen parameters.
 
     They are drawn once per architecture, so that a client that trains alone and one that federates begin at the same point.
 
@@ -362,13 +367,16 @@ def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
 
 
 def copy_trained_weights_and_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns CPU copies of a network's trained parameters and its buffers, by name; frozen parameters are left out."""
+    """Returns `{name: tensor}`, copies on the CPU of a network's buffers and trained parameters, without frozen
+    parameters.
+    """
     frozen = frozen_parameters(module)
     return {n: tensor.detach().to("cpu", copy=True) for n, tensor in unique_tensors(module).items() if n not in frozen}
 
 
 def fill_module(module: nn.Module, *state_dicts: StateDict) -> nn.Module:
-    """Copies the tensors of state dicts into a network's parameters and buffers, in place.
+    """Copies the tensors of state dicts into a network in place, and returns it; raises a `ValueError` if a name is
+    missing or unknown, or a shape differs.
 
     Together the state dicts must name every tensor that is not frozen, by one of its names or several. A module that is not
     from the cache takes frozen ones too, if all of them are named: those of a file with a whole network.

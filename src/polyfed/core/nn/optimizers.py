@@ -1,4 +1,4 @@
-"""Provides SGD, Adam and AdamW with results equal to torch's bit for bit, and any other optimiser of `torch.optim` by
+"""Provides SGD, Adam and AdamW with results equal to torch's bit for bit, and all other optimisers of `torch.optim` by
 name.
 
 The classes of `torch.optim` import torch's compiler (`torch._dynamo`, and sympy with it) when the first one is made, which
@@ -27,8 +27,8 @@ _UNSUPPORTED_CLASSES = {
 @final
 @dataclass(eq=False)
 class ParameterGroup:
-    """Holds parameters that share a learning rate, and the optimiser's state of each parameter: momentum, or Adam's two
-    moments.
+    """Holds parameters that share a learning rate, and the optimiser's state for each of them (momentum, or the two
+    moments of Adam).
     """
 
     parameters: list[nn.Parameter]
@@ -37,8 +37,8 @@ class ParameterGroup:
 
 
 class Optimizer(Protocol):
-    """Describes the interface of optimisers for local training; learning rates in `groups` may be changed between
-    steps.
+    """Defines the interface of optimisers for local training; the caller may change the learning rates in `groups`
+    between steps.
     """
 
     groups: list[ParameterGroup]
@@ -178,7 +178,7 @@ def _torch_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def check_optimizer(name: str, weight_decay: float, options: Mapping[str, Any]) -> None:
-    """Checks that torch has an optimiser of this name (upper or lower case), and that the optimiser accepts these
+    """Raises a `UserError` unless torch has an optimiser of this name (in upper or lower case) that accepts these
     options.
 
     Raises:
@@ -211,7 +211,7 @@ def build_optimizer(
     weight_decay: float = 0.0,
     options: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """Builds the optimiser with a given name: "sgd", "adam", "adamw", or a class of `torch.optim` that uses dense
+    """Builds the optimiser of this name: "sgd", "adam", "adamw", or any class of `torch.optim` that works with dense
     gradients.
 
     Args:

@@ -14,12 +14,12 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast_context(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context manager in which forward passes are computed with this precision; the weights stay float32."""
+    """Returns a context manager inside which forward passes are computed in this precision; the weights stay float32."""
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, torch.bfloat16)
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Checks that this processor supports the precision, before a run starts.
+    """Raises a `UserError` if this processor cannot compute in the precision; called before a run starts.
 
     Some virtual machines report AMX but kill the process at its first instruction, so a child process tries it.
 

@@ -1,4 +1,5 @@
-"""Handles tied weights: gives a tensor that has several names in a network one name, its first.
+"""Handles tied weights, tensors that have several names in one network: refers to each tensor by the first of its
+names.
 
 The name is the first in `state_dict()`, which for a parameter is that of `named_parameters()`. Under it the tensor is sent,
 kept, averaged, clipped, weighted and counted, once. Exported files of networks have all names, as torch's `load_state_dict`
@@ -16,8 +17,8 @@ from polyfed.core.state_dict import StateDict
 
 
 def first_name_by_name(module: nn.Module) -> dict[str, str]:
-    """Maps every name in `state_dict()` to the first name of the same tensor; a tensor that is not tied has only one
-    name.
+    """Returns `{name: first name of the same tensor}` for all names in `state_dict()`; the two are equal unless the
+    tensor is tied.
 
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
@@ -31,18 +32,18 @@ def first_name_by_name(module: nn.Module) -> dict[str, str]:
 
 
 def unique_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns each tensor of `state_dict()` once, under its first name; the tensors are not copied."""
+    """Returns `{first name: tensor}` with each tensor of `state_dict()` once; does not copy the tensors."""
     first, state = dict[int, str](), module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
 
 
 def first_name_by_alias(module: nn.Module) -> dict[str, str]:
-    """Maps each further name of a tied tensor to the tensor's first name; empty for a network without tied tensors."""
+    """Returns `{further name: first name}` for the tied tensors of a network; empty if there are none."""
     return {name: first for name, first in first_name_by_name(module).items() if first != name}
 
 
 def all_names_by_first_name(module: nn.Module) -> dict[str, list[str]]:
-    """Maps the first name of each tensor in `state_dict()` to all names of the tensor, including the first.
+    """Returns `{first name: all names}` for each tensor in `state_dict()`; the list includes the first name.
 
     A module that holds a client's network beside what a method trains with it has an attribute `client_network`, the prefix
     of that network; then the names that the tensors have in that network count too.
@@ -60,8 +61,8 @@ def all_names_by_first_name(module: nn.Module) -> dict[str, list[str]]:
 
 
 def rename_to_first_names(module: nn.Module, tensors: StateDict) -> dict[str, Tensor]:
-    """Returns the tensors under their first names in the network, whichever of their names they had; names that the
-    network lacks are kept.
+    """Returns `tensors` under the first names that they have in the network, and leaves unknown names; raises a
+    `ValueError` if two names of one tensor have different values.
 
     Raises:
         ValueError: two names of one tensor have different values.
@@ -85,7 +86,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def retie_buffers(module: nn.Module, aliases: Mapping[str, str]) -> None:
-    """Ties buffers with several names again, because torch separates them when it moves a module to another device.
+    """Makes buffers with several names one tensor again, after moving a module to another device has separated them.
 
     Args:
         module: the moved network.
@@ -103,8 +104,8 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def check_parameters_share_no_memory(module: nn.Module) -> None:
-    """Raises a `UserError` if a parameter of the network shares memory with another of its tensors; names of one tied
-    tensor are allowed.
+    """Raises a `UserError` if a parameter of the network shares memory with another tensor of it; several names of one
+    tied tensor are allowed.
 
     Each would be trained, averaged and counted by itself, while writing to one changes the other.
 

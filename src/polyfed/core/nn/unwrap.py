@@ -1,4 +1,4 @@
-"""Removes wrappers that speed networks up, such as torch.compile and DataParallel."""
+"""Removes wrappers from networks, such as those of torch.compile and DataParallel."""
 
 from types import MethodType
 
@@ -9,8 +9,8 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def unwrap_module_and_its_layers(module: nn.Module) -> nn.Module:
-    """Returns the network inside a wrapper such as `DataParallel`; wrapped layers of the network are unwrapped in
-    place.
+    """Returns the network inside a wrapper such as `DataParallel`, and unwraps its layers in place; a network without a
+    wrapper is returned itself.
 
     A wrapper computes what the network in it computes. But it adds a prefix to the names of tensors, so that the network
     would have another architecture than without it, and it hides the layers from hooks, with which methods look for a head

@@ -1,4 +1,4 @@
-"""Implements the steps of the training loop `fit` for one network, and for many networks of one architecture at once."""
+"""Implements the steps of the training loop `fit`, for one network and for many networks of one architecture at once."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,8 @@ Member = TypeVar("Member")
 
 
 class TrainingBackend(ABC):
-    """Performs the steps of the training loop that differ between one network and many stacked networks.
+    """Defines those steps of the training loop that differ between training one network and training many stacked
+    networks.
 
     A loss is one number per network: a scalar for one network, shape (k,) for k stacked networks.
     """
@@ -42,11 +43,13 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def criterion(self, task: Task) -> Loss:
-        """Returns the function that computes the mean loss of a minibatch from outputs and targets."""
+        """Returns the function (outputs, targets) -> mean loss of a minibatch."""
 
     @abstractmethod
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
-        """Yields the minibatches of each step; those whose gradients are accumulated form one list."""
+        """Yields the minibatches of each optimiser step, as a list of lists; minibatches whose gradients are
+        accumulated are in one list.
+        """
 
     @abstractmethod
     def compute_outputs(self, batch: Minibatch) -> Tensor:
@@ -56,25 +59,25 @@ class TrainingBackend(ABC):
     def compute_penalty_per_client(
         self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
     ) -> Tensor:
-        """Computes the penalty that is added to each client's loss."""
+        """Returns the penalty that the method adds to the loss, for each client."""
 
     @abstractmethod
     def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Computes the direction of a step by the method's own function, writes it to the parameters' `grad`, and
-        returns the loss to be reported.
+        """Computes the step by the method's function `gradient`, writes it to the parameters' `grad` in place of the
+        loss's gradient, and returns the loss to report.
         """
 
     @abstractmethod
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Scales each client's gradients down so that their global norm is at most `max_norm`."""
+        """Scales each client's gradients down in place, so that their global norm is at most `max_norm`."""
 
     @abstractmethod
     def record_loss(self, loss: Tensor) -> None:
-        """Adds the loss of a step to the sum from which `mean_loss` is computed."""
+        """Adds the loss of one step to the sum from which `mean_loss` is computed."""
 
     @abstractmethod
     def mean_loss(self) -> float:
-        """Returns the mean training loss over the examples seen; for several networks, the mean of the networks' means."""
+        """Returns the mean training loss over all examples seen; for several networks, the mean of the networks' means."""
 
 
 @final
@@ -98,7 +101,7 @@ class SingleClientBackend(TrainingBackend):
         self._loss_sum, self._num_seen, self._rows_of_step = torch.zeros((), device=self.device), 0, 0
 
     def criterion(self, task: Task) -> Loss:
-        """Returns the loss function of the task, or the client's own loss function if it has one."""
+        """Returns the client's loss function (outputs, targets) -> mean loss, if it has one; else that of the task."""
         client_loss, options = None if self._client is None else self._client.loss, self._options
         return build_loss(self._examples, task, client_loss, options.label_smoothing, options.class_weights)
 
@@ -150,19 +153,19 @@ class SingleClientBackend(TrainingBackend):
     def compute_penalty_per_client(
         self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
     ) -> Tensor:
-        """Computes the penalty that is added to the client's loss, as a scalar."""
+        """Returns the penalty that the method adds to the client's loss, a scalar tensor."""
         if not isinstance(term, PerClientTerm):
             return term()
         return term(self._model if term.takes_network else parameters)
 
     def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Lets the method's function write the direction of a step to the parameters' `grad`, and returns the loss to
-        be reported.
+        """Lets the method's function `gradient` write the step to the parameters' `grad`, and returns the loss to
+        report.
         """
         return gradient(self._model, loss_of) if isinstance(gradient, PerClientTerm) else gradient(loss_of)
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Scales the gradients down so that their global norm is at most `max_norm`."""
+        """Scales the gradients down in place, so that their global norm is at most `max_norm`."""
         nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def record_loss(self, loss: Tensor) -> None:
@@ -177,18 +180,18 @@ class SingleClientBackend(TrainingBackend):
 
 @final
 class CohortBackend(TrainingBackend):
-    """Trains k clients' stacked networks at once, each on its own client's minibatches."""
+    """Trains the stacked networks of k clients at once, each on minibatches of that client's examples."""
 
     def __init__(self, networks: Stacked, batches: CohortBatches, label_smoothing: float) -> None:
         self.device, self._networks, self._batches = batches.device, networks, batches
         self._label_smoothing, self._rows = label_smoothing, torch.empty(0)
 
     def criterion(self, task: Task) -> Loss:
-        """Returns the function that computes the mean loss of each client's examples in a batch, shape (k,)."""
+        """Returns the function (outputs, targets) -> mean loss of each client's part of a batch, shape (k,)."""
         return self._networks.criterion(task, self._label_smoothing)
 
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
-        """Yields the minibatches of each step for the clients that still train.
+        """Yields the minibatches of each step, for those clients that have not yet made all their steps.
 
         Clients that have made all their steps are left out, so that neither gradient nor momentum moves them.
         """
@@ -205,15 +208,15 @@ class CohortBackend(TrainingBackend):
     def compute_penalty_per_client(
         self, term: Callable[[], Tensor] | PerClientTerm, parameters: Sequence[nn.Parameter]
     ) -> Tensor:
-        """Computes the penalty that is added to each client's loss, shape (k,)."""
+        """Returns the penalties that the method adds to the clients' losses, shape (k,)."""
         assert isinstance(term, PerClientTerm)
         if term.takes_network:
             return term.function(self._networks, self._active_tensors(term))
         return torch.vmap(term.function)(list(parameters), self._active_tensors(term))
 
     def write_direction_to_grad(self, gradient: Direction | PerClientTerm, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Lets the method's function write the direction of a step to `grad` for all clients at once; returns each
-        client's loss, shape (k,).
+        """Lets the method's function `gradient` write the step to `grad` for all clients at once; returns each client's
+        loss, shape (k,).
 
         The function works on stacked parameters as it does on single ones, element by element.
         """
@@ -224,7 +227,9 @@ class CohortBackend(TrainingBackend):
         return [tensor[: self._networks.num_clients] for tensor in term.tensors]
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Scales each client's gradients down so that their own global norm is at most `max_norm`."""
+        """Scales each client's gradients down in place, so that the global norm of that client's gradients is at most
+        `max_norm`.
+        """
         self._networks.clip_gradients(max_norm)
 
     def record_loss(self, loss: Tensor) -> None:
@@ -246,8 +251,8 @@ def create_backend(
     batches_per_step: int,
     seed: int,
 ) -> TrainingBackend:
-    """Builds the backend that trains many stacked networks if `examples` is a `CohortBatches`, else the one that trains
-    one network.
+    """Returns the backend for many stacked networks if `examples` is a `CohortBatches`, else the backend for one
+    network.
     """
     if isinstance(examples, CohortBatches):
         assert isinstance(model, Stacked)
@@ -260,7 +265,7 @@ def _chunks(members: Sequence[Member], size: int) -> list[Sequence[Member]]:
 
 
 class LossAndSteps(NamedTuple):
-    """Holds the mean training loss of one client, and the number of its optimiser steps."""
+    """Holds the mean training loss of one client, and the number of optimiser steps that it made."""
 
     loss: float
     steps: int
@@ -280,8 +285,8 @@ def fit_with_cohort(
     *,
     train_alone: bool,
 ) -> LossAndSteps | None:
-    """Trains this client's network together with those of other clients; returns None if the network must be trained
-    alone.
+    """Trains this client's network together with those of other clients, and returns its loss and steps; None if the
+    network must be trained by itself.
 
     Returns:
         The loss and the number of steps, with the trained weights already in `model`; None if it must be trained alone:

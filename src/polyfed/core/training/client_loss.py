@@ -1,6 +1,4 @@
-"""Builds the loss function by which a client's network is evaluated, which is the loss function that its training
-minimises.
-"""
+"""Builds the loss function with which a client's network is evaluated: the one that training minimises at this client."""
 
 from typing import Any
 
@@ -13,8 +11,8 @@ from polyfed.core.training.losses import build_loss
 
 
 def training_loss_without_penalties(client: Client, method: Any = None) -> Loss:
-    """Returns the loss function that training minimises at a client, without a method's penalties; it takes outputs and
-    targets on the CPU.
+    """Returns the loss function (outputs, targets) -> loss that training minimises at a client, without the penalties
+    of a method, for tensors on the CPU.
 
     Args:
         client: whose own loss it is, if it has one; else the task's.

@@ -1,5 +1,5 @@
-"""Trains many clients of one architecture at once, or computes their outputs, from the calls that `deferred_calls`
-gathered.
+"""Trains the networks of many clients at once, or computes their outputs, from the calls that `deferred_calls` has
+collected.
 
 Networks are computed together only where a trial has shown that each then gets what it gets alone: in a network that polyfed
 does not know, examples of a batch may meet, a decision may hang on a number, or chance may be drawn from elsewhere.
@@ -42,7 +42,8 @@ _OBSTACLES: dict[Hashable, str | None] = {}  # architecture, and how it is used 
 
 
 def group_fit_calls(calls: Sequence[FitCall]) -> list[list[int]]:
-    """Groups calls of `fit` that can be carried out together; returns the positions in `calls` of each group.
+    """Returns lists of positions in `calls`: the calls of `fit` at the positions in one list can be carried out
+    together.
 
     The calls of a group have one architecture, the same options, and terms that are the same function. Calls with a
     minibatch of one example, which BatchNorm may refuse, are grouped apart.
@@ -109,7 +110,8 @@ def _batch_sizes(call: FitCall) -> BatchSizes:
 
 @grad_enabled()
 def train_cohort(calls: Sequence[FitCall]) -> list[FitCallResult]:
-    """Trains the networks of one group of `group_fit_calls` at once, each as if alone, up to rounding.
+    """Trains the networks of one group from `group_fit_calls` at once, with the results of separate training up to
+    rounding; raises `CannotStackError` if that is impossible.
 
     Raises:
         CannotStackError: these networks cannot be computed together.
@@ -158,7 +160,7 @@ def _first_obstacle(calls: Sequence[FitCall] | Sequence[PredictCall]) -> str | N
 
 
 def cohort_training_obstacle(calls: Sequence[FitCall]) -> str | None:
-    """Returns why a trial (one per process) shows that networks cannot be trained together; None if they can."""
+    """Returns why networks cannot be trained together, by a trial that runs once per process; None if they can."""
     call, data = calls[0], calls[0].examples
     if reason := _first_obstacle(calls):
         return reason
@@ -282,7 +284,9 @@ def _are_close(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
 
 
 def group_predict_calls(calls: Sequence[PredictCall]) -> list[list[int]]:
-    """Groups calls of `predict_sets` that can be computed together; returns positions in `calls`."""
+    """Returns lists of positions in `calls`: the calls of `predict_sets` at the positions in one list can be computed
+    together.
+    """
     places_by_key: dict[Hashable, list[int]] = {}
     for place, call in enumerate(calls):
         forms = tuple((input_spec_of(data.x), data.device) for data in call.sets)
@@ -297,7 +301,8 @@ def group_predict_calls(calls: Sequence[PredictCall]) -> list[list[int]]:
 
 @torch.no_grad()
 def predict_cohort(calls: Sequence[PredictCall]) -> list[list[Tensor]]:
-    """Computes the outputs of a group of `group_predict_calls`: for each call, one tensor per set of examples.
+    """Computes outputs for one group from `group_predict_calls`: for each call, one tensor per set of examples. Raises
+    `CannotStackError` if that is impossible.
 
     They equal those of `predict` up to rounding. If all networks have the same weights, the weights are not stacked.
 

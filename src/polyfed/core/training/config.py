@@ -1,4 +1,4 @@
-"""Defines the hyper-parameters of local training that methods share, by which `polyfed.core.training.loop.fit` trains."""
+"""Defines the hyper-parameters of local training that methods share, and that the training loop `fit` reads."""
 
 import dataclasses
 import fnmatch
@@ -26,7 +26,7 @@ Schedule = Literal["constant", "cosine", "exponential"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining(ABC):
-    """Holds the hyper-parameters of local training, which every method that trains on clients has.
+    """Holds the hyper-parameters of local training; every method that trains on clients inherits them.
 
     Defaults without a paper are polyfed's choice.
 
@@ -175,7 +175,7 @@ class LocalTraining(ABC):
         )
 
     def lr_at(self, round_number: int, rounds: int) -> float:
-        """Returns the learning rate of a round; rounds count from 1.
+        """Returns the learning rate in a round, given the number of the round (from 1) and of all rounds.
 
         >>> from polyfed.algorithms import FedAvg
         >>> [round(FedAvg(lr=1.0, schedule="cosine").lr_at(t, 4), 3) for t in (1, 2, 3, 4)]
@@ -190,14 +190,14 @@ class LocalTraining(ABC):
         return lr * (self.decay**past if self.schedule == "exponential" else 1.0)
 
     def criterion(self, client: Client) -> Loss:
-        """Returns the loss function that training minimises at a client: the client's own, or the task's with class
-        weights and label smoothing.
+        """Returns the loss function that training minimises at a client: the client's, or the task's with class weights
+        and label smoothing.
         """
         return build_loss(client.train, client.task, client.loss, self.label_smoothing, self.class_weights)
 
     def lr_factor(self, *parameter_names: str) -> float:
-        """Returns the factor by which `lr_by_name` multiplies the learning rate of a parameter, given its name or
-        names.
+        """Returns the factor by which the field `lr_by_name` multiplies the learning rate of the parameter with this
+        name or these names.
 
         A parameter with several names (tied weights) has the factor of the first pattern that any of them fits.
 

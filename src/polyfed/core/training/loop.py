@@ -1,4 +1,4 @@
-"""Trains a client's network: `fit` is the only training loop."""
+"""Trains a client's network: `fit` is the only training loop in polyfed."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ ReportedLoss = Literal["task", "loss", "total"]
 @final
 @dataclass(frozen=True)
 class ForwardPass:
-    """Holds one minibatch and its outputs for a loss function: `inputs`, `outputs`, `targets`, and maybe a
-    `representation`.
+    """Holds one minibatch and a network's outputs for it, as arguments of a loss: `inputs`, `outputs`, `targets`, and
+    `representation` if requested.
 
     `inputs` are as the model got them; `outputs` are logits, shape (batch, ...); `representation` is the input of the
     module that `fit` was asked to watch, None if it watches none.
@@ -56,8 +56,8 @@ class FitResult:
 
 
 def reply_scalars(client: Client, loss: float) -> dict[str, float]:
-    """Returns the scalars of a client's reply: the number of examples, which weighs it in a mean, and the training
-    loss.
+    """Returns `{"num_examples": ..., "train_loss": ...}`, the scalars of a client's reply; the server weighs the client
+    by the number of training examples.
     """
     return {"num_examples": len(client.train), "train_loss": loss}
 
@@ -79,7 +79,7 @@ def fit(
     reported_loss: ReportedLoss = "loss",
     lr_factor: Callable[[str], float] | None = None,
 ) -> FitResult:
-    """Trains `model` in place by minibatches, and returns the loss and the number of steps.
+    """Trains `model` in place by minibatches, and returns the mean loss and the number of optimiser steps.
 
     Gradients are recorded whatever the caller's mode (`torch.no_grad`).
 

@@ -1,4 +1,5 @@
-"""Builds the loss that local training minimises, and decides which examples it draws.
+"""Builds the loss function that local training minimises, the weights for drawing examples, and the criterion of early
+stopping.
 
 The loss is the task's, with class weights, or the client's own; examples are drawn once an epoch, or by weight.
 """
@@ -28,7 +29,8 @@ def build_loss(
     label_smoothing: float = 0.0,
     class_weights: ClassWeights = None,
 ) -> Loss:
-    """Returns the function that computes the loss of a minibatch from outputs and targets, as a scalar.
+    """Returns the function (outputs, targets) -> scalar loss of a minibatch; raises a `UserError` for class weights or
+    label smoothing that the loss cannot use.
 
     Args:
         examples: the client's training examples, whose labels "balanced" counts.
@@ -57,8 +59,8 @@ def build_loss(
 
 
 def import_loss(path: str) -> Loss:
-    """Imports a loss of the user's, given as `module:name`: a function of outputs and targets, or a class such as an
-    `nn.Module` that is made without arguments.
+    """Imports a user's loss given as `module:name`, a function (outputs, targets) or a class made without arguments;
+    raises a `UserError` if it cannot or is not trusted.
 
     Raises:
         UserError: as `polyfed.core.io.trusted_code.import_trusted_callable`, or the class needs arguments.
@@ -97,8 +99,8 @@ def _checked_client_loss(loss: Loss, device: torch.device) -> Loss:
 
 
 def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tensor | None:
-    """Returns the weights by which examples are drawn with replacement, float64 of shape (n,); None if each example is
-    drawn once an epoch.
+    """Returns the weights with which examples are drawn with replacement, float64 of shape (n,); None if each example
+    is drawn once per epoch.
 
     Args:
         examples: those to draw from.
@@ -128,8 +130,8 @@ def sampling_weights(examples: Examples, task: Task | str, sampler: str) -> Tens
 
 
 def build_early_stopping(model: nn.Module, client: Client, loss: Loss, patience: int) -> Callable[[], bool]:
-    """Builds a function to call after each epoch: it returns True once the validation loss has reached no new minimum
-    for `patience` epochs in a row.
+    """Returns a function to call after each epoch: True once the validation loss reached no new minimum for `patience`
+    epochs in a row. Raises a `UserError` without validation examples.
 
     It should when the loss on the client's validation examples was not below its least for `patience` epochs in a row.
     The network stays in the mode for training.

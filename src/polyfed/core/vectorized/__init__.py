@@ -1,1 +1,1 @@
-"""Computes the networks of many clients of one architecture as one stacked network."""
+"""Computes the networks of many clients with the same architecture as one stacked network."""

@@ -1,5 +1,5 @@
-"""Draws the minibatches of many clients side by side, each in the order in which the client would see them if trained
-alone.
+"""Draws the minibatches of many clients side by side, for each client in the same order as if it were trained
+separately.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ BatchSizes = tuple[tuple[int, ...], ...]  # of each step, its minibatches
 @final
 @dataclass(frozen=True, eq=False)
 class Minibatch:
-    """Holds one minibatch of each of k clients: inputs `x` and targets `y`, both (k·rows, ...).
+    """Holds one minibatch for each of k clients, stacked: inputs `x` and targets `y`, both of shape (k·rows, ...).
 
     `valid_rows` says how many of each client's rows are examples, (k,); the others only fill the batch; None if all
     are. For one client `x` may have any structure.
@@ -35,8 +35,8 @@ class Minibatch:
 @final
 @dataclass(frozen=True, eq=False)
 class ValidRows:
-    """Holds how many rows of each client's part of a batch are examples, not filling, (k,): once on the CPU and once on
-    the device.
+    """Holds how many rows of each client's part of a batch are real examples and not padding, shape (k,): a copy on the
+    CPU and one on the device.
     """
 
     cpu_counts: Sequence[int]
@@ -47,7 +47,7 @@ class ValidRows:
 def plan_batch_sizes(
     num_examples: int, batch_size: int, epochs: int, steps: int | None, batches_per_step: int, at_least_two: bool
 ) -> BatchSizes:
-    """Computes the sizes of the minibatches of each training step of one client, as `fit` makes them.
+    """Returns the sizes of the minibatches in each training step of one client, as `fit` makes them.
 
     >>> plan_batch_sizes(5, 2, 1, None, 1, False), plan_batch_sizes(5, 2, 1, 2, 2, False)
     (((2,), (2,), (1,)), ((2, 2), (1,)))
@@ -62,7 +62,7 @@ def plan_batch_sizes(
 
 @final
 class CohortBatches:
-    """Yields the minibatches of many clients, step by step.
+    """Yields the stacked minibatches of many clients, step by step.
 
     Clients come in the order of falling numbers of steps, so that those who still train are always the first.
 

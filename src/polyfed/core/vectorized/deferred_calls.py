@@ -1,4 +1,5 @@
-"""Gathers the calls of `fit` and `predict` that many clients make, so that they can be carried out together.
+"""Collects the calls of `fit` and `predict_sets` that many clients make, so that calls of different clients can be
+carried out together.
 
 A client half runs until it asks for what takes long, training (`fit`) or outputs (`predict`). There it is parked: the call
 is kept and the half is left. When the calls have been carried out, the half runs again from its start, and gets at the same
@@ -24,8 +25,8 @@ Tensors = Sequence[Tensor]
 @final
 @dataclass(frozen=True, eq=False)
 class PerClientTerm:
-    """Holds a penalty or a step direction for many clients: a function that all clients share, and one client's
-    tensors, which are its last argument.
+    """Holds a penalty or step direction for many clients: one function that all clients share, and one client's
+    tensors, which become its last argument.
 
     So those of many clients can be computed at once.
 
@@ -54,13 +55,13 @@ class PerClientTerm:
 
 @final
 class CallDeferred(BaseException):  # not an error: no `except Exception` of a method may take it
-    """Interrupts a client's code at a call that will be carried out together with those of other clients."""
+    """Raised when a client's code makes a call that will be carried out later, together with calls of other clients."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class FitCall:
-    """Holds one call of `fit`: its arguments, and the network's parameters and buffers at the time of the call."""
+    """Holds one call of `fit`: its arguments, and the network's parameters and buffers at that time."""
 
     module: nn.Module
     state: Mapping[str, Tensor]
@@ -79,9 +80,7 @@ class FitCall:
 @final
 @dataclass(frozen=True, eq=False)
 class PredictCall:
-    """Holds one call of `predict_sets`: the network's parameters and buffers at the time of the call, and the sets of
-    examples.
-    """
+    """Holds one call of `predict_sets`: the sets of examples, and the network's parameters and buffers at that time."""
 
     module: nn.Module
     state: Mapping[str, Tensor]
@@ -91,7 +90,7 @@ class PredictCall:
 @final
 @dataclass(frozen=True, eq=False)
 class FitCallResult:
-    """Holds the result of a `FitCall`: the trained network's parameters and buffers, the client's tensors, the loss and
+    """Holds the result of a `FitCall`: the parameters and buffers after training, the client's tensors, the loss, and
     the number of steps.
     """
 
@@ -101,7 +100,8 @@ class FitCallResult:
     steps: int
 
     def copy_into_network(self, module: nn.Module, *tensors: Tensors) -> None:
-        """Copies the trained parameters and buffers into the network, and the changed tensors into the client's own.
+        """Copies the trained parameters and buffers into the network `module`, and the client's changed tensors into
+        `tensors`.
 
         They are then as training the client alone would have left them.
         """
@@ -115,8 +115,8 @@ class FitCallResult:
 @final
 @dataclass(eq=False)
 class DeferredRun:
-    """Runs one client's code again and again until each call of `fit` and `predict_sets` in it has a result; keeps the
-    results in the order of the calls.
+    """Holds the results of the calls of `fit` and `predict_sets` in one client's code, in order, while the code is run
+    again until each call has a result.
 
     `runs_alone` is set once one of its calls must be carried out by itself; then all later ones are. With
     `stop_at_first_call` the code is left there instead.
@@ -129,14 +129,14 @@ class DeferredRun:
     _next: int = 0
 
     def restart_calls(self) -> None:
-        """Starts again at the first call of the client's code; called before each run of that code."""
+        """Goes back to the first call; must be called before each run of the client's code."""
         self._next, self.pending_call = 0, None
 
     def result_of_next_call(
         self, make_call: Callable[[], FitCall | PredictCall | None]
     ) -> FitCallResult | list[Tensor] | None:
-        """Returns the result of the next call that the client's code makes; None if the caller has to carry it out
-        itself.
+        """Returns the stored result of the next call in the client's code; None if the caller has to carry it out
+        itself. Raises `CallDeferred` if it will be carried out with others.
 
         Raises:
             CallDeferred: the call is to be carried out with others'.
@@ -157,13 +157,13 @@ _CURRENT_RUN: ContextVar[DeferredRun | None] = ContextVar("the client half that 
 
 
 def current_deferred_run() -> DeferredRun | None:
-    """Returns the `DeferredRun` that gathers calls at present; None outside `deferring_calls`."""
+    """Returns the `DeferredRun` that is collecting calls now; None outside a `deferring_calls` block."""
     return _CURRENT_RUN.get()
 
 
 @contextmanager
 def deferring_calls(run: DeferredRun | None) -> Iterator[None]:
-    """Gathers in `run` the calls of `fit` and `predict_sets` that are made inside the block; gathers nothing if `run`
+    """Collects in `run` the calls of `fit` and `predict_sets` made inside the `with` block; collects nothing if `run`
     is None.
     """
     token = _CURRENT_RUN.set(run)
@@ -174,7 +174,7 @@ def deferring_calls(run: DeferredRun | None) -> Iterator[None]:
 
 
 def copy_tensors_into_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies tensors into a module's parameters and buffers of the same names; equal tensors are not copied."""
+    """Copies tensors into the parameters and buffers of the same names in a module; skips those with equal values."""
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in state and not torch.equal(tensor, state[name]):
@@ -182,5 +182,5 @@ def copy_tensors_into_module(module: nn.Module, state: Mapping[str, Tensor]) -> 
 
 
 def copy_all_parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of all parameters and buffers of a module by name, frozen ones included, on the module's device."""
+    """Returns `{name: copy}` for all parameters and buffers of a module, frozen ones included, on the module's device."""
     return {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}

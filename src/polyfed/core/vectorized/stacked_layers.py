@@ -1,4 +1,4 @@
-"""Computes the layers of many clients' networks at once: each client's examples with the client's own weights.
+"""Computes a layer of many clients' networks at once: each client's examples with that client's weights.
 
 Examples of k clients lie in one batch, (k·rows, ...), client after client, and weights are stacked, (k, ...). What has no
 weights (activations, pooling, reshaping) works on that batch as it is, whoever's examples they are.

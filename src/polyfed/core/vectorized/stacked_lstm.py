@@ -1,4 +1,4 @@
-"""Computes the LSTM layers of many networks at once, since torch's own LSTM takes the weights of one network."""
+"""Computes the LSTM layers of many networks at once, since torch's LSTM accepts the weights of only one network."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -91,8 +91,8 @@ class _StackedLSTMLayer(torch.autograd.Function):
 def run_stacked_lstm(
     part: nn.LSTM, weights: Mapping[str, Tensor], x: Tensor, hx: None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Computes the outputs and last states of all clients' LSTMs, in the form that `part` returns, with the clients'
-    examples one below another.
+    """Computes the outputs and last states of all clients' LSTMs, in the form that torch's LSTM `part` returns, with
+    the clients' examples stacked along the batch.
     """
     if hx is not None:
         raise NotImplementedError("an LSTM that is given its first state")

@@ -1,4 +1,4 @@
-"""Computes many networks of one architecture as one: each weight is stacked over the clients, and their examples share
+"""Computes many networks of one architecture as one network: stacks each weight over the clients, whose examples share
 a batch.
 """
 
@@ -20,11 +20,13 @@ ModuleTensors = Mapping[str, Tensor]
 
 
 class CannotStackError(Exception):
-    """Reports, as half a sentence, why several networks of an architecture cannot be computed as one stack."""
+    """Raised when several networks of one architecture cannot be computed as one stack; the message says why in half a
+    sentence.
+    """
 
 
 def stacking_obstacle(module: nn.Module) -> str | None:
-    """Returns the first part of a network because of which many such networks cannot be computed as one stack; None if
+    """Returns the first part of a network that prevents computing many such networks as one stack, in words; None if
     there is none.
 
     >>> stacking_obstacle(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), stacking_obstacle(nn.Bilinear(2, 2, 1))
@@ -45,8 +47,8 @@ def stacking_obstacle(module: nn.Module) -> str | None:
 
 @final
 class Stacked(nn.Module):
-    """Computes k networks of one architecture at once; `forward` takes all clients' inputs one below another, (k·rows,
-    ...), and returns as many outputs.
+    """Computes k networks of one architecture at once; `forward` takes all clients' inputs one below another, shape
+    (k·rows, ...), and returns as many outputs.
 
     Use it as a context: inside, the layers of `module` compute with the stacked weights; after it, with their own again.
 
@@ -137,7 +139,7 @@ class Stacked(nn.Module):
         return x * noise
 
     def forward(self, x: Tensor) -> Any:
-        """Computes the outputs of each client's network for the client's own examples in the batch."""
+        """Returns the outputs of each client's network for that client's examples in the batch."""
         return self.module(x)
 
     def named_parameters(
@@ -154,7 +156,7 @@ class Stacked(nn.Module):
         return ((name, tensor) for name, tensor in self._active_tensors.items() if name in buffer_names)
 
     def keep_first_clients(self, num_clients: int, optimizer: Optimizer | None = None) -> None:
-        """Drops all clients but the first `num_clients` from the stack, so that later steps do not change the others.
+        """Removes all clients but the first `num_clients` from the stack, so that later steps do not change the others.
 
         The others have made all their steps.
         """
@@ -171,7 +173,7 @@ class Stacked(nn.Module):
         self.num_clients = num_clients
 
     def criterion(self, task: Task, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """Returns the function that computes the mean loss of each client's examples in a batch, shape (k,)."""
+        """Returns the function (outputs, targets) -> mean loss of each client's part of a batch, shape (k,)."""
 
         def loss_by_client(outputs: Tensor, targets: Tensor) -> Tensor:
             losses = task.elementwise_loss(outputs, targets, label_smoothing)
@@ -189,14 +191,16 @@ class Stacked(nn.Module):
         return loss_by_client
 
     def valid_row_mask(self, max_rows: int) -> Tensor:
-        """Returns a mask of which of each client's `max_rows` rows are examples, not filling; shape (k, max_rows)."""
+        """Returns a mask of shape (k, max_rows): True where a client's row is a real example, False where it is
+        padding.
+        """
         assert self.valid_rows is not None
         return torch.arange(
             max_rows, device=self.valid_rows.device_counts.device
         ) < self.valid_rows.device_counts.unsqueeze(1)
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Scales each client's gradients down to a global norm of at most `max_norm`, as
+        """Scales each client's gradients down in place to a global norm of at most `max_norm`, as
         `torch.nn.utils.clip_grad_norm_` does for one network.
         """
         grads = [p.grad for _, p in self.named_parameters() if p.grad is not None]
@@ -206,7 +210,9 @@ class Stacked(nn.Module):
             grad.mul_(factor.view(-1, *(1 for _ in grad.shape[1:])))
 
     def record_losses(self, loss: Tensor, rows: Tensor) -> None:
-        """Adds each client's loss of a step, (k,), weighted by its number of examples, to the sums for `mean_losses`."""
+        """Adds each client's loss of one step, shape (k,), weighted by the client's number of examples, to the sums for
+        `mean_losses`.
+        """
         self.loss_sums[: self.num_clients] += loss * rows
         self.example_counts[: self.num_clients] += rows
 
@@ -215,25 +221,25 @@ class Stacked(nn.Module):
         return self.loss_sums / self.example_counts
 
     def client_tensors(self, client: int) -> dict[str, Tensor]:
-        """Returns the parameters and buffers of one client by name, as views of the stacked tensors."""
+        """Returns `{name: tensor}` for the parameters and buffers of one client, as views of the stacked tensors."""
         return {name: tensor[client] for name, tensor in self.stacked_tensors.items()}
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Returns whether the network computes batch statistics (BatchNorm) in training; a minibatch then needs two
-    examples.
+    """Returns whether the network computes batch statistics (BatchNorm) in training, so that a minibatch needs at least
+    two examples.
     """
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def sum_per_client(network: nn.Module, numbers: Tensor) -> Tensor:
-    """Sums the numbers of each client: shape (k,) for stacked networks, a scalar for one network."""
+    """Returns the sum of the numbers of each client: shape (k,) for k stacked networks, a scalar for one network."""
     return numbers.reshape(network.num_clients, -1).sum(1) if isinstance(network, Stacked) else numbers.sum()
 
 
 def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
-    """Reshapes one number per client, (k,), or a single number, so that it can be multiplied by a parameter of the
-    shape of `like`.
+    """Reshapes one number per client, (k,), or a single number, so that it multiplies a parameter of the shape of
+    `like` client by client.
 
     >>> (reshape_to_broadcast(torch.ones(4), torch.zeros(4, 3, 2)).shape,
     ...  reshape_to_broadcast(torch.ones(()), torch.zeros(3)).shape)
@@ -243,8 +249,8 @@ def reshape_to_broadcast(per_client_numbers: Tensor, like: Tensor) -> Tensor:
 
 
 def get_network_rng_states(network: nn.Module, device: torch.device) -> list[Tensor]:
-    """Returns the states of the random number generators that a network draws from as it runs: one, or one per stacked
-    client.
+    """Returns the states of the random number generators from which a network draws (for dropout, say): one, or one per
+    stacked client.
     """
     return (
         [chance.state for chance in network.dropout_rngs] if isinstance(network, Stacked) else [get_rng_state(device)]
@@ -252,7 +258,7 @@ def get_network_rng_states(network: nn.Module, device: torch.device) -> list[Ten
 
 
 def set_network_rng_states(network: nn.Module, device: torch.device, states: Sequence[Tensor]) -> None:
-    """Restores the generators' states that `get_network_rng_states` returned."""
+    """Sets a network's random number generators to the states from `get_network_rng_states`."""
     if isinstance(network, Stacked):
         for rng, rng_state in zip(network.dropout_rngs, states, strict=True):
             rng.state = rng_state
