@@ -1,5 +1,5 @@
-"""Aligns the representations of different networks (FedHeNN): kernels, CKA, the Procrustes distance, the mean kernel
-K̄, and public examples.
+"""Makes the representations of different networks similar (FedHeNN): kernel matrices, CKA, the Procrustes distance, the
+mean kernel matrix K̄, and public examples.
 """
 
 from polyfed.alignment.alignment_target import (

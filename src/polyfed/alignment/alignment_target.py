@@ -1,4 +1,4 @@
-"""Computes K̄, the mean kernel matrix of several clients' representations (FedHeNN, eq. 6), in a form that fits into
+"""Computes the mean kernel matrix K̄ of several clients' representations (FedHeNN, eq. 6), in a form that fits into
 memory.
 """
 
@@ -30,8 +30,8 @@ search."""
 @final
 @dataclass(frozen=True)
 class AlignmentTarget:
-    """Holds the mean kernel matrix K̄ of all clients on a round's public examples (RAD), with which a client aligns its
-    own kernel matrix.
+    """Holds the mean of all clients' kernel matrices, K̄, on the public examples of a round; each client trains to make
+    its kernel matrix similar to it.
 
     Attributes:
         matrix: for a linear kernel, features F with K̄ = FFᵀ, shape (L, width); for an RBF kernel, K̄ itself, shape (L, L).
@@ -48,7 +48,7 @@ class AlignmentTarget:
     distance_measure: Distance = "cka"
 
     def distance(self, representation: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Computes the distance d(K_i, K̄) of a client's kernel matrix and the mean kernel matrix: 1 − CKA, or the
+        """Returns the distance of a client's kernel matrix from the mean kernel matrix, a scalar: 1 − CKA, or the
         orthogonal Procrustes distance.
 
         Arguments are as in `cka`. The Procrustes distance is that of A_i and F.
@@ -62,8 +62,8 @@ class AlignmentTarget:
         return procrustes_distance(representation, self._features if rows is None else self.matrix[rows])
 
     def cka(self, representation: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Computes the similarity CKA(K_i, K̄) of a client's kernel matrix and the mean kernel matrix on all or some
-        public examples: a scalar.
+        """Returns the similarity (CKA, a scalar) of a client's kernel matrix and the mean kernel matrix, on all public
+        examples or those at `rows`.
 
         Args:
             representation: the client's representation of these rows, shape (number, d_i).
@@ -86,8 +86,8 @@ class AlignmentTarget:
 def mean_kernel_features(
     representations: Sequence[Tensor], weights: Sequence[float], normalise: bool = False
 ) -> Tensor:
-    """Returns features F whose linear kernel FFᵀ is the weighted mean of the kernels of several representations, K̄
-    (eq. 6): shape (L, Σ_j d_j).
+    """Returns features F, shape (L, Σ_j d_j), whose linear kernel FFᵀ is the weighted mean K̄ of the linear kernels of
+    several representations (eq. 6).
 
     F = [√w_1·A_1, ..., √w_N·A_N], so that FFᵀ = K̄ = Σ_j w_j·A_j·A_jᵀ.
 
@@ -109,7 +109,7 @@ def mean_kernel_features(
 
 
 def triangular_kernel_factor(features: Tensor) -> Tensor:
-    """Returns a smaller matrix with the same linear kernel as the features: a triangular G of shape (L, min(L, D)) with
+    """Returns a smaller matrix with the same linear kernel as `features` F: a triangular G of shape (L, min(L, D)) with
     GGᵀ = FFᵀ.
 
     G is F after a rotation of all its columns together. Up to signs it depends on FFᵀ alone and so reveals no more:
@@ -127,7 +127,7 @@ def triangular_kernel_factor(features: Tensor) -> Tensor:
 
 
 def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float], sigma: float = 0.5) -> Tensor:
-    """Computes the weighted mean of the RBF kernel matrices of several representations, K̄ = Σ_j w_j K_j (eq. 6), shape
+    """Returns the weighted mean of the RBF kernel matrices of several representations, K̄ = Σ_j w_j K_j (eq. 6), shape
     (L, L).
 
     It adds a few rows at a time, so that no other (L, L) matrix is in memory.
@@ -148,7 +148,7 @@ def mean_rbf_kernel(representations: Sequence[Tensor], weights: Sequence[float],
 
 
 def reduce_to_principal_components(representation: Tensor, rank: int) -> Tensor:
-    """Reduces a representation to its `rank` principal components.
+    """Returns a representation reduced to its first `rank` principal components.
 
     Among representations of this rank, its centred linear kernel is nearest to that of `representation`.
 

@@ -1,4 +1,6 @@
-"""Computes the alignment term of a client's loss, η·d (FedHeNN, eq. 5, 6), for one network or for a stack of networks."""
+"""Computes the alignment term η·d that FedHeNN adds to a client's loss (eq. 5, 6), for one network or a stack of
+networks.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -26,8 +28,8 @@ from polyfed.core.vectorized.stacked_module import Stacked
 
 @final
 class NetworkTarget:
-    """Describes an alignment target by one network (such as the global model): the network's kernel matrix on the
-    public examples, computed when first needed.
+    """Describes an alignment target that is one network's kernel matrix on the public examples (such as the global
+    model's), computed when first needed.
 
     Clients that share the target and are trained together compute it once.
 
@@ -44,7 +46,9 @@ class NetworkTarget:
         self._network, self._sigma = deep_copy(network), sigma
 
     def compute_target(self, pool: Examples, rows: Tensor, module: str) -> AlignmentTarget:
-        """Computes the alignment target, the network's kernel matrix on these rows of the pool of public examples."""
+        """Returns the network's kernel matrix on the examples at `rows` of the pool of public examples, as an
+        `AlignmentTarget`.
+        """
         a = compute_representations(self._network, pool.select(rows), module=module, batch_statistics=True)
         return (
             AlignmentTarget(a)
@@ -53,7 +57,9 @@ class NetworkTarget:
         )
 
     def has_same_kernel_given_same_architecture(self, other_target: "NetworkTarget | AlignmentTarget") -> bool:
-        """Returns whether another target has the same kernel matrix; both networks must have the same architecture."""
+        """Returns whether another target has the same kernel matrix; assumes that both networks have the same
+        architecture.
+        """
         if not isinstance(other_target, NetworkTarget) or self._sigma != other_target._sigma:
             return False
         weights, other_weights = _kernel_weights(self._network), _kernel_weights(other_target._network)
@@ -77,8 +83,8 @@ def _tensors_equal(first: Tensor, second: Tensor) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class AlignmentTerm:
-    """Computes the penalty of a client's loss for the distance of its kernel matrix from the target, on public examples
-    that are drawn at each call.
+    """Computes the penalty that keeps a client's kernel matrix near the target, on public examples that are drawn anew
+    at each call.
 
     It is η·d(K_i, K̄) for the current parameters, on `num_rows` examples. A call takes the network and the state of the
     random generator that draws the client's rows, and advances the state; or a stack of k networks and k states, for k
@@ -105,7 +111,7 @@ class AlignmentTerm:
     method_name: str
 
     def __call__(self, network: nn.Module, states: Sequence[Tensor]) -> Tensor:
-        """Returns the penalty: shape () for one network, (k,) for a stack of k networks."""
+        """Returns the penalty of the loss: shape () for one network, (k,) for a stack of k networks."""
         many, (state,) = isinstance(network, Stacked), states
         drawn = torch.stack([self._draw_rows(mine) for mine in state]) if many else self._draw_rows(state)
         drawn = drawn.to(self.rows.device, non_blocking=True)
@@ -155,7 +161,7 @@ class AlignmentTerm:
         return replace(self._resolved_target, matrix=self._resolved_target.matrix.double())
 
     def build_penalty_for_client(self, seed: int) -> PerClientTerm:
-        """Builds the penalty for one client, whose public examples are drawn with this seed."""
+        """Returns the penalty for one client, which draws its public examples with this seed."""
         state = torch_generator(derive_seed(seed, "rad")).get_state()
         return PerClientTerm(self, [state], takes_network=True, num_rows=representation_batch_size(self.num_rows))
 

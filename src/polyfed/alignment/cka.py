@@ -1,5 +1,5 @@
-"""Computes centred kernel alignment (CKA) of two representations of the same examples (Kornblith et al. 2019; FedHeNN,
-Makhija et al. 2022, section 3.4).
+"""Computes centred kernel alignment (CKA), a similarity of two representations of the same examples (Kornblith et al.
+2019; FedHeNN, Makhija et al. 2022, section 3.4).
 
 A representation is a matrix A, shape (L, d), whose row l is the network's representation of example l. Its kernel matrix K,
 shape (L, L), has the similarities of all pairs of examples. CKA compares kernels, so the two widths d may differ, and it is
@@ -30,7 +30,7 @@ _MEDIAN_ROWS = 1024
 
 
 def linear_kernel(a: Tensor) -> Tensor:
-    """Computes the inner products of all pairs of examples' representations, K(p, q) = ⟨a_p, a_q⟩: shape (L, L).
+    """Returns the inner products of all pairs of examples' representations, shape (L, L): K(p, q) = ⟨a_p, a_q⟩.
 
     >>> linear_kernel(torch.tensor([[1.0], [2.0]]))
     tensor([[1., 2.],
@@ -40,7 +40,8 @@ def linear_kernel(a: Tensor) -> Tensor:
 
 
 def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
-    """Computes the RBF kernel matrix of all pairs of examples' representations, shape (L, L).
+    """Returns the RBF kernel matrix of a representation, shape (L, L): a similarity from 0 to 1 for each pair of
+    examples.
 
     K(p, q) = exp(−‖a_p − a_q‖²/(2s²)), where s is `sigma` times the median distance.
 
@@ -57,7 +58,7 @@ def rbf_kernel(a: Tensor, sigma: float = 0.5) -> Tensor:
 
 
 def hsic(k: Tensor, m: Tensor) -> Tensor:
-    """Computes the Hilbert-Schmidt independence criterion (HSIC) of two kernel matrices of shape (L, L): a scalar.
+    """Returns the Hilbert-Schmidt independence criterion (HSIC) of two kernel matrices of shape (L, L), a scalar.
 
     HSIC(K, M) = tr(KHMH)/(L−1)², H = I − 11ᵀ/L.
 
@@ -69,7 +70,8 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
 
 
 def cka(k: Tensor, m: Tensor) -> Tensor:
-    """Computes the similarity of two kernel matrices by centred kernel alignment (CKA): a scalar from 0 to 1.
+    """Returns the similarity of two kernel matrices by centred kernel alignment (CKA), from 0 to 1; raises a
+    `UserError` if their numbers of examples differ or are below 2.
 
     CKA(K, M) = HSIC(K, M)/√(HSIC(K, K)·HSIC(M, M)).
 
@@ -91,7 +93,7 @@ def cka(k: Tensor, m: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class CentredFeatures:
-    """Holds a representation B, centred and normalised once, for comparison with many others: HB/‖HB‖_F.
+    """Holds a representation B that is centred and normalised once, HB/‖HB‖_F, for comparison with many others.
 
     Attributes:
         normalised_features: shape (L, d); 0 if B is constant.
@@ -110,15 +112,14 @@ class CentredFeatures:
 
     @cached_property
     def squared_kernel_norm(self) -> Tensor:
-        """Returns the squared Frobenius norm of the linear kernel of the normalised features, ‖B̂B̂ᵀ‖²_F; a scalar."""
+        """Returns the squared Frobenius norm of the linear kernel of these features, ‖B̂B̂ᵀ‖²_F, a scalar."""
         return _squared_kernel_norm(self.normalised_features)
 
 
 @final
 @dataclass(frozen=True)
 class CentredKernel:
-    """Holds a kernel matrix M in centred and normalised form, HMH/‖HMH‖_F, without a second matrix: besides M it stores
-    L numbers.
+    """Holds a kernel matrix M for use in centred and normalised form, HMH/‖HMH‖_F; besides M it stores only L numbers.
 
     Attributes:
         kernel: M, shape (L, L), symmetric.
@@ -138,7 +139,7 @@ class CentredKernel:
 
     @classmethod
     def from_kernel(cls, kernel: Tensor, block: int = _BLOCK) -> "CentredKernel":
-        """Prepares a kernel matrix of shape (L, L): computes its row means and norms, `block` rows at a time."""
+        """Prepares a kernel matrix of shape (L, L) by computing its row means and norms, `block` rows at a time."""
         unit_scale, starts = torch.ones((), dtype=kernel.dtype, device=kernel.device), range(0, len(kernel), block)
         unscaled = cls(kernel, kernel.mean(1), unit_scale, unit_scale)
         with torch.no_grad():
@@ -152,13 +153,16 @@ class CentredKernel:
         return cls(kernel, unscaled.row_means, scale, torch.stack(squares).sum())
 
     def centred_normalised_rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop`, or to the last row, of the centred and normalised kernel matrix."""
+        """Returns the rows from `start` to below `stop` of the centred and normalised kernel matrix; fewer if the
+        matrix ends before.
+        """
         means = self.row_means[start:stop] - self.row_means.mean()
         return (self.kernel[start:stop] - self.row_means).sub_(means[:, None]).mul_(self.inverse_norm)
 
 
 def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
-    """Computes the similarity of two representations by CKA with linear kernels (eq. 4): a scalar from 0 to 1.
+    """Returns the similarity of two representations by CKA with linear kernels (eq. 4), from 0 to 1; raises a
+    `UserError` if their numbers of examples differ or are below 2.
 
     It is ‖B̃ᵀÃ‖²_F/(‖ÃᵀÃ‖_F·‖B̃ᵀB̃‖_F). Ã = HA and B̃ = HB have columns of mean 0. The computation is in feature space,
     in O(L·d_a·d_b), without any matrix of shape (L, L). Only with fewer examples than features (L < d_a·d_b/(d_a +
@@ -190,7 +194,8 @@ def linear_cka(a: Tensor, b: Tensor | CentredFeatures) -> Tensor:
 
 
 def rbf_cka(a: Tensor, target: Tensor | CentredKernel, sigma: float = 0.5, block: int = _BLOCK) -> Tensor:
-    """Computes the similarity (CKA) of a representation's RBF kernel and a kernel matrix: a scalar from 0 to 1.
+    """Returns the similarity (CKA) of a representation's RBF kernel and a kernel matrix, from 0 to 1; raises a
+    `UserError` if their numbers of examples differ or are below 2.
 
     The value is that of `cka(rbf_kernel(a), target)`, but both passes go through blocks of rows and take only `block` × L
     numbers of memory besides the target.
@@ -295,7 +300,8 @@ def _constant_kernel(kernel: Tensor, means: Tensor, scale: Tensor) -> CentredKer
 
 
 def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Iterator[tuple[slice, Tensor]]:
-    """Yields `rbf_kernel(a, sigma)` in blocks of rows: (slice of the rows, block of shape (`block` or fewer, L)).
+    """Yields the matrix of `rbf_kernel` in blocks of rows, as (slice of the rows, block of at most `block` rows and L
+    columns).
 
     >>> [(places.start, rows.shape) for places, rows in rbf_kernel_blocks(torch.eye(3), block=2)]
     [(0, torch.Size([2, 3])), (2, torch.Size([1, 3]))]
@@ -308,7 +314,9 @@ def rbf_kernel_blocks(a: Tensor, sigma: float = 0.5, block: int = _BLOCK) -> Ite
 
 
 def cosine_or_zero_from_norms(inner: Tensor, squared_norm_a: Tensor, squared_norm_b: Tensor) -> Tensor:
-    """Returns the cosine of two matrices, given their inner product and squared norms; 0 (gradient 0) if a norm is 0."""
+    """Returns the cosine between two matrices from their inner product and squared norms; 0 with gradient 0 if a norm
+    is 0.
+    """
     norm = squared_norm_a * squared_norm_b
     defined = norm > 0
     value = inner / torch.where(defined, norm, torch.ones_like(norm)).sqrt()
@@ -336,7 +344,7 @@ def _double_centre(k: Tensor) -> Tensor:
 
 
 def norm_or_zero_if_only_rounding_error(centred: Tensor, raw: Tensor) -> Tensor:
-    """Returns the norm of a centred representation; 0 if the norm is so small that it can be rounding error alone."""
+    """Returns the norm of a centred representation; 0 if it is so small that rounding errors alone could cause it."""
     return _zero_if_rounding(torch.linalg.vector_norm(centred.detach()), raw)
 
 

@@ -1,4 +1,4 @@
-"""Computes the gradient of the alignment term once per local epoch, as FedHeNN's algorithms 1 and 2 print it."""
+"""Computes the gradient of the alignment term once per local epoch, as in FedHeNN's algorithms 1 and 2."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from polyfed.core.vectorized.stacked_module import sum_per_client
 @final
 @dataclass(frozen=True)
 class EpochGradientTerm:
-    """Approximates the alignment term of a client's loss: computes its gradient at the first step of each local epoch
-    and uses it for all steps of that epoch.
+    """Approximates the alignment term of a client's loss: computes its gradient at the first step of each local epoch,
+    and reuses it for all steps of that epoch.
 
     It is called at every step with the network and the client's tensors: those of `term`, the number of steps taken, and g
     for each parameter, which it updates; or with a stack of networks and stacks of these tensors. It returns ⟨g, θ⟩, whose
@@ -34,8 +34,8 @@ class EpochGradientTerm:
     parameter_names: tuple[str, ...]
 
     def __call__(self, network: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns the inner product of the stored gradient and the parameters, ⟨g, θ⟩: shape () for one network, (k,)
-        for a stack whose networks have made equally many steps.
+        """Returns the inner product of the stored gradient and the parameters, shape () for one network, (k,) for a
+        stack of networks that have made equally many steps.
         """
         rows, steps_taken, *gradients = tensors
         by_name = dict(network.named_parameters())
@@ -56,7 +56,7 @@ class EpochGradientTerm:
     def build_penalty_for_client(
         cls, term: AlignmentTerm, network: nn.Module, steps_per_epoch: int, seed: int
     ) -> PerClientTerm:
-        """Builds the penalty for the client with this network, whose local epochs have `steps_per_epoch` steps."""
+        """Returns the penalty for the client with this network, whose local epochs have `steps_per_epoch` steps."""
         trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
         gradients = [torch.zeros_like(p, requires_grad=False) for p in trained.values()]
         tensors = [*term.build_penalty_for_client(seed).tensors, torch.zeros((), dtype=torch.int64), *gradients]

@@ -1,4 +1,4 @@
-"""Compares several networks by their representations of the same examples: CKA for each pair of networks."""
+"""Compares several networks by their representations of the same examples, with CKA for each pair of networks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ _ROWS = 256
 
 
 def pairwise_cka(representations: Sequence[Tensor]) -> Tensor:
-    """Computes linear CKA for each pair of N representations of the same examples: shape (N, N), float64.
+    """Returns the linear CKA of each pair of N representations of the same examples: shape (N, N), float64.
 
     The diagonal is 1 (0 for a constant representation).
 
@@ -45,7 +45,7 @@ def _unit_kernels(representations: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def mean_pairwise_cka(representations: Sequence[Tensor]) -> float | None:
-    """Computes the mean linear CKA over all pairs of different networks' representations; None if there are fewer than
+    """Returns the mean linear CKA over all pairs of different networks' representations; None if there are fewer than
     two.
 
     >>> mean_pairwise_cka([torch.eye(3), 2 * torch.eye(3)])

@@ -1,5 +1,5 @@
-"""Draws the public examples on which clients align their representations in a round (RAD): rows of a public pool or
-noise, the same for all clients (FedHeNN, section 3.3).
+"""Draws the public examples on which all clients compare their representations in a round: rows of a public pool, or
+noise (FedHeNN, section 3.3).
 """
 
 import torch
@@ -12,7 +12,8 @@ from polyfed.core.seeds import derive_seed, torch_generator
 
 
 def draw_public_rows(seed: int, round_number: int, pool_size: int, num_rows: int) -> Tensor:
-    """Draws which rows of the public pool are used in a round, without replacement: int32, shape (num_rows,).
+    """Draws the positions of the public examples that are used in a round, without replacement: int32, shape
+    (num_rows,).
 
     Args:
         seed: seed of the run.
@@ -28,8 +29,8 @@ def draw_public_rows(seed: int, round_number: int, pool_size: int, num_rows: int
 
 
 def noise_like(examples: Examples, num_examples: int, seed: int) -> Examples:
-    """Generates noise examples in the shapes and types of a client's inputs; clients with equal shapes and types get
-    the same noise.
+    """Returns random examples with the shapes and types of a client's inputs, equal for clients with equal shapes and
+    types; raises a `UserError` for integer inputs such as tokens.
 
     Args:
         examples: the client's examples; their transform is applied to the noise, too.

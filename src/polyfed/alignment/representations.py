@@ -1,4 +1,4 @@
-"""Computes networks' representations of many examples: in batches without gradients, or with gradients in the memory of
+"""Computes networks' representations of many examples, in batches without gradients, or with gradients in the memory of
 one batch.
 """
 
@@ -22,8 +22,8 @@ _BATCH = 256
 def compute_representations(
     model: nn.Module, examples: Examples, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
-    """Computes a network's representation of each example, the input of its last linear layer: float32 on the CPU,
-    shape (n, width).
+    """Returns a network's representation of each example, the input of its last linear layer or of `module`: float32 on
+    the CPU, shape (n, width).
 
     A = Φ(X; W). The model runs in evaluation mode, without dropout.
 
@@ -54,8 +54,8 @@ def compute_representations(
 
 
 def differentiable_representations(model: nn.Module, examples: Examples, rows: Tensor, module: str) -> Tensor:
-    """Computes a network's representations of some rows of the examples, with gradients to the parameters, on the
-    network's device.
+    """Returns a network's representations of the examples at `rows`, on the network's device, with gradients to the
+    parameters.
 
     Returns shape (number, width); for a stack of k networks, each with its own rows (k, number), shape (k, number,
     width).
@@ -86,7 +86,7 @@ def differentiable_representations(model: nn.Module, examples: Examples, rows: T
 
 
 def representation_batch_size(num_examples: int) -> int:
-    """Returns how many of `num_examples` examples `differentiable_representations` runs through a network at once."""
+    """Returns how many of `num_examples` examples `differentiable_representations` passes through a network at once."""
     return min(num_examples, _BATCH if num_examples <= _BATCH else _BATCH // 2)
 
 
@@ -108,15 +108,15 @@ def _stacked_representations(networks: Stacked, examples: Examples, rows: Tensor
 
 
 def representation_module_name(model: nn.Module, examples: Examples) -> str:
-    """Returns the name of the module whose input is the network's representation, which it finds by running one
-    example.
+    """Returns the name of the module whose input is the network's representation, by running one example through the
+    network.
     """
     first_example = examples.batch(torch.zeros(1, dtype=torch.int64, device=examples.device))[0]
     return find_representation_module(model, to_preferred_memory_format(model, first_example))
 
 
 def check_has_representation(client: Client, module: str | None) -> None:
-    """Raises a `UserError` if a client's network has no representation: `module` gets no input, or (without `module`)
+    """Raises a `UserError` if a client's network has no representation: `module` gets no input or, without `module`,
     there is no last nn.Linear.
     """
     assert client.model is not None

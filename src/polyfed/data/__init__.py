@@ -1,4 +1,6 @@
-"""Turns published data sets and users' files into clients: reads, partitions and splits the examples."""
+"""Turns published data sets and users' files into the data of clients: reads examples, divides them among clients, and
+splits them into sets.
+"""
 
 from polyfed.core.examples.as_examples import as_examples
 from polyfed.core.examples.examples import Examples, Normalise, PartwiseTransform

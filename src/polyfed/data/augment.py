@@ -13,7 +13,8 @@ from polyfed.core.errors import UserError
 @final
 @dataclass(frozen=True)
 class PadCropFlip:
-    """Augments images: pads them with zeros, crops them at a random place, and mirrors each with probability one half.
+    """Augments images at random: pads them with zeros, crops them at a random position, and mirrors each with
+    probability one half.
 
     Every image of a batch gets its own draw; the result depends on the generator's state alone. Source: He et al. 2016,
     section 4.2 (padding 4 on CIFAR).
@@ -38,7 +39,7 @@ class PadCropFlip:
             raise UserError(f"padding must be 0 or more pixels, got {self.padding}")
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns an augmented copy of images `x`, shape (batch, channels, height, width), of any type and on any
+        """Returns an augmented copy of the images `x`, shape (batch, channels, height, width), of any type and on any
         device.
         """
         if x.dim() != 4:

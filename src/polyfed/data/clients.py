@@ -53,8 +53,8 @@ def make_clients(
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
     fit: bool = True,
 ) -> tuple[list[ClientData], Examples | None]:
-    """Divides a data set among the clients of a simulation, and returns the clients' data and the public examples; None
-    if there are none.
+    """Divides a data set among the clients of a simulation; returns the clients' data, and the public examples (None if
+    there are none).
 
     All examples are views of the pool's store, so that 500 clients need no more memory than the data set; only clients with
     a shift have a store of their own, and test and validation rows of a table, so that `client.test.x` are its own rows. The

@@ -12,8 +12,8 @@ from polyfed.core.examples.pytree import Inputs, concatenate_batches, input_spec
 
 
 def concat_examples(parts: Sequence[Examples]) -> Examples:
-    """Concatenates several `Examples`; transform and augmentation are the first one's, and columns are kept if all
-    parts have them.
+    """Returns one `Examples` with the examples of all parts in order; transform and augmentation are those of the first
+    part, and columns are kept if all parts have them.
 
     Args:
         parts: at least one; of one structure and transform (`concatenation_obstacle` checks it) and on one device.
@@ -37,7 +37,7 @@ def concat_examples(parts: Sequence[Examples]) -> Examples:
 
 
 def concatenation_obstacle(first: Examples, second: Examples) -> str | None:
-    """Returns why two `Examples` cannot be concatenated, in a few words, or None if they can; augmentation may differ.
+    """Returns a few words on why two `Examples` cannot be concatenated; None if they can (augmentation may differ).
 
     >>> concatenation_obstacle(Examples(torch.ones(2, 3), torch.ones(2)), Examples(torch.ones(2, 4), torch.ones(2)))
     'inputs are torch.float32 of shape (3,) and torch.float32 of shape (4,)'
@@ -56,7 +56,7 @@ def concatenation_obstacle(first: Examples, second: Examples) -> str | None:
 
 
 def share_stored_tensors(first: Examples, second: Examples) -> bool:
-    """Returns whether two `Examples` select from the same stored tensors.
+    """Returns whether two `Examples` select from the same stored tensors in memory.
 
     Labels may be an equal copy: a client converts several labels an example to floats.
 
@@ -72,14 +72,14 @@ def share_stored_tensors(first: Examples, second: Examples) -> bool:
 
 
 def tensor_memory_location(tensor: Tensor) -> tuple[object, ...]:
-    """Returns a tensor's device, address, type, shape and strides; two tensors with equal locations are the same
+    """Returns a tensor's device, address, type, shape and strides as a tuple; tensors with equal tuples are the same
     memory.
     """
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def input_memory_locations(x: Inputs) -> tuple[object, ...]:
-    """Returns the name and memory location (`tensor_memory_location`) of each tensor of nested inputs."""
+    """Returns the name and the `tensor_memory_location` of each tensor of nested inputs."""
     return tuple((name, tensor_memory_location(part)) for name, part in named_leaves(x))
 
 

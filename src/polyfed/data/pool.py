@@ -77,7 +77,7 @@ class PooledDataset:
 
     @property
     def num_outputs(self) -> int:
-        """Returns the number of outputs that a network needs: one for each class, label or target."""
+        """Returns the number of outputs that a network for the data needs: one for each class, label or target."""
         return self.task.num_outputs(self.train.labels, self.class_names)
 
     @property
@@ -95,7 +95,7 @@ class PooledDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of all training and test inputs and labels: 16 hexadecimal digits of SHA-256, computed at the
+        """Returns a hash of all training and test inputs and labels (16 hexadecimal digits of SHA-256), computed at the
         first call.
         """
         digest = hashlib.sha256()
@@ -109,11 +109,11 @@ class PooledDataset:
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """Describes a data set on the Hugging Face hub or in local files, which `load` reads."""
+    """Describes where a data set is, on the Hugging Face hub or in local files; `load` reads it."""
 
     @abstractmethod
     def load(self) -> PooledDataset:
-        """Reads the data set into memory.
+        """Reads the data set into memory; raises a `UserError` if it cannot be read.
 
         Raises:
             UserError: it cannot be read; the message says what to give instead.
@@ -128,7 +128,8 @@ def build_pooled_dataset(
     columns: Columns | None = None,
     vocabulary: tuple[str, ...] = (),
 ) -> PooledDataset:
-    """Builds a pooled data set from pairs of inputs and labels; two-dimensional labels make the task multi-label.
+    """Builds a `PooledDataset` from (inputs, labels) for training and testing; two-dimensional labels make the task
+    multi-label.
 
     >>> import torch
     >>> build_pooled_dataset((torch.zeros(2, 3), torch.zeros(2, 4)), None, "abcd").task.name
@@ -145,7 +146,8 @@ def build_pooled_dataset(
 
 
 def move_test_set_to_train(pool: PooledDataset, columns: Columns) -> PooledDataset:
-    """Returns a pool whose test examples are appended to its training examples, so that clients get them too.
+    """Returns a data set whose test examples are appended to its training examples, so that clients receive them too;
+    raises a `UserError` without a test set.
 
     The result has the columns that both sets have.
 
@@ -182,7 +184,7 @@ def move_test_set_to_train(pool: PooledDataset, columns: Columns) -> PooledDatas
 def encode_labels(
     labels: NDArray[Any], names: Sequence[str] | None = None
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Encodes labels as integers from 0, and returns the integers and the class names.
+    """Converts labels to integers from 0; returns the integers and the class names.
 
     The names are `names` if given, otherwise the sorted texts, or the numbers.
 

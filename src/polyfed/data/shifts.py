@@ -1,4 +1,4 @@
-"""Shifts each client's data: transforms its images, or permutes the meaning of its labels."""
+"""Makes clients' data differ on purpose: changes the images of a client, or shifts its labels."""
 
 import math
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def _describe_tensor(x: Tensor) -> str:
 @final
 @dataclass(frozen=True)
 class Shift:
-    """Rotates a client's images, changes their hue, or adds a number to the client's labels (the heterogeneous tasks of
-    FedPNAS, section 4).
+    """Describes one change of a client's data: rotated images, another hue, or a number added to the labels (the
+    heterogeneous tasks of FedPNAS, section 4).
 
     Args:
         rotation: degrees, counter-clockwise. Multiples of 90 are exact; others are interpolated, with black corners.
@@ -55,8 +55,8 @@ class Shift:
             raise UserError(f"labels must be a whole number to add to each label, got {self.labels}")
 
     def apply(self, examples: Examples, num_classes: int | None = None) -> Examples:
-        """Returns the examples with the shift applied to images or labels, in new memory; without a shift, `examples`
-        itself.
+        """Returns the examples with images or labels changed, in new memory; without a change, `examples` itself.
+        Raises a `UserError` if the data allow no such change.
 
         Args:
             examples: of one client.

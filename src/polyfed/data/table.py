@@ -1,4 +1,4 @@
-"""Builds clients from a table in memory or in a file, for use from Python."""
+"""Builds clients from a table in memory or in a file, for use from Python code."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class ClientTables:
 
     @property
     def num_features(self) -> int:
-        """Returns the number of inputs that a network for this table needs."""
+        """Returns the number of input features that a network for this table needs."""
         return self.dataset.input_shape[0]
 
     @property
@@ -50,13 +50,13 @@ class ClientTables:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Returns the names of a network's inputs in their order."""
+        """Returns the names of the input features of a network, in their order."""
         return () if self.dataset.preprocessor is None else self.dataset.preprocessor.feature_names
 
     @property
     def schema(self) -> dict[str, Any]:
         """Returns the columns, categories and classes of the table as a dict for JSON (see
-        `polyfed.data.merge_schemas`).
+        `polyfed.data.merge_schemas`); raises a `UserError` if the data are no table.
 
         It holds no row, but the categories that occur.
 
@@ -68,7 +68,8 @@ class ClientTables:
         return table_schema(self.dataset.preprocessor)
 
     def build_clients(self, model: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None) -> list[Client]:
-        """Builds the list of clients that `polyfed.federate` and `polyfed.compare` take.
+        """Returns the list of clients for `polyfed.federate` and `polyfed.compare`; raises a `UserError` if a site has
+        no network or no test rows.
 
         Args:
             model: builds a network, as `Client.model`; or one such function per site, by its name.
@@ -91,7 +92,7 @@ class ClientTables:
 
 
 def check_model_per_client(models: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Checks that each site has a network under its name, and that there is no network for an unknown site.
+    """Raises a `UserError` unless `models` (`{site: network}`) has a network for each site, and for no other name.
 
     Raises:
         UserError: a site has no network, or a name is no site.
@@ -121,7 +122,8 @@ def split_table(
     name: str = "all",
     **options: Any,
 ) -> ClientTables:
-    """Divides a table by site into training, validation and test rows, and fits preprocessing on the training rows.
+    """Divides a table by site into training, validation and test rows, and fits preprocessing on the training rows;
+    raises a `UserError` if a column is missing or unusable.
 
     Args:
         rows: a pandas frame, a mapping from names to columns, a list of {name: value}, or the path of a CSV or Parquet file.
@@ -157,7 +159,8 @@ def split_table(
 
 
 def divide_by_site(pool: PooledDataset, site: str | None, split: Split, seed: int, name: str = "all") -> ClientTables:
-    """Divides a table that has been read by its column of sites; without one, all rows are one site's, called `name`.
+    """Divides a table that has been read by its column `site`; without that column, all rows belong to one site, called
+    `name`.
 
     Raises:
         UserError: a site with too few rows for the split.

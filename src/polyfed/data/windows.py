@@ -1,4 +1,6 @@
-"""Makes examples for forecasting from series: a window of past values, and the values that follow it."""
+"""Makes examples for forecasting from time series: a window of past values as input, and the values after it as
+targets.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
@@ -15,7 +17,8 @@ _GAP = 1.5  # usual steps of time from which on two rows are no neighbours
 
 
 def windows(values: Any, *, past: int, horizons: int, time: Any = None, step: int = 1) -> Examples:
-    """Makes examples of one series: inputs are `past` values, targets the `horizons` values that follow.
+    """Makes examples of one series: inputs are `past` consecutive values, targets the next `horizons` values. Raises a
+    `UserError` if the series is too short.
 
     Windows with a missing value, or across a gap of time, are left out. The time of an example is that of its last past
     value, so that examples are split by time.
@@ -74,7 +77,8 @@ def windows_by_series(
     features: Sequence[str] = (),
     step: int = 1,
 ) -> dict[str, Examples]:
-    """Makes the examples of each series of a long table, which has a row for each series and time.
+    """Returns `{series: examples}` for each series of a long table, which has one row for each series and time; raises
+    the errors of `windows`.
 
     Args:
         table: columns by name, such as a pandas frame or a dict of arrays; its rows may have any order.
@@ -106,7 +110,9 @@ def windows_by_series(
 
 @final
 class WindowSets(NamedTuple):
-    """Holds windows for training and, later ones, for validation (None without) and testing."""
+    """Holds examples of a series for training, for validation (None without) and for testing, each set later than the
+    one before.
+    """
 
     train: Examples
     val: Examples | None
@@ -114,7 +120,8 @@ class WindowSets(NamedTuple):
 
 
 def split_windows(examples: Examples, *, test: float = 0.25, val: float = 0.0) -> WindowSets:
-    """Splits the examples of one series by time, so that no target of an earlier set is one of a later set.
+    """Splits the examples of one series by time so that no target is in two sets; raises a `UserError` if a set would
+    be empty.
 
     As many windows as a target has further horizons are left out before each later set.
 

@@ -1,4 +1,4 @@
-"""Extracts the graph of layers of any `nn.Module` (FLHA-GHN, section 4.2), and defines the public catalogue of layer
+"""Extracts the graph of layers from any `nn.Module` (FLHA-GHN, section 4.2), and defines the public catalogue of layer
 types.
 """
 

@@ -1,4 +1,4 @@
-"""Recognises activation functions in a traced program: element-wise nonlinear functions, and gated linear units.
+"""Recognises activation functions (element-wise nonlinear functions and gated linear units) in a traced program.
 
 A layer's activation is part of its type (FLHA-GHN, section 4.2). Pooling, softmax, dropout and products of two values are
 not activations, nor are functions composed of them. Both tracers give the same names, except for `nn.Softsign` and

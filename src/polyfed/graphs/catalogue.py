@@ -1,5 +1,5 @@
-"""Defines the layer catalogue: the layer types whose weights a federation's hypernetwork can generate. It is public;
-graphs are not.
+"""Defines the layer catalogue: the layer types whose weights a hypernetwork can generate. The catalogue is public; the
+clients' graphs are not.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,18 +37,19 @@ class LayerCatalogue:
 
     @classmethod
     def from_graphs(cls, graphs: Iterable[ArchitectureGraph]) -> "LayerCatalogue":
-        """Builds the catalogue of all layer types that occur in the given graphs."""
+        """Builds the catalogue of all layer types that occur in these graphs."""
         return cls(tuple(t for graph in graphs for t in graph.layer_types))
 
     @property
     def node_types(self) -> tuple[NodeMark | LayerType, ...]:
-        """Returns the node type of each column of the one-hot node features X: the marks "add", "concat" and "other",
-        then the layer types.
+        """Returns the type of node for each column of the one-hot node features X: "add", "concat" and "other", then
+        the layer types.
         """
         return (*NODE_MARKS, *self.types)
 
     def feature_column_index(self, kind: NodeMark | LayerType) -> int:
-        """Returns the column of a node type in the one-hot node features X.
+        """Returns the column of a node type in the one-hot node features X; raises a `UserError` if the catalogue lacks
+        the type.
 
         Raises:
             UserError: the type is not in the catalogue.
@@ -59,7 +60,9 @@ class LayerCatalogue:
             raise UserError(f"{kind} is not in the layer catalogue of {len(self.types)} types") from None
 
     def write_yaml(self, path: str | Path, graph: str = "layers_and_norms") -> None:
-        """Writes the catalogue to a YAML file, on which the sites of a deployment agree; `graph` is as in FLHAGHN."""
+        """Writes the catalogue to a YAML file, which all sites of a deployment then use; `graph` is the field `graph`
+        of FLHAGHN.
+        """
         rows = [
             {
                 name: list(value) if isinstance(value, tuple) else value
@@ -76,7 +79,8 @@ class LayerCatalogue:
 
     @classmethod
     def read_yaml(cls, path: str | Path) -> "LayerCatalogue":
-        """Reads the catalogue from a YAML file that `write_yaml` or a person wrote.
+        """Reads a catalogue from a YAML file that `write_yaml` or a person wrote; raises a `UserError` if it cannot be
+        read.
 
         Raises:
             UserError: the file cannot be read, has another format, or an entry is not a layer type.
@@ -97,7 +101,8 @@ class LayerCatalogue:
 
 
 def read_graph_variant(path: str | Path) -> str:
-    """Reads from a catalogue file whether its graphs have norm layers as nodes: returns "layers" or "layers_and_norms".
+    """Returns which nodes the graphs of a catalogue file have, "layers" or "layers_and_norms"; raises a `UserError` if
+    the file cannot be read.
 
     Raises:
         UserError: the file cannot be read, or has another value of `graph`.

@@ -19,8 +19,8 @@ _ROWS = 2  # BatchNorm and torch.export may treat a batch of one example as a sp
 def graph_of_client(
     client: Client, catalogue: LayerCatalogue | None = None, contraction: Contraction = NO_CONTRACTION
 ) -> ArchitectureGraph:
-    """Returns the graph of a client's network, contracted as `contraction` says; layers whose type is not in the
-    catalogue keep their weights at the client.
+    """Returns the graph of a client's network, with fewer nodes as `contraction` says; layers that `catalogue` lacks
+    keep the client's weights.
 
     Raises:
         UserError: the network cannot be traced; the message has the client's id.

@@ -1,4 +1,4 @@
-"""Contracts graphs of networks to fewer nodes: folds norm layers into the layers before them, and removes sums and
+"""Reduces graphs of networks to fewer nodes: merges norm layers into the layers before them, and removes sums and
 concatenations.
 
 FLHA-GHN's section 4.2 has a node for each convolution and linear layer and does not mention norm layers; appendix B says
@@ -18,7 +18,7 @@ _LOCAL = "norm layers stay with the client (norms=local)"
 @final
 @dataclass(frozen=True)
 class Contraction:
-    """Specifies which operations of a network are nodes of its graph.
+    """Configures which operations of a network are nodes of its graph: norm layers, sums and concatenations or not.
 
     Args:
         norms: "nodes": each norm layer is a node, as `extract` returns it; "layers": it is part of the layer before it, see
@@ -39,7 +39,7 @@ class Contraction:
     joins: bool = True
 
     def apply(self, graph: ArchitectureGraph) -> ArchitectureGraph:
-        """Returns the contracted form of a graph from `extract`."""
+        """Returns a graph from `extract` with its nodes reduced as configured."""
         if self.norms == "layers":
             graph = fold_norms_into_previous_layers(graph)
         elif self.norms == "local":
@@ -87,8 +87,8 @@ def fold_norms_into_previous_layers(graph: ArchitectureGraph) -> ArchitectureGra
 
 
 def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Returns a graph without norm layers, whose neighbours are connected; the client keeps the norm layers' scales and
-    shifts.
+    """Returns a graph without norm layers, whose neighbours are connected directly; the client keeps the scales and
+    shifts of its norm layers.
     """
     norms = [position for position, node in enumerate(graph.nodes) if _is_norm(node)]
     reasons = {name: _LOCAL for position in norms for name in graph.nodes[position].parameters.values()}
@@ -98,8 +98,8 @@ def drop_norms(graph: ArchitectureGraph) -> ArchitectureGraph:
 
 
 def bypass_joins(graph: ArchitectureGraph) -> ArchitectureGraph:
-    """Returns a graph without sums and concatenations, with an edge from each layer before such a node to each layer
-    after it.
+    """Returns a graph without nodes for sums and concatenations: each layer before such a node gets an edge to each
+    layer after it.
 
     >>> a, b, c = (Node(name, "other", {name: name}) for name in "abc")
     >>> graph = ArchitectureGraph((a, b, Node("a + b", "add", {}), c), ((0, 1), (0, 2), (1, 2), (2, 3)), {}, {})

@@ -14,8 +14,8 @@ _Point = tuple[float, float]
 
 
 def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> None:
-    """Draws a graph from top to bottom into an image file; a node whose weights stay with the client has a dashed
-    border.
+    """Draws a graph from top to bottom into an image file, with a dashed border for nodes whose weights stay at the
+    client; raises a `UserError` for an unknown suffix.
 
     Args:
         graph: the graph to draw.
@@ -55,15 +55,15 @@ def draw_graph(graph: ArchitectureGraph, path: str | Path, title: str = "") -> N
 
 
 class GraphLayout(NamedTuple):
-    """Holds the position of each node of a graph, and the corners of each edge's line."""
+    """Holds the position of each node in a drawing of a graph, and the corners of the line for each edge."""
 
     node_points: list[_Point]
     edge_lines: list[list[_Point]]
 
 
 def layout_nodes_and_edges(graph: ArchitectureGraph) -> GraphLayout:
-    """Computes where a graph is drawn: the position (column, row) of each node, with row 0 on top, and the corners of
-    each edge's line.
+    """Computes a drawing of a graph: the position (column, row) of each node, with row 0 on top, and the corners of the
+    line for each edge.
 
     A node is in the row after its last predecessor; one without predecessors is in the row before its first successor. An
     edge that skips rows passes each of them to the right of the nodes, so that no line crosses a node.
@@ -106,7 +106,7 @@ def layout_nodes_and_edges(graph: ArchitectureGraph) -> GraphLayout:
 
 
 def node_label(node: Node) -> str:
-    """Returns the text in a node's box: its name and its type, in two lines.
+    """Returns the text for a node's box: its name and its type, on two lines.
 
     >>> node_label(Node("stem", LayerType("conv2d", 3, 64, (7, 7), (2, 2), bias=False), {})).split("\\n")
     ['stem', 'conv2d 3→64, 7×7 /2']

@@ -1,4 +1,4 @@
-"""Traces networks by torch.export, which runs `forward` on the example and records ATen operators."""
+"""Traces networks with torch.export, which runs `forward` on an example and records ATen operators."""
 
 import logging
 import warnings
@@ -15,7 +15,8 @@ from polyfed.graphs.layer_flow import Root, TracedProgram, iterate_tensors
 
 
 def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
-    """Traces a model into a program of ATen operators; branches on shapes and types are taken as for the example `x`.
+    """Traces a model into a program of ATen operators, with branches on shapes and types as for the example `x`; raises
+    any exception if that fails.
 
     Args:
         root: module around a copy of the model.

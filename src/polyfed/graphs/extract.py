@@ -1,4 +1,4 @@
-"""Extracts the graph of layers from any network (FLHA-GHN, Litany et al. 2022, section 4.2), by torch.fx or, where that
+"""Extracts the graph of layers from any network (FLHA-GHN, Litany et al. 2022, section 4.2), with torch.fx or, if that
 fails, torch.export.
 """
 
@@ -35,8 +35,8 @@ _GENERATED = (torch.float32, torch.float64)  # dtypes of parameters that a hyper
 
 
 def extract(model: nn.Module, example_input: Inputs) -> ArchitectureGraph:
-    """Extracts the graph of a network's layers: a node for each use of a layer and for each sum or concatenation, and
-    edges along the data flow.
+    """Returns the graph of a network's layers: nodes for uses of a layer, sums and concatenations, and edges along the
+    data flow. Raises a `UserError` if it cannot trace the network.
 
     A copy of the model is traced in evaluation mode, by torch.fx, or where Python branches on shapes, by torch.export;
     neither the model nor the random state changes. A graph is accepted only if the traced program computes the model's

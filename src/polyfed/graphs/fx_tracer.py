@@ -1,4 +1,4 @@
-"""Traces networks by torch.fx, which runs `forward` with symbols in place of tensors."""
+"""Traces networks with torch.fx, which runs `forward` on symbols in place of tensors."""
 
 from itertools import count
 from typing import Any, final
@@ -13,7 +13,7 @@ from polyfed.graphs.layer_recognition import has_only_weight_and_bias, layer_kin
 
 
 def trace_with_fx(root: Root, x: Inputs) -> TracedProgram:
-    """Traces a model into a program in which each call of a layer is one operation.
+    """Traces a model into a program in which each call of a layer is one operation; raises any exception if that fails.
 
     Args:
         root: module around a copy of the model; symbols may remain in it.

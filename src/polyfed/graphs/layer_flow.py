@@ -1,4 +1,4 @@
-"""Runs a traced program and records from which layer to which layer values flow.
+"""Runs a traced program, and records between which layers values flow.
 
 A tracer returns a program: a torch.fx graph with the module that holds its tensors. The program runs once on the example,
 and for each value the recorder notes the nodes from which it comes. Real values, unlike names, distinguish a tensor from a
@@ -32,8 +32,8 @@ _INPUT = -1  # position that stands for the model's input, which is not a node
 
 @final
 class Root(nn.Module):
-    """Wraps a model for tracing, so that it is called with its inputs alone; in the wrapper, the model's names begin
-    with "model.".
+    """Wraps a model for tracing, so that only its inputs are arguments; inside the wrapper, the names of the model's
+    parts begin with "model.".
 
     So optional arguments of the model's forward have their defaults, and a model that is itself a layer appears as a call.
     """
@@ -43,7 +43,7 @@ class Root(nn.Module):
         self.model = model
 
     def forward(self, x: Any) -> Any:
-        """Returns the model's output, or only its logits if the output names them."""
+        """Returns the model's output, or only the logits if the output has a part of that name."""
         return logits_or_output(call_network(self.model, x))
 
 
@@ -61,7 +61,7 @@ class TracedProgram:
 @final
 @dataclass(frozen=True)
 class LayerFlow:
-    """Holds the nodes that a network's output depends on, in the order in which they run, the edges between them, and
+    """Holds the nodes on which a network's output depends (in the order in which they run), the edges between them, and
     the output.
 
     Attributes:
@@ -79,7 +79,8 @@ class LayerFlow:
 
 
 def record_layer_flow(program: TracedProgram, model: nn.Module, x: Inputs) -> LayerFlow:
-    """Runs a traced program on the inputs `x` and returns which layer's output reaches which layer.
+    """Runs a traced program on the inputs `x`, and returns the layers that ran and from which layer to which the values
+    flow.
 
     Args:
         program: program that was traced from a copy of the model in `Root`.
@@ -324,7 +325,7 @@ class _FlowRecorder(fx.Interpreter):
 
 
 def inherits_torch_forward(module: nn.Module) -> bool:
-    """Returns whether the module inherits its `forward` from a class of torch.nn other than nn.Sequential.
+    """Returns whether the module's `forward` is inherited from a class of torch.nn other than nn.Sequential.
 
     nn.Sequential does not count, since it only calls the modules inside.
 

@@ -1,5 +1,5 @@
-"""Recognises which operations of a traced program are layers that the catalogue can describe, and which are joins (sums
-and concatenations).
+"""Recognises which operations of a traced program are layers that the catalogue can describe, or joins (sums and
+concatenations).
 
 It serves both tracers: torch.fx, whose programs call modules and torch's Python functions, and torch.export, whose programs
 call ATen operators.
@@ -50,7 +50,7 @@ class LayerUse:
 
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
-    """Returns the kind of layer that a module is ("conv2d", "linear", ...), by its class or a base class; None if it is
+    """Returns the kind of a layer ("conv2d", "linear", ...) from the module's class or its base classes; None if it is
     none of `LAYER_KINDS`.
 
     >>> layer_kind(nn.SyncBatchNorm(3)), layer_kind(nn.ConvTranspose2d(1, 1, 1))
@@ -60,13 +60,15 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
 
 
 def has_only_weight_and_bias(module: nn.Module) -> bool:
-    """Returns whether a module's only parameters are `weight` and `bias`, and neither is computed by a parametrisation."""
+    """Returns whether a module has no parameters besides `weight` and `bias`, and neither of them comes from a
+    parametrisation.
+    """
     return not is_parametrized(module) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def layer_of_module(module: nn.Module) -> LayerUse | None:
-    """Returns the type and parameters of the layer that a module is; None if its kind is unknown or it has other
-    parameters than its kind.
+    """Returns the layer type and the parameters of a module; None if its kind is unknown, or it has parameters that its
+    kind does not have.
 
     >>> layer_of_module(nn.Conv1d(4, 6, 3, stride=2, groups=2)).type.key, layer_of_module(nn.PReLU())
     ('conv1d-4-6-k3-s2-g2-b1-d1-none', None)
@@ -83,8 +85,8 @@ def layer_of_module(module: nn.Module) -> LayerUse | None:
 
 
 def layer_of_call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerUse | None:
-    """Returns the type and parameters of the layer that a function call computes; None if the function is not a
-    layer's.
+    """Returns the type and parameters of the layer that a call of a function (such as `F.linear`) computes; None if it
+    computes no layer.
 
     Args:
         node: an operation of the traced program.
@@ -139,19 +141,21 @@ def _per_dimension(numbers: int | Sequence[int], dimensions: int) -> tuple[int, 
 
 
 def join_kind(node: fx.Node) -> Literal["add", "concat"] | None:
-    """Returns "add" if the operation sums or subtracts its operands, "concat" if it concatenates them, None otherwise."""
+    """Returns "add" if the operation adds or subtracts its operands, "concat" if it concatenates them; None for any
+    other.
+    """
     return _JOINS.get(torch_operation_name(node))
 
 
 def operand_nodes(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes of the traced program whose values an operation reads, each once."""
+    """Returns the nodes of the traced program whose values an operation uses, each once."""
     name = torch_operation_name(node)
     return [] if name in _NEW else node.all_input_nodes[:1] if name in _AS else node.all_input_nodes
 
 
 def torch_operation_name(node: fx.Node) -> str:
-    """Returns torch's name of the operation that a node calls, the same for function, method, operator and in-place
-    forms.
+    """Returns torch's name for the operation that a node calls, the same for its function, method, operator and
+    in-place forms.
 
     Returns "" for calls of modules and of functions that are not torch's.
     """

@@ -1,1 +1,3 @@
-"""Defines hypernetworks: networks that generate the parameters of other networks, or weights with which to mix them."""
+"""Defines hypernetworks: networks that generate the parameters of other networks, or the weights with which networks
+are averaged.
+"""

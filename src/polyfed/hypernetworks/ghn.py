@@ -1,4 +1,5 @@
-"""Defines the graph hypernetwork (FLHA-GHN, section 4.2), which generates weights from the graph of a network's layers.
+"""Defines the graph hypernetwork (FLHA-GHN, section 4.2), which generates a network's weights from the graph of its
+layers.
 
 It consists of a graph neural network and one MLP (head) per layer type.
 
@@ -43,7 +44,7 @@ _CHAINS = 16  # number of random graphs on which the heads' activations are meas
 @final
 @dataclass(frozen=True)
 class GHNConfig:
-    """Describes a graph hypernetwork; two hypernetworks with equal configurations can exchange weights.
+    """Describes the form of a graph hypernetwork; hypernetworks with equal configurations can exchange weights.
 
     Args:
         catalogue: the layer types.
@@ -77,7 +78,7 @@ class GHNConfig:
 @final
 @dataclass(frozen=True, eq=False)
 class GraphTensors:
-    """Holds the graph of a network as tensors, the input of the graph hypernetwork.
+    """Holds the graph of a network as tensors, which are the input of the graph hypernetwork.
 
     Attributes:
         features: one-hot node features X, (V, k).
@@ -96,7 +97,9 @@ class GraphTensors:
 def graph_to_tensors(
     graph: ArchitectureGraph, catalogue: LayerCatalogue, device: torch.device, passing: Passing = "synchronous"
 ) -> GraphTensors:
-    """Converts a network's graph to tensors; all its layer types must be in the catalogue (see `restrict_to_types`)."""
+    """Converts a network's graph to tensors; the catalogue must have all its layer types (see
+    `ArchitectureGraph.restrict_to_types`).
+    """
     columns = {kind: column for column, kind in enumerate(catalogue.node_types)}
     types = torch.tensor([columns[node.type] for node in graph.nodes], device=device)
     edges = torch.tensor(graph.edges, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous()
@@ -112,8 +115,8 @@ def graph_to_tensors(
 
 @final
 class GHN(nn.Module):
-    """Generates the weights of a network from the graph of its layers: a graph neural network computes a state of each
-    layer, and a head per layer type turns the state into weights.
+    """Generates a network's weights from the graph of its layers: a graph neural network computes a state for each
+    layer, and one head per layer type turns states into weights.
 
     The GNN is G(·; W_G), and the heads are {H_l(·; W_H^l)}. Layer t of the GNN is eq. 2, a `GraphConv` with ReLU: h_v ←
     σ(A h_v + B Σ_{u→v} h_u + b). Weights are eq. 3, θ^v = H_l(h_v^T). Weights that several nodes share are generated
@@ -145,7 +148,8 @@ class GHN(nn.Module):
         })  # fmt: skip
 
     def encode_nodes(self, features: Tensor, edges: Tensor, levels: tuple[Level, ...] = ()) -> Tensor:
-        """Computes the final state h^T of every node, (V, d), from the node features X (V, k) and edges (2, E).
+        """Returns the final state of each node, shape (V, d), from the node features, shape (V, k), and the edges,
+        shape (2, E).
 
         Asynchronous passing needs the graph's levels.
         """
@@ -169,11 +173,13 @@ class GHN(nn.Module):
         return new
 
     def forward(self, graph: GraphTensors) -> dict[str, Tensor]:
-        """Generates the weights of the network with this graph by name; a head runs all nodes of its type as one batch."""
+        """Returns `{parameter's name: generated weight}` for the network with this graph; a head processes all nodes of
+        its type as one batch.
+        """
         return dict(self.iterate_generated_weights(graph))
 
     def iterate_generated_weights(self, graph: GraphTensors) -> Iterator[tuple[str, Tensor]]:
-        """Yields (parameter's name, generated weight) for all parameters of the graph, one head after the other.
+        """Yields (parameter's name, generated weight) for all parameters of the network, one head after the other.
 
         A caller that converts each weight at once keeps both versions in memory for one head only.
         """
@@ -196,7 +202,7 @@ def _name_weights(
 
 @lru_cache(maxsize=8)
 def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
-    """Returns how many bytes the tensors of a hypernetwork take in a message (W_G, W_H); no tensor is allocated.
+    """Returns the number of bytes that the tensors of a hypernetwork take in a message, without allocating them.
 
     >>> hypernetwork_size_in_bytes(GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)), depth=0, hidden=4))
     4300
@@ -206,8 +212,8 @@ def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
 
 
 def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
-    """Returns the configuration with low-rank ("factored") heads if dense heads would take more than `MAX_DENSE_BYTES`;
-    otherwise the configuration itself.
+    """Returns the configuration, changed to low-rank ("factored") heads if dense heads would take more than
+    `MAX_DENSE_BYTES`.
     """
     dense = replace(config, head="mlp")
     return (
@@ -218,8 +224,8 @@ def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
 
 
 def describe_message_size_of_heads(config: GHNConfig) -> str:
-    """Describes in words how many MB a hypernetwork takes in a message with low-rank heads, and how many with dense
-    heads.
+    """Returns a text that says how many MB a hypernetwork takes in a message with low-rank heads, and how many with
+    dense heads.
     """
     factored, dense = (hypernetwork_size_in_bytes(replace(config, head=head)) / 2**20 for head in ("factored", "mlp"))
     return f"factored: {factored:.0f} MB each way a round, where the paper's heads (mlp) would send {dense:.0f} MB"
@@ -235,7 +241,7 @@ def _describe_size(config: GHNConfig) -> str:
 
 
 def init_ghn_params(config: GHNConfig, init: Init, seed: int) -> dict[str, Tensor]:
-    """Draws the initial tensors of a graph hypernetwork (W_G, W_H), by name.
+    """Returns `{name: tensor}` with random initial weights of a graph hypernetwork.
 
     With `normalise` the GNN and the hidden layers have Kaiming's variance, shared between A and B, and zero biases;
     otherwise they start as PyG and torch initialise them. At the start every scale s is 1, generated biases are 0, generated
@@ -376,8 +382,8 @@ def _hidden_energies(ghn: GHN, config: GHNConfig, seed: int, normalised: bool = 
 
 
 def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
-    """Reads the catalogue of layer types from the names of a hypernetwork's tensors, so that clients need not receive
-    it separately.
+    """Returns the catalogue of layer types, read from the names of a hypernetwork's tensors, so that clients need not
+    receive it separately.
 
     >>> form = GHNConfig(LayerCatalogue((LayerType("linear", 20, 10),)))
     >>> catalogue_from_weights(init_ghn_params(form, "kaiming", seed=0)) == form.catalogue
@@ -389,7 +395,7 @@ def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
 
 @lru_cache(maxsize=4)
 def cached_ghn(config: GHNConfig, device: torch.device) -> GHN:
-    """Returns the one hypernetwork of this configuration that the process keeps; callers load weights into it before
-    each use.
+    """Returns the hypernetwork of this configuration that the process reuses; callers load weights into it before each
+    use.
     """
     return _build_ghn(config).to(device)

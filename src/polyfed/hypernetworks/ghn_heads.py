@@ -1,5 +1,5 @@
-"""Defines the heads of FLHA-GHN's hypernetwork: one MLP per layer type generates weights from the state of a node
-(section 4.2).
+"""Defines the heads of FLHA-GHN's hypernetwork: one MLP per layer type, which generates a layer's weights from the
+state of its node (section 4.2).
 
 To save memory, no tensor the size of the weights is kept for the backward pass or computed twice: both kinds of last layer
 compute s·W from s·z, since s·(A z + b) = A (s z) + s b.
@@ -24,7 +24,7 @@ _TINY = 1e-12  # added to mean squares before a division
 
 @final
 class TypeHead(nn.Module):
-    """Generates the parameters of all layers of one type from the states of their nodes.
+    """Generates the parameters of all layers of one type from the states of their nodes in the graph.
 
     H_l is a hidden layer with LeakyReLU, then linear layers in its activations z. The linear layers give the weight W,
     its scale s (Littwin & Wolf 2019), the bias, and the scale and shift of the norm that is part of the layer. The
@@ -66,7 +66,7 @@ class TypeHead(nn.Module):
             self.norm_shift = nn.Linear(hidden, kind.c_out)
 
     def forward(self, h: Tensor) -> dict[ParameterRole, Sequence[Tensor]]:
-        """Generates the parameters of the nodes with states `h`: role -> one tensor per row of `h`.
+        """Returns `{parameter's role: one tensor per node}` for the nodes with the states `h`.
 
         They are split here, since the gradient of n separate rows would be n tensors of the size of all rows.
         """
@@ -82,8 +82,8 @@ class TypeHead(nn.Module):
 
     @property
     def linear_layer_by_role_except_weight(self) -> dict[ParameterRole, str]:
-        """Returns, for each parameter role other than the weight, the name of the head's linear layer that generates
-        it.
+        """Returns `{role: name of the head's linear layer that generates it}` for all parameter roles except the
+        weight.
         """
         return {role: name for role, name in _VECTORS.items() if hasattr(self, name)}
 
@@ -92,15 +92,15 @@ class TypeHead(nn.Module):
         return weights.view(len(z), *self.shape).unbind(0)
 
     def hidden_activations(self, h: Tensor) -> Tensor:
-        """Computes the head's hidden activations z for each node, shape (n, H)."""
+        """Returns the head's hidden activations z for each node, shape (n, H)."""
         z = F.leaky_relu(self.hidden(h))
         return z * torch.rsqrt(z.square().mean(1, keepdim=True) + _TINY) if self.normalise else z
 
 
 @final
 class Factored(nn.Module):
-    """Generates weights as low-rank products over output and input channels, which takes fewer parameters than the
-    paper's dense last layer (polyfed's choice).
+    """Generates weights as low-rank products over output and input channels, with fewer parameters than the paper's
+    dense last layer (polyfed's choice).
 
     W[o, i, κ] = Σ_r rows[o, r]·columns[i, r]·(core[r, κ]·z) + √H·bias[o, i, κ], where κ runs over the kernel's
     positions. The bias, which the paper's head has too, keeps W at full rank; with normalised z, the factor √H makes
@@ -120,7 +120,7 @@ class Factored(nn.Module):
         self.bias = nn.Parameter(torch.empty(c_out * c_in * math.prod(kernel)))
 
     def forward(self, z: Tensor, s: Tensor) -> Sequence[Tensor]:
-        """Generates the scaled weight s·W for each row of the hidden activations z."""
+        """Returns the scaled weight s·W for each row of the hidden activations `z`."""
         mixed = torch.einsum("rkj,nj->nkr", self.core, s * z)
         row_factors = self.rows[:, None] * mixed[:, None]  # (n, c_out, |κ|, R): small, since the rank is
         weights = _FactoredWeights.apply(row_factors, self.columns, math.sqrt(z.shape[1]) * s, self.bias)  # type: ignore[no-untyped-call]

@@ -21,8 +21,8 @@ positions among the m nodes (e,)."""
 
 @final
 class GraphConv(nn.Module):
-    """Updates each node of a graph from its own state and the sum (or mean) of its predecessors' states, both by linear
-    maps.
+    """Updates each node's state by two linear maps, one of the node's state and one of the sum (or mean) of its
+    predecessors' states.
 
     It computes eq. 2 before its ReLU: A h_v + B Σ_{u→v} h_u + b (Morris et al. 2019), where A is `lin_root`, B and b
     are `lin_rel`. With `mean` it is GraphSAGE's layer with the mean aggregator (Hamilton et al. 2017, algorithm 1,
@@ -50,8 +50,8 @@ class GraphConv(nn.Module):
         return self.update_nodes(h, aggregate_predecessors(h, edges[0], edges[1], len(h), self.mean))
 
     def update_nodes(self, node_states: Tensor, messages: Tensor) -> Tensor:
-        """Computes the new states of nodes from their old states and the aggregated states of their predecessors, both
-        (m, d_in).
+        """Returns the new states of nodes from their old states and the aggregated states of their predecessors, both
+        of shape (m, d_in).
         """
         out: Tensor = self.lin_rel(messages) + self.lin_root(node_states)
         return out
@@ -59,7 +59,7 @@ class GraphConv(nn.Module):
 
 @final
 class GatedGraphConv(nn.Module):
-    """Updates each node of a graph by a GRU whose input is the sum of its predecessors' states.
+    """Updates each node's state by a GRU, whose input is the sum of the predecessors' states.
 
     GRU(Θ Σ_{u→v} h_u, h_v) (Li et al. 2016, in PyG's form), where Θ is this layer's `lin_rel`. All layers share one
     GRU. Messages follow the data flow, as in eq. 2; Li et al. send them in both directions.
@@ -80,8 +80,8 @@ class GatedGraphConv(nn.Module):
         return self.update_nodes(h, aggregate_predecessors(h, edges[0], edges[1], len(h)), cell)
 
     def update_nodes(self, node_states: Tensor, messages: Tensor, cell: nn.GRUCell) -> Tensor:
-        """Computes the new states of nodes from their old states and the aggregated states of their predecessors, both
-        (m, d).
+        """Returns the new states of nodes from their old states and the aggregated states of their predecessors, both
+        of shape (m, d).
         """
         out: Tensor = cell(self.lin_rel(messages), node_states)
         return out
@@ -90,8 +90,8 @@ class GatedGraphConv(nn.Module):
 def aggregate_predecessors(
     node_states: Tensor, sources: Tensor, targets: Tensor, num_nodes: int, mean: bool = False
 ) -> Tensor:
-    """Computes for each node the sum or mean of the states of its predecessors, shape (num_nodes, d); 0 for a node
-    without predecessors.
+    """Returns for each node the sum or mean of its predecessors' states, shape (num_nodes, d); 0 for a node without
+    predecessors.
 
     >>> h = torch.tensor([[1.0], [3.0]])
     >>> aggregate_predecessors(h, torch.tensor([0, 1]), torch.tensor([1, 1]), 2, mean=True).tolist()
@@ -104,8 +104,8 @@ def aggregate_predecessors(
 def forward_backward_levels(
     edges: Sequence[tuple[int, int]], num_nodes: int, device: torch.device
 ) -> tuple[Level, ...]:
-    """Groups the nodes of a graph into levels that are updated together, first in the direction of the data flow, then
-    against it.
+    """Groups nodes into levels to be updated together, first along the data flow, then against it; raises a `UserError`
+    if the edges form a cycle.
 
     These are the steps of one round of asynchronous message passing. Forward, a node comes after all its predecessors;
     backward, after all its successors. Nodes of one level are updated together.

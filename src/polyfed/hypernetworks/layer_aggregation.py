@@ -1,4 +1,4 @@
-"""Defines pFedLA's hypernetworks, one per client, which compute how much each client's layers count in this client's
+"""Defines pFedLA's hypernetworks, one per client, which compute the weight of every client's layers in this client's
 model (Ma et al., CVPR 2022, section 3.2 and Fig. 3).
 
 Each maps its embedding v_i to α_i, one weight per layer and client. They are stored one by one, so that a round
@@ -34,8 +34,8 @@ _LINE = 16  # floats in a cache line
 @final
 @dataclass(frozen=True)
 class HypernetworkSizes:
-    """Holds the sizes of one client's hypernetwork: numbers of clients (N), layers of the model (L), entries of an
-    embedding (E) and hidden units (H).
+    """Holds the sizes of one client's hypernetwork: the numbers of clients (N), of the model's layers (L), of entries
+    of an embedding (E) and of hidden units (H).
     """
 
     clients: int
@@ -45,13 +45,14 @@ class HypernetworkSizes:
 
     @property
     def num_parameters(self) -> int:
-        """Returns the number of entries of all tensors of one hypernetwork together."""
+        """Returns the number of entries in all tensors of one hypernetwork together."""
         trunk = self.hidden * (self.embedding + 1) + (_DEPTH - 1) * self.hidden * (self.hidden + 1)
         return self.embedding + trunk + self.layers * self.clients * (self.hidden + 1)
 
 
 def init_aggregation_hypernetwork(client: str, sizes: HypernetworkSizes, seed: int) -> dict[str, Tensor]:
-    """Draws the initial embedding and parameters {v_i, ψ_i} of one client's hypernetwork.
+    """Returns `{name: tensor}` with the random initial embedding and parameters {v_i, ψ_i} of one client's
+    hypernetwork.
 
     The network is a trunk of three linear layers with ReLU, and for each layer of the model a linear head with N outputs.
     The draw depends on the client's name and the seed only, so that a client that has not taken part needs no stored
@@ -80,7 +81,7 @@ def init_aggregation_hypernetwork(client: str, sizes: HypernetworkSizes, seed: i
 
 
 def stack_hypernetworks(networks: Sequence[Hypernetwork]) -> dict[str, Tensor]:
-    """Stacks the tensors of B clients' hypernetworks, with B as dimension 0."""
+    """Returns the tensors of B clients' hypernetworks stacked along a new first dimension of size B."""
     return {name: torch.stack([network[name] for network in networks]) for name in networks[0]}
 
 
@@ -91,7 +92,7 @@ def hypernetwork_batch_slices(num_hypernetworks: int, sizes: HypernetworkSizes) 
 
 
 def aggregation_logits(networks: Hypernetwork) -> Tensor:
-    """Computes the scores from which aggregation weights are made, z of shape (B, L, N), for hypernetworks from
+    """Returns the scores from which aggregation weights are made, shape (B, L, N), for hypernetworks from
     `stack_hypernetworks`.
 
     The outputs of a network do not depend on the others in the batch, not even in the last bit: the server recomputes the
@@ -117,8 +118,8 @@ def _linear(weight: Tensor, inputs: Tensor, bias: Tensor) -> Tensor:
 def layer_aggregation_weights(
     networks: Hypernetwork, client_rows: Sequence[int], normalise: WeightNormalisation
 ) -> Tensor:
-    """Computes how much every client counts in each layer of B clients' models: α of shape (B, L, N), with rows that
-    sum to 1.
+    """Returns the weight of each client in each layer of B clients' models: α of shape (B, L, N), with rows that sum to
+    1.
 
     α_i = HN_i(v_i; ψ_i) (eq. 4) is ReLU(z)/(ΣReLU(z) + ε), or softmax(z). Where all z of a row are ≤ 0, ReLU leaves no
     weights, and the client keeps its own layer: α_i^{l,i} = 1.
@@ -144,7 +145,7 @@ def layer_aggregation_weights(
 
 
 def rows_without_positive_entry(scores: Tensor) -> Tensor:
-    """Returns a mask (B, L) of the rows of scores z, shape (B, L, N), in which no entry is positive."""
+    """Returns a mask of shape (B, L): True where a row of the scores, shape (B, L, N), has no positive entry."""
     return (scores <= 0).all(2)
 
 
@@ -155,7 +156,7 @@ def update_aggregation_hypernetworks(
     learning_rate: float,
     normalise: WeightNormalisation,
 ) -> list[dict[str, Tensor]]:
-    """Updates B clients' hypernetworks by one gradient step towards their trained models (eq. 10 and 11).
+    """Returns B clients' hypernetworks after one gradient step towards the clients' trained models (eq. 10 and 11).
 
     v_i ← v_i + rate · (∇_v θ̄_i)ᵀ Δθ_i, and ψ_i likewise. The sign makes it a descent: Δθ_i is about −η∇L_i, so that
     the step decreases L_i(θ̄_i(v_i, ψ_i)), and also ½‖θ̄_i − θ_i‖². Since θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, the step needs
@@ -192,8 +193,8 @@ def _allocate_contiguous(like: Hypernetwork) -> dict[str, Tensor]:
 def group_tensor_names_into_layers(
     tensor_names: Sequence[str], tensor_names_by_module: Mapping[str, Sequence[str]], granularity: str
 ) -> dict[str, list[str]]:
-    """Groups a model's tensors into the layers that get one aggregation weight each: layer's name -> names of its
-    tensors, in the order of the model.
+    """Returns `{layer: names of its tensors}` in the order of the model; each layer gets one aggregation weight per
+    client.
 
     Args:
         tensor_names: names of the tensors that are aggregated.
@@ -221,8 +222,8 @@ def group_tensor_names_into_layers(
 def mix_models_by_layer(
     models: Sequence[StateDict], alpha: Tensor, layers: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Tensor]]:
-    """Computes the personalised models of B clients: each layer is a weighted mean of this layer over all clients'
-    models.
+    """Returns the personalised models of B clients, in which each layer is a weighted mean of that layer over all
+    clients' models.
 
     θ̄_i^l = Σ_j α_i^{l,j} θ_j^l (eq. 6).
 
@@ -264,7 +265,7 @@ def inner_products_with_updates(
     replies: Sequence[StateDict],
     layers: Mapping[str, Sequence[str]],
 ) -> Tensor:
-    """Computes, layer by layer, the inner products of every client's model with the changes that local training made in
+    """Returns, for each layer, the inner products of every client's model with the changes that local training made at
     B clients: shape (B, L, N), float64.
 
     ⟨θ_j^l, Δθ_i^l⟩ with Δθ_i = θ_i − θ̄_i.
@@ -298,7 +299,8 @@ def layer_similarity_weights(
     measure: SimilarityMeasure,
     sharpness: float,
 ) -> Tensor:
-    """Computes aggregation weights from the similarity of clients' layers, without hypernetworks (example of Fig. 1).
+    """Returns aggregation weights, shape (B, L, N), from the similarity of clients' layers, without hypernetworks
+    (example of Fig. 1).
 
     α_i^{l,j} = softmax_j(sharpness · s_ij^l), (B, L, N), float32. If one layer is the whole model, weights are model-wise.
 

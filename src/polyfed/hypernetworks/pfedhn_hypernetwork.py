@@ -1,5 +1,5 @@
 """Defines pFedHN's hypernetwork, which generates clients' weights, as functions of its tensors (Shamsian et al., ICML
-2021; layers of the authors' code).
+2021; layers as in the authors' code).
 
 A trunk of linear layers with ReLU between them maps the embedding v_i of client i to features h_i, and one linear head per
 tensor maps these to that tensor of the client's network. Each architecture has its own heads on the common trunk.
@@ -30,8 +30,8 @@ def init_weight_hypernetwork(
     architectures: Mapping[str, StateDict],
     offsets: Mapping[str, StateDict],
 ) -> dict[str, Tensor]:
-    """Draws the hypernetwork's initial tensors as torch initialises `nn.Linear`, and the clients' embeddings from N(0,
-    1), as `nn.Embedding`.
+    """Returns the hypernetwork's random initial tensors, drawn as torch initialises `nn.Linear`, and for the clients'
+    embeddings `nn.Embedding`, from N(0, 1).
 
     Args:
         seed: seed of the draw.
@@ -74,14 +74,14 @@ def init_weight_hypernetwork(
 
 
 def generated_tensor_names(network: StateDict, architecture: str) -> list[str]:
-    """Returns the names of the tensors that the hypernetwork generates for an architecture."""
+    """Returns the names of those tensors of a client's network that the hypernetwork generates for this architecture."""
     start, end = f"heads.{architecture}.", ".bias"
     return [name[len(start) : -len(end)] for name in network if name.startswith(start) and name.endswith(end)]
 
 
 def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
-    """Computes the activations of the hypernetwork's shared layers for B clients: their embeddings, the input of each
-    further layer, and last the output, (B, H).
+    """Returns the activations of the hypernetwork's shared layers for B clients: their embeddings, the input of each
+    further layer, and the last output, (B, H).
 
     `rows` has the positions of the B clients among all N.
     """
@@ -95,7 +95,7 @@ def trunk_activations(network: StateDict, rows: Tensor) -> list[Tensor]:
 
 
 def generate_client_weights(network: StateDict, architecture: str, rows: Tensor) -> dict[str, Tensor]:
-    """Generates the weights of B clients that have one architecture: tensor's name -> (B, *shape).
+    """Returns `{tensor's name: generated weights}` for B clients of one architecture, each of shape (B, *shape).
 
     θ̄_i = h(v_i; φ).
 
@@ -114,8 +114,8 @@ def generate_client_weights(network: StateDict, architecture: str, rows: Tensor)
 def backpropagate_deltas(
     network: StateDict, architecture: str, rows: Tensor, deltas: StateDict, clip: float | None = None
 ) -> dict[str, Tensor]:
-    """Computes the hypernetwork's gradient from the changes `deltas` to the weights that it generated, summed over the
-    clients.
+    """Returns the hypernetwork's gradient, summed over the clients, from `deltas`, the changes to the weights that it
+    generated.
 
     It is Σ_i c_i·g_i with g_i = J_iᵀ δ_i, where J_i is the Jacobian of θ̄_i in all tensors of the network (v_i
     included). The factor c_i = min(1, clip/(‖g_i‖ + 10⁻⁶)) clips as `clip_grad_norm_` does.
@@ -166,8 +166,8 @@ def backpropagate_deltas(
 def sgd_step(
     network: StateDict, velocity: StateDict, gradients: StateDict, *, lr: float, momentum: float, weight_decay: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the hypernetwork's tensors and velocity after one step of SGD with momentum and weight decay, in torch's
-    form.
+    """Returns the hypernetwork's tensors and the velocity after one step of SGD with momentum and weight decay, as in
+    torch.
 
     u ← momentum·u + g + weight_decay·φ, φ ← φ − lr·u.
 

@@ -1,4 +1,6 @@
-"""Defines the model zoo: functions that build networks from (input_shape, num_classes), by name, and model specs."""
+"""Defines the model zoo, functions that build networks from (input_shape, num_classes) by name, and descriptions of
+networks (`ModelSpec`).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,7 +51,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build(
     model: str | Callable[..., nn.Module], input_shape: tuple[int, ...], num_classes: int, **arguments: Any
 ) -> nn.Module:
-    """Builds the network of this name, or by this function, with weights drawn from torch's default random generator.
+    """Builds a network by its name in the zoo, a `module:function`, or a function, with random initial weights; raises
+    a `UserError` for unknown or unsuitable arguments.
 
     Args:
         model: a name in `MODELS`, the user's `module:factory` (searched in the current directory too), or a factory
@@ -88,7 +91,7 @@ def build(
 @final
 @dataclass(frozen=True)
 class ModelSpec:
-    """Describes a network by the function that builds it, its arguments and shapes; calling the spec builds the
+    """Describes a network by the function that builds it, its arguments and its shapes; calling the object builds the
     network.
 
     Recipes pass it as `Client.model`. Equal specs hash alike, and a spec can be sent to other processes.
@@ -125,5 +128,5 @@ class ModelSpec:
         object.__setattr__(self, "input_shape", tuple(self.input_shape))
 
     def __call__(self) -> nn.Module:
-        """Builds a new network from the spec; see `build`."""
+        """Builds a new network from this description, as `build` does."""
         return build(self.name, self.input_shape, self.num_classes, **self.arguments)

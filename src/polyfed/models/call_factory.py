@@ -1,4 +1,6 @@
-"""Calls a user's model factory with the arguments that its signature takes, and checks that it returns an `nn.Module`."""
+"""Calls a user's function that builds a network with the arguments that its signature accepts, and checks that it
+returns an `nn.Module`.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,8 +18,8 @@ def call_factory(
     num_classes: int,
     arguments: Mapping[str, Any],
 ) -> nn.Module:
-    """Builds a user's network: calls `factory` with `arguments`, and with `input_shape` and `num_classes` if its
-    signature has these names.
+    """Builds a network by calling `factory` with `arguments`, and `input_shape` and `num_classes` if it has such
+    parameters; raises a `UserError` if they do not fit.
 
     Args:
         label: name of the factory in error messages.

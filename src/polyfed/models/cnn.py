@@ -1,4 +1,4 @@
-"""Builds the convolutional networks of the papers, and a small one for small images."""
+"""Builds the convolutional networks of several papers, and one for small images."""
 
 from collections import OrderedDict
 
@@ -45,7 +45,7 @@ def cnn_582k(
     input_shape: tuple[int, ...], num_classes: int, *, channels: tuple[int, int] = (32, 64), hidden: int = 512
 ) -> nn.Sequential:
     """Builds a CNN of two 5×5 convolutions (32 and 64 channels, no padding), each with 2×2 max-pooling, and a hidden
-    layer of 512.
+    layer of 512 units.
 
     It is the MNIST network of McMahan et al. (2017, "Communication-Efficient Learning of Deep Networks from Decentralized
     Data", section 3) without the padding, as in public FL code: 582,026 parameters on 1×28×28 with 10 classes.
@@ -76,8 +76,8 @@ def cnn_pfedla(
     hidden: tuple[int, ...] = (120, 84),
     batch_norm: bool = False,
 ) -> nn.Sequential:
-    """Builds pFedLA's network: 5×5 convolutions (16 and 32 channels) with 2×2 max-pooling, and hidden layers of 120
-    and 84.
+    """Builds pFedLA's network: two 5×5 convolutions (16 and 32 channels) with 2×2 max-pooling, and hidden layers of 120
+    and 84 units.
 
     pFedLA (Ma et al. 2022, section 4.1) names "the same CNN as in FedFomo, FedBN and pFedHN", with BatchNorm after the
     convolutions for CIFAR and none for EMNIST and FashionMNIST. These three networks differ; the megabytes in Table 3
@@ -108,8 +108,8 @@ def cnn_pfedla(
 def cnn_fedhenn(
     input_shape: tuple[int, ...], num_classes: int, *, level: int = 1, channels: int = 64, padding: int = 0
 ) -> nn.Sequential:
-    """Builds one of FedHeNN's five networks, from 1 convolution and 1 fully connected layer (level 1) to 3 convolutions
-    and 3 fully connected layers (level 5).
+    """Builds one of FedHeNN's five networks: from one convolution and one fully connected layer (level 1) to three of
+    each (level 5).
 
     The paper (Makhija et al. 2022, section 4.1) gives levels 1 and 5; each level between adds one layer to the one before,
     alternating between the two kinds (polyfed's choice):
@@ -161,8 +161,8 @@ def cnn_fedhenn_homo(
     channels: tuple[int, int] = (64, 64),
     hidden: tuple[int, int] = (120, 64),
 ) -> nn.Sequential:
-    """Builds the network that FedHeNN gives to all clients alike: two 5×5 convolutions (64 channels) with 2×2
-    max-pooling, and fully connected layers of 120, 64 and C.
+    """Builds the network that FedHeNN gives to all clients in its homogeneous setting: two 5×5 convolutions (64
+    channels) with 2×2 max-pooling, then layers of 120, 64 and C units.
 
     Source: Makhija et al. 2022, section 4.1 (two convolutions, three fully connected layers); sizes from the released
     code, which widens the network for CIFAR-100 to channels=(64, 128), hidden=(256, 128).
@@ -188,7 +188,7 @@ def cnn_fedhenn_homo(
 def cnn_fedpnas(
     input_shape: tuple[int, ...], num_classes: int, *, channels: tuple[int, int, int, int] = (8, 32, 128, 768)
 ) -> nn.Sequential:
-    """Builds the network of FedPNAS's FedAvg baseline: four convolutions and one linear layer.
+    """Builds the network that FedPNAS uses for its baseline FedAvg: four convolutions and one linear layer.
 
     Source: Hoang and Kingsford, appendix C, Fig. 4; kernels, strides and norms from the authors' code. Two 3×3
     convolutions with stride 2 follow each other without an activation, then come ReLU and 5×5 average pooling with

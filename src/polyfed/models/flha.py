@@ -25,8 +25,8 @@ BranchJoin = Literal["add", "concat"]
 
 @final
 class ResidualBlock(nn.Module):
-    """Applies two 3×3 convolutions and a shortcut, joined by a sum or by concatenation: the basic residual block of He
-    et al. (2016).
+    """Applies two 3×3 convolutions and a shortcut, joined by a sum or by concatenation (the basic residual block of He
+    et al. 2016).
 
     The shortcut is the identity, or a 1×1 convolution with norm where the shape changes. With join="concat" the branch and
     the shortcut are concatenated, and a 1×1 convolution with norm reduces them to the channels of a sum, so that the layers
@@ -144,7 +144,7 @@ def _plain_block(c_in: int, c_out: int, stride: int, norm: Norm) -> nn.Sequentia
 def resnet18(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
 ) -> nn.Sequential:
-    """Builds ResNet-18 for small images, FLHA's Arch 0.
+    """Builds a ResNet-18 for small images (FLHA's Arch 0).
 
     He et al. (2016) with the CIFAR stem (3×3, stride 1, no max-pooling); 11,173,962 parameters at width 64 with 3 input
     channels and 10 classes.
@@ -177,8 +177,8 @@ def resnet18_hybrid(
     norm: Norm = "batch",
     stem: Stem = "cifar",
 ) -> nn.Sequential:
-    """Builds ResNet-18 with two blocks that concatenate instead of adding: one of the three hybrids of FLHA's appendix
-    B.
+    """Builds a ResNet-18 in which two blocks concatenate instead of adding: one of the three hybrids in appendix B of
+    FLHA.
 
     The paper does not name the blocks; polyfed takes the second block of stages 1 and 2 (variant 1), 2 and 3 (variant 2),
     or 3 and 4 (variant 3).
@@ -210,8 +210,8 @@ def resnet18_hybrid(
 def flha_arch1(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
 ) -> nn.Sequential:
-    """Builds FLHA's Arch 1: 10 layers without skips (section 5), namely the stem, two 3×3 convolutions at each of four
-    widths, and a linear layer.
+    """Builds FLHA's Arch 1 with 10 layers and no skips (section 5): a first convolution, two 3×3 convolutions at each
+    of four widths, and a linear layer.
 
     Args:
         input_shape: (channels, height, width), of any size.
@@ -271,7 +271,7 @@ def flha_arch3(
 def flha_small(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch"
 ) -> nn.Sequential:
-    """Builds FLHA's small CNN for edge devices, of 4 layers (section 5.4, Table 7, Figure 7).
+    """Builds FLHA's small CNN for edge devices, with 4 layers (section 5.4, Table 7, Figure 7).
 
     The paper says only "4 layers"; polyfed takes ResNet-18's stem, its two stride-2 convolutions to widths 2 and 4, and a
     linear layer after averaging over the image.
@@ -298,7 +298,8 @@ def flha_small(
 def flha_chain(
     input_shape: tuple[int, ...], num_classes: int, *, num_layers: int = 7, width: int = 64, norm: Norm = "batch"
 ) -> nn.Sequential:
-    """Builds a CNN of FLHA's GNN ablation (Table 2): every layer is 3×3×64×64 except the first and the last.
+    """Builds a CNN from FLHA's ablation of the GNN (Table 2), in which every layer is 3×3×64×64 except the first and
+    the last.
 
     The paper has networks of 4, 7, 10 and 13 layers, of which the last is linear. The pooling is polyfed's choice: 2×2
     max-pooling after every third convolution except the last one, then the average over the image; so the paper's networks

@@ -10,8 +10,8 @@ from polyfed.models.shapes import check_input_shape, check_sizes
 
 @final
 class LSTMClassifier(nn.Module):
-    """Classifies token sequences by an embedding, an LSTM, and two fully connected layers on the LSTM's last real
-    output.
+    """Classifies token sequences by an embedding, an LSTM, and two fully connected layers on the LSTM's output at the
+    last token that is not padding.
 
     The last real output is the one at the last token that is not padding. `lstm` explains the layers and their sizes.
 
@@ -30,7 +30,7 @@ class LSTMClassifier(nn.Module):
         self.fc2 = nn.Linear(fc, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of a batch of token sequences."""
+        """Returns the logits of a batch of token sequences, shape (batch, classes)."""
         outputs, _ = self.lstm(self.embedding(tokens))
         # A text ends at its last token that is not padding, on whichever side the padding is; an empty one ends at the
         # first.

@@ -10,7 +10,7 @@ from polyfed.models.shapes import check_input_shape, check_sizes
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, *, hidden: tuple[int, ...] = (64,)) -> nn.Sequential:
-    """Builds fully connected layers with ReLU between them; inputs of any shape are flattened.
+    """Builds a multilayer perceptron: fully connected layers with ReLU between them; inputs of any shape are flattened.
 
     Args:
         input_shape: shape of one example, without the batch dimension.

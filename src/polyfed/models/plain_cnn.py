@@ -1,4 +1,4 @@
-"""Builds convolutional networks without branches from a list of their layers, and norm layers by name.
+"""Builds convolutional networks without branches from a list of layers, and norm layers by name.
 
 The CNNs of the papers (`cnn.py`) and FLHA's chain-shaped ones (`flha.py`) are built here.
 """
@@ -19,7 +19,7 @@ Norm = Literal["batch", "group", "none"]
 
 
 def build_norm_layer(norm: Norm, channels: int) -> nn.Module | None:
-    """Builds the norm layer of an image network by name: BatchNorm2d, or GroupNorm with 16 channels per group; None for
+    """Builds a norm layer for images by name: BatchNorm2d, or GroupNorm with 16 channels per group; returns None for
     "none".
 
     Wu and He (2018, "Group Normalization", Table 3) find 16 channels per group one of the two best settings. Where 16 does
@@ -42,7 +42,7 @@ def build_norm_layer(norm: Norm, channels: int) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """Describes one convolution of a plain CNN; `pool` is the side of the max-pooling after it (1: no pooling)."""
+    """Describes one convolution of a CNN without branches; `pool` is the side of the max-pooling after it (1 for none)."""
 
     channels: int
     kernel: int
@@ -62,8 +62,8 @@ def plain_cnn(
     conv_bias: bool = True,
     global_pool: bool = False,
 ) -> nn.Sequential:
-    """Builds a CNN without branches: convolutions, each with optional norm and max-pooling and a ReLU, then fully
-    connected layers.
+    """Builds a CNN without branches: convolutions, each with ReLU and optional norm and max-pooling, then fully
+    connected layers. Raises a `UserError` if the image is too small.
 
     The layers are named conv1, norm1, pool1, relu1, conv2, ..., flatten, fc1, relu_fc1, ...; the last fc is the output.
 

@@ -1,4 +1,4 @@
-"""Checks the arguments that all functions of the model zoo take: input shape, number of outputs, and sizes."""
+"""Checks the arguments that all functions of the model zoo take: input shape, number of outputs, and sizes of layers."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from polyfed.core.errors import UserError
 
 
 def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1) -> tuple[int, ...]:
-    """Checks that each size of a layer is an integer of at least `minimum`, and returns the sizes as a tuple.
+    """Raises a `UserError` unless each size is an integer of at least `minimum`; returns the sizes as a tuple.
 
     Raises:
         UserError: a size is not an int or is too small.
@@ -21,8 +21,8 @@ def check_sizes(model: str, name: str, sizes: Iterable[int], *, minimum: int = 1
 
 
 def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, ...]:
-    """Returns one example's shape as a tuple, without the batch; raises an error unless all of its sizes and the number
-    of outputs are positive whole numbers.
+    """Raises a `UserError` unless all sizes of one example's shape and the number of outputs are positive whole
+    numbers; returns the shape as a tuple.
 
     Raises:
         UserError: the shape is empty, a dimension is not a positive int, or there is not even one output.
@@ -37,7 +37,8 @@ def check_input_shape(model: str, input_shape: Sequence[int], num_classes: int) 
 
 
 def check_image_shape(model: str, input_shape: Sequence[int], num_classes: int) -> tuple[int, int, int]:
-    """Checks the shape of one image and the number of outputs, and returns the shape as (channels, height, width).
+    """Raises a `UserError` unless the shape is that of an image, with positive sizes and number of outputs; returns
+    (channels, height, width).
 
     Raises:
         UserError: as `check_input_shape`, or the shape does not have three dimensions.

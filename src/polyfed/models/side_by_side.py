@@ -1,4 +1,4 @@
-"""Wraps networks that take one tensor so that they take inputs of several parts."""
+"""Lets networks that take one tensor accept inputs of several tensors."""
 
 from typing import final
 
@@ -10,8 +10,8 @@ from polyfed.core.examples.pytree import named_leaves
 
 @final
 class SideBySide(nn.Module):
-    """Wraps a network that takes one tensor: concatenates all parts of an input to one row per example, in the order of
-    the parts' names, and calls the network on it.
+    """Wraps a network that takes one tensor: concatenates the tensors of an input to one row per example, in the order
+    of their names, and calls the network on it.
 
     >>> net = SideBySide(nn.Linear(5, 2))
     >>> net(image=torch.zeros(3, 1, 2, 2), age=torch.zeros(3, 1)).shape
@@ -23,7 +23,8 @@ class SideBySide(nn.Module):
         self.network = network
 
     def forward(self, *parts: Tensor, **named: Tensor) -> Tensor:
-        """Returns the network's output on the concatenated parts.
+        """Returns the network's output on the concatenated tensors; raises a `TypeError` if one holds integers, which
+        may be tokens.
 
         Raises:
             TypeError: a part has integers, which may be tokens.

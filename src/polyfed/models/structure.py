@@ -1,4 +1,4 @@
-"""Finds the body, head, norm layers, buffers and representation of any network by its structure.
+"""Determines the body, head, norm layers, buffers and representation of any network from its structure.
 
 Structure means the types of modules, the order in which they run, and whether the output depends on them; names of layers do
 not matter. A layer here is a module with parameters of its own; tensors are named as in `state_dict()`.
@@ -25,7 +25,8 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNor
 def find_head_modules(
     model: nn.Module, example: Inputs, *, num_layers: int = 1, names: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """Returns the names of the modules that form the head: the last `num_layers` parametric layers before the output.
+    """Returns the names of the modules that form the head: the last `num_layers` layers with parameters before the
+    output. Raises a `UserError` for names or numbers that do not fit.
 
     The function runs the model once on `example` in evaluation mode; neither the model nor the random state changes. A layer
     counts if the output depends on it, at the place of its last use; an auxiliary branch whose result is dropped does not.
@@ -79,7 +80,8 @@ def find_head_modules(
 
 
 def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the names of all tensors of `state_dict()` in two groups, (body, head).
+    """Returns the names of all tensors of `state_dict()` in two groups, (body, head); raises a `UserError` if a module
+    in `head` does not exist.
 
     All names of a shared tensor are on the same side: the head's, if one of them is in the head, since a tensor that stays
     with a client must not leave under another name.
@@ -105,8 +107,8 @@ def split_body_and_head(model: nn.Module, head: Sequence[str]) -> tuple[tuple[st
 
 
 def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
-    """Maps "POSITION.NAME", a module's position in `modules` and a tensor's name inside it, to the tensor's first name
-    in the model, so that tensors can be matched across architectures.
+    """Returns `{"POSITION.NAME": first name in the model}`, from a module's position in `modules` and a tensor's name
+    in it, to match tensors across architectures.
 
     A tensor that several of the modules share is listed only under the first of them.
 
@@ -128,8 +130,8 @@ def tensor_names_by_position(model: nn.Module, modules: Sequence[str], excluded:
 
 
 def norm_layer_tensor_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names in `state_dict()` of the parameters and buffers of all norm layers, which are recognised by
-    their class.
+    """Returns the names in `state_dict()` of the parameters and buffers of all norm layers, which it recognises by
+    class.
 
     Norm layers are batch, instance, layer, group and RMS norms, and classes derived from them. A tensor that a norm layer
     shares with another layer is listed under all its names.
@@ -148,7 +150,7 @@ def norm_layer_tensor_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def buffer_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the persistent buffers, which are the buffers in `state_dict()`.
+    """Returns the names of the persistent buffers, those that are in `state_dict()`.
 
     >>> buffer_names(nn.BatchNorm1d(2))
     ('running_mean', 'running_var', 'num_batches_tracked')
@@ -157,7 +159,7 @@ def buffer_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Returns whether some module of the network is a BatchNorm (of any dimension, synchronised or not).
+    """Returns whether a module of the network is a BatchNorm (of any dimension, synchronised or not).
 
     >>> has_batch_norm(nn.Sequential(nn.BatchNorm1d(2))), has_batch_norm(nn.LayerNorm(2))
     (True, False)
@@ -166,8 +168,8 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def tensor_names_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns, for the name of each module, the names in `state_dict()` of the tensors that the module owns directly
-    (pFedLA's layers).
+    """Returns `{module: names in `state_dict()`}` with the tensors that belong to each module directly (the layers of
+    pFedLA).
 
     Every tensor name occurs once, in the order of `state_dict()`; a shared tensor belongs, with all its names, to its first
     owner. A parametrised layer (torch.nn.utils.parametrizations) owns the tensors of its parametrisation. The model itself
@@ -209,8 +211,8 @@ def find_representation_module(model: nn.Module, example: Inputs) -> str:
 def compute_batch_representation(
     model: nn.Module, x: Inputs, *, module: str | None = None, batch_statistics: bool = False
 ) -> Tensor:
-    """Computes the representation Φ(x) of a batch, the input of the last linear layer, without dropout (FedHeNN,
-    Makhija et al. 2022, section 3).
+    """Returns the representation of a batch, the input of the last linear layer or of `module`, computed without
+    dropout (FedHeNN, Makhija et al. 2022, section 3).
 
     The model runs in evaluation mode, and afterwards every module is in its former mode; gradients flow to the parameters if
     they are enabled.
@@ -269,7 +271,7 @@ def _is_inside(tensor: str, module: str) -> bool:
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Raises a `UserError` if a part of the network is compiled by torch.jit, since its layers can neither be listed
+    """Raises a `UserError` if a part of the network is compiled by torch.jit, so that its layers can be neither listed
     nor hooked.
     """
     for name, part in model.named_modules():

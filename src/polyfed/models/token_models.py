@@ -1,4 +1,4 @@
-"""Builds networks that give logits for each token of a sequence: a two-way LSTM, and a small transformer."""
+"""Builds networks that return logits for each token of a sequence: a bidirectional LSTM, and a small transformer."""
 
 from typing import final
 
@@ -14,7 +14,8 @@ _NEVER = -1e9  # added to the logits of attention; finite, so that a text of pad
 
 @final
 class LSTMTagger(nn.Module):
-    """Classifies each token by an embedding, an LSTM from each end of the text, and a linear layer on both.
+    """Classifies each token by an embedding, two LSTMs (one from each end of the text), and a linear layer on both
+    outputs.
 
     Padding at the end changes no output of a real token. `lstm_tagger` explains the layers and their sizes.
 
@@ -30,7 +31,7 @@ class LSTMTagger(nn.Module):
         self.fc = nn.Linear(2 * hidden, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of a batch of token sequences."""
+        """Returns the logits of each token, for a batch of token sequences."""
         # The real tokens in reverse, and padding where it is: position k of a text of n tokens is n − 1 − k.
         real = (tokens != self.padding).long()
         position = (real * 0 + 1).cumsum(1) - 1
@@ -44,7 +45,7 @@ class LSTMTagger(nn.Module):
 
 @final
 class TinyTransformer(nn.Module):
-    """Classifies each token by an embedding, learnt positions, transformer blocks, LayerNorm and a linear layer.
+    """Classifies each token by an embedding, learnt positions, transformer blocks, a LayerNorm and a linear layer.
 
     Nobody attends to padding. `tiny_transformer` explains the layers and their sizes.
 
@@ -64,7 +65,7 @@ class TinyTransformer(nn.Module):
         self.head = nn.Linear(dim, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of a batch of token sequences."""
+        """Returns the logits of each token, for a batch of token sequences."""
         is_padding = tokens == self.padding
         place = (is_padding.long() * 0 + 1).cumsum(1) - 1
         hidden = self.embedding(tokens) + self.positions(place)
@@ -86,7 +87,8 @@ def lstm_tagger(
     hidden: int = 32,
     padding: int = 0,
 ) -> LSTMTagger:
-    """Builds a tagger of two LSTMs, one from each end of the text; all default sizes are polyfed's choice.
+    """Builds a network of two LSTMs, one from each end of the text, that classifies each token; all default sizes are
+    polyfed's choice.
 
     Args:
         input_shape: (length,) of the token sequences; any length works.
@@ -121,7 +123,8 @@ def tiny_transformer(
     causal: bool = False,
     padding: int = 0,
 ) -> TinyTransformer:
-    """Builds a transformer for tokens, small enough to train on a CPU; all default sizes are polyfed's choice.
+    """Builds a transformer that classifies each token, small enough to train on a CPU; all default sizes are polyfed's
+    choice.
 
     Args:
         input_shape: (length,) of the token sequences; shorter ones work too.

@@ -33,8 +33,8 @@ class TransformerBlock(nn.Module):
         self.fc2 = nn.Linear(mlp_dim, dim)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns the layer's output, in the shape of `x`; `bias` is added to the logits of attention, such as −1e9 for
-        tokens that nobody may attend to.
+        """Returns the layer's output, in the shape of `x`; adds `bias` to the logits of attention, such as −1e9 to mask
+        a token.
         """
         query, key, value = (
             self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
@@ -48,8 +48,8 @@ class TransformerBlock(nn.Module):
 
 @final
 class VisionTransformer(nn.Module):
-    """Classifies images by patch embedding, learnt positions, transformer blocks, LayerNorm, mean or class token, and
-    a linear layer.
+    """Classifies images by patch embedding, learnt positions, transformer blocks, a LayerNorm, the mean of the patches
+    or a class token, and a linear layer.
 
     `vit` explains the layers and their sizes.
 
@@ -81,7 +81,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(dim, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits of a batch of images."""
+        """Returns the logits of a batch of images, shape (batch, classes)."""
         tokens = self.patches(x).flatten(2).transpose(1, 2)
         if self.pool == "cls":
             tokens = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)

@@ -1,4 +1,5 @@
-"""Defines the search spaces, samplers and supernets of FedPNAS, and the networks that are derived from supernets.
+"""Defines FedPNAS's search spaces, samplers and supernets (networks that contain all candidate operations), and the
+networks derived from supernets.
 
 `operations`: the operations that an edge can choose. `sampling`: the choice of one operation per edge. `cells`,
 `supernet`: the supernet. `derived`: the architecture of a client as a network of its own.

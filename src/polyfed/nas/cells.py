@@ -1,5 +1,5 @@
-"""Defines the cell of a supernet: a directed acyclic graph of feature maps whose edges each apply one chosen operation
-(FedPNAS, section 2).
+"""Defines the cell of a supernet: a directed acyclic graph of feature maps, in which each edge applies one chosen
+operation (FedPNAS, section 2).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ enlarge_onednn_kernel_cache()  # the number of examples that choose an operation
 @final
 @dataclass(frozen=True)
 class CellPlan:
-    """Describes a cell's graph: each node has an edge from each input and from each earlier node; the last node is the
+    """Describes the graph of a cell: each node has an edge from each input and each earlier node; the last node is the
     output.
 
     Args:
@@ -55,8 +55,8 @@ class CellPlan:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Returns (from, to) of each edge: 0 is the previous cell's output, 1 the output of the cell before that (if it
-        is an input), then come the nodes.
+        """Returns (from, to) of each edge: 0 is the output of the previous cell, 1 that of the cell before it (if it is
+        an input), then come the nodes.
         """
         last = self.inputs + self.nodes
         return tuple((i, j) for j in range(self.inputs, last) for i in range(j))
@@ -64,7 +64,7 @@ class CellPlan:
 
 @final
 class Cell(nn.Module):
-    """Computes a cell's feature maps: each node is the sum (or mean) of the operations on its incoming edges.
+    """Computes a cell's feature maps, in which each node is the sum (or mean) of the operations on its incoming edges.
 
     v_j = Σ_{i<j} Z_ijᵀ O_ij(v_i) (section 2).
     """
@@ -82,7 +82,7 @@ class Cell(nn.Module):
         )
 
     def forward(self, previous: Tensor, skip: Tensor, choice: OperationChoice | None) -> Tensor:
-        """Returns the cell's output, (batch, channels, height, width), with half the height and width if the cell
+        """Returns the cell's output, shape (batch, channels, height, width); height and width are halved if the cell
         reduces images.
 
         Args:
@@ -129,7 +129,8 @@ class Cell(nn.Module):
 
 
 def apply_chosen_operations(candidates: Sequence[nn.Module], value: Tensor, index: Tensor) -> Tensor:
-    """Applies to each example the operation chosen for it; the examples of one operation run together, in one call.
+    """Returns, for each example, the output of the operation chosen for it; examples with the same operation are
+    computed in one call.
 
     Operations that no example chose are not called.
 

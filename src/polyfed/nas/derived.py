@@ -1,4 +1,6 @@
-"""Derives a client's network from a supernet, and writes and reads its description."""
+"""Derives a client's network from a supernet (a network with all candidate operations), and writes and reads its
+description.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -57,7 +59,7 @@ class _PlanFields(TypedDict):
 
 
 def check_cell_descriptions(description: Any) -> None:
-    """Raises a ValueError unless the description's cells have the structure that `describe_network` returns.
+    """Raises a `ValueError` unless the cells in a description have the structure that `describe_network` returns.
 
     Raises:
         ValueError: the message says in half a sentence what is wrong.
@@ -69,7 +71,7 @@ def check_cell_descriptions(description: Any) -> None:
 
 
 def build_network_with_operations(network: Network, choices: Sequence[Tensor | None]) -> Network:
-    """Builds the network in which every edge of a supernet has only its chosen operation, with copies of the supernet's
+    """Builds a network in which every edge of a supernet has only its chosen operation, with copies of the supernet's
     weights.
 
     It computes the same as the supernet with these choices, and holds no other weights.
@@ -107,8 +109,8 @@ def _fix_cell(plan: CellPlan, choice: Tensor | None) -> CellPlan:
 
 
 def most_probable_network(network: Network) -> Network:
-    """Builds the network in which every edge of a supernet has its most probable operation, for a supernet with
-    context-free samplers.
+    """Builds a network in which every edge of a supernet has its most probable operation; raises a `UserError` if
+    samplers choose for each example.
 
     See `build_network_with_operations`.
 
@@ -128,8 +130,8 @@ def most_probable_network(network: Network) -> Network:
 
 
 def operation_probabilities(network: Network, examples: Examples | None = None) -> list[Tensor | None]:
-    """Computes for each cell of a supernet the probabilities of its operations, (edges, operations) on the CPU; None
-    for a cell without a choice.
+    """Returns, for each cell of a supernet, the probabilities of its operations, shape (edges, operations), on the CPU;
+    None for a cell without a choice.
 
     They are softmax(logits) of the cell's sampler.
 
@@ -167,7 +169,7 @@ def operation_probabilities(network: Network, examples: Examples | None = None) 
 
 
 def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) -> dict[str, Any]:
-    """Describes a derived network as a dict for JSON, with all that is needed to build it again, and its cells in
+    """Returns a derived network as a dict for JSON: all that is needed to rebuild it without weights, and its cells in
     readable form.
 
     Args:
@@ -206,7 +208,8 @@ def describe_network(module: nn.Module, probabilities: Sequence[Tensor | None]) 
 
 
 def rebuild_network(description: Mapping[str, Any]) -> nn.Module:
-    """Builds the network that a description from `describe_network` stands for; its weights are not yet loaded.
+    """Builds a network from a description that `describe_network` returned, without loading weights; raises a
+    `UserError` for any other description.
 
     Raises:
         UserError: `description` is not one of `describe_network`.
@@ -278,7 +281,8 @@ def _cell_plan(fields: Mapping[str, Any]) -> CellPlan:
 
 
 def load_network(path: str | Path) -> nn.Module:
-    """Loads the network that a run has derived for a client, with its weights, ready to use.
+    """Returns the network that a run derived for a client, with its weights loaded; raises a `UserError` if a file is
+    missing or files do not belong together.
 
     Args:
         path: `models/ID.json` of a run directory; the weights are next to it in `ID.safetensors`.

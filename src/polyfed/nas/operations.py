@@ -1,4 +1,4 @@
-"""Defines the operations on feature maps from which an edge of a cell can choose (FedPNAS, Table 3; as in SNAS)."""
+"""Defines the operations on feature maps among which an edge of a cell can choose (FedPNAS, Table 3; as in SNAS)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from polyfed.nas.depthwise import Depthwise
 
 @final
 class GroupedNorm(nn.BatchNorm2d):
-    """Applies BatchNorm to a part of a batch's examples, even if it has only one example.
+    """Applies BatchNorm to a group of a batch's examples, even if the group has only one example.
 
     If a channel has only one value and so no variance, the running statistics take the place of the group's.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the feature maps of one group of images; input and output have shape (images in the group,
+        """Returns the normalised feature maps of one group of images; input and output have shape (images in the group,
         channels, height, width).
         """
         if self.training and x.numel() == x.shape[1]:
@@ -31,7 +31,7 @@ class GroupedNorm(nn.BatchNorm2d):
 
 @contextmanager
 def normalise_by_batch_without_tracking(module: nn.Module) -> Iterator[None]:
-    """Makes all BatchNorm layers of a network normalise by the batch's statistics inside the block, without updating
+    """Makes all BatchNorm layers of a network normalise by batch statistics inside the `with` block, without updating
     their running statistics.
     """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -101,7 +101,8 @@ SMALL_OPERATION_NAMES = ("avg_pool_3", "max_pool_3", "sep_conv_3", "dil_conv_3",
 
 
 def build_operation(name: str, channels: int, stride: int = 1) -> nn.Module:
-    """Builds the operation of this name, a layer on feature maps (group, channels, height, width).
+    """Builds the operation of this name, a layer on feature maps (group, channels, height, width); raises a `UserError`
+    for an unknown name.
 
     With stride 2 it halves height and width, rounded up.
 
@@ -128,7 +129,7 @@ def build_operation(name: str, channels: int, stride: int = 1) -> nn.Module:
 
 
 def check_operation_names(names: Sequence[str]) -> None:
-    """Raises a `UserError` unless `names` is a list of different operations from which an edge can choose."""
+    """Raises a `UserError` unless `names` is a list of different names of operations among which an edge can choose."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise UserError(f"operations must be a list of names, got {names!r}; choices: {', '.join(OPERATION_NAMES)}")
     if not names or len(set(names)) < len(names):
@@ -138,7 +139,8 @@ def check_operation_names(names: Sequence[str]) -> None:
 
 
 def build_operations(channels: int, names: Sequence[str] = OPERATION_NAMES, stride: int = 1) -> nn.ModuleDict:
-    """Builds the operations from which one edge chooses: name -> layer.
+    """Returns `{name: layer}` as an `nn.ModuleDict`, with the operations among which one edge chooses; raises a
+    `UserError` for unknown names.
 
     Args:
         channels: channels of the input and output feature maps (paper: 32 for CIFAR-10 and 16 for MNIST).

@@ -1,5 +1,5 @@
-"""Chooses the operations of cells at random by straight-through Gumbel-softmax, and defines the samplers that compute
-their probabilities (FedPNAS, eq. 2 and section 3.3).
+"""Chooses the operations of cells at random by straight-through Gumbel-softmax, and defines samplers, which compute the
+probabilities (FedPNAS, eq. 2 and section 3.3).
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ _SIZE = 8  # height and width to which a context-aware sampler shrinks its input
 @final
 @dataclass(frozen=True)
 class OperationChoice:
-    """Holds the operation chosen on each edge of a cell, one for all examples of a batch or one for each example.
+    """Holds the operation chosen on each edge of a cell, either one for the whole batch or one for each example.
 
     Attributes:
         indices: the k with Z[k] = 1, int64, (edges,) or (batch, edges).
@@ -33,7 +33,7 @@ class OperationChoice:
 
 
 def gumbel_noise_like(like: Tensor) -> Tensor:
-    """Draws independent Gumbel(0, 1) noise in the shape of `like`, from torch's default generator.
+    """Returns independent Gumbel(0, 1) noise in the shape of `like`, drawn from torch's default generator.
 
     >>> gumbel_noise_like(torch.zeros(2, 3)).shape
     torch.Size([2, 3])
@@ -42,8 +42,8 @@ def gumbel_noise_like(like: Tensor) -> Tensor:
 
 
 def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "chosen") -> OperationChoice:
-    """Draws one operation per edge from softmax(logits), so that gradients reach the logits (straight-through
-    Gumbel-softmax, eq. 2).
+    """Draws one operation per edge with probabilities softmax(logits), in a way that passes gradients to the logits
+    (straight-through Gumbel-softmax, eq. 2).
 
     Z[k] = 1 for k = argmax_t (g_t + log π_t), and ∇Z[k] is the gradient of softmax((g + log π)/τ)[k].
 
@@ -67,7 +67,7 @@ def sample_operations(logits: Tensor, temperature: float, gradient: Gradient = "
 
 
 def most_probable_operations(logits: Tensor, noise: Tensor | None = None) -> OperationChoice:
-    """Chooses on each edge the operation with the largest logit.
+    """Returns the choice, on each edge, of the operation with the largest logit.
 
     With Gumbel `noise`, (edges, operations), the choice is a sample, and a fixed function of the logits for the same
     noise.
@@ -79,14 +79,15 @@ def most_probable_operations(logits: Tensor, noise: Tensor | None = None) -> Ope
 
 
 class Sampler(nn.Module, ABC):
-    """Computes logits of a cell's operations, shape (edges, operations), from which operations are drawn."""
+    """Computes the logits of a cell's operations, shape (edges, operations), with which operations are drawn."""
 
     edges: int
     operations: int
 
     @abstractmethod
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """Returns the logits, (edges, operations), or (batch, edges, operations) if each example has its own.
+        """Returns the logits of the operations, shape (edges, operations), or (batch, edges, operations) if they depend
+        on the example.
 
         Args:
             image: the network's input x, (batch, channels, height, width), or its `pool_to_8x8`, computed once for all
@@ -108,14 +109,14 @@ class ContextFree(Sampler):
         self.logits = nn.Parameter(torch.zeros(edges, operations))
 
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """Returns the logits, (edges, operations), which are the same for all examples."""
+        """Returns the logits of the operations, shape (edges, operations), the same for all examples."""
         return self.logits
 
 
 @final
 class ContextAware(Sampler):
-    """Computes logits of a cell's operations for each example, from the image and the cell's input: φ(v_1, x) of
-    section 3.3.
+    """Computes the logits of a cell's operations for each example, from the image and the cell's input (φ(v_1, x) in
+    section 3.3).
 
     Both are shrunk to 8 × 8 and go through two convolutions each; one linear layer gives the logits. This layer starts at
     zero: at first all operations are equally probable. (The paper says only that φ is "a deep classification network".)
@@ -130,14 +131,14 @@ class ContextAware(Sampler):
         nn.init.zeros_(self.logits.bias)
 
     def forward(self, image: Tensor, previous: Tensor) -> Tensor:
-        """Returns the logits of each example, (batch, edges, operations)."""
+        """Returns the logits of the operations for each example, shape (batch, edges, operations)."""
         features = torch.cat([self.image(image), self.previous(previous)], 1)
         logits: Tensor = self.logits(features)
         return logits.view(-1, self.edges, self.operations)
 
 
 def pool_to_8x8(x: Tensor) -> Tensor:
-    """Averages images over a grid of 8 × 8 fields, by matrix products, whose gradient is fast.
+    """Returns images averaged over a grid of 8 × 8 fields, by matrix products, which have a fast gradient.
 
     The result is that of `F.adaptive_avg_pool2d`.
 

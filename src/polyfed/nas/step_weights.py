@@ -1,5 +1,5 @@
-"""Measures how well each client's own gradient agrees with the federated gradient: the weights α_i of FedPNAS's third
-step (eq. 5), and Proposition 1 about them (Hoang and Kingsford, appendix D).
+"""Measures how well each client's gradient agrees with the federated gradient: the weights α_i of FedPNAS's third step
+(eq. 5), and Proposition 1 (Hoang and Kingsford, appendix D).
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from polyfed.core.errors import UserError
 @final
 @dataclass(frozen=True, eq=False)
 class StepWeights:
-    """Holds, for M clients at the same weights θ, the inner products α_i and the cosines of Proposition 1; all have
-    shape (M,) and are float64.
+    """Holds, for M clients at the same weights θ, the inner products α_i and the cosines of Proposition 1, each float64
+    of shape (M,).
 
     Attributes:
         alpha: α_i = g_iᵀg̃_i, where g_i = ∇_{θ_p}L_i(θ_b, θ_p) and g̃_i = ∇L_i(θ_b, θ̃_{p,i}) (eq. 5).
@@ -30,15 +30,15 @@ class StepWeights:
 
     @property
     def cosine_gap(self) -> Tensor:
-        """Returns the difference |α_i − ĝ_iᵀL| for each client, with normalised gradients, which Proposition 1 bounds
-        by O(‖θ_b − θ_b*‖/δ).
+        """Returns |α_i − ĝ_iᵀL| for each client, with normalised gradients, the difference that Proposition 1 bounds by
+        O(‖θ_b − θ_b*‖/δ).
         """
         return (self.cosine - self.federated_cosine).abs()
 
 
 def compute_step_weights(local_gradients: Tensor, lookahead_gradients: Tensor) -> StepWeights:
-    """Computes for each client the inner product α_i of its own gradient and its look-ahead gradient, and the cosines
-    of Proposition 1.
+    """Returns, for each client, the inner product α_i of its gradient and its look-ahead gradient, and the cosines of
+    Proposition 1; raises a `UserError` if shapes differ.
 
     A gradient of length 0 has cosine 0 with every other.
 

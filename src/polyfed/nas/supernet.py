@@ -1,5 +1,5 @@
-"""Defines the supernet: a base stack of cells that all clients share and a personal stack that each client adapts
-(FedPNAS, section 3.1, Fig. 2).
+"""Defines the supernet, a network with all candidate operations: a base stack of cells that all clients share, and a
+personal stack that each client adapts (FedPNAS, section 3.1, Fig. 2).
 
 A derived network is an object of the same classes: a supernet whose edges have one candidate each.
 """
@@ -38,7 +38,7 @@ _MOST_EDGES = 10_000  # Table 3 of the paper counts 32, the authors' code has 48
 @final
 @dataclass(frozen=True)
 class SupernetPlan:
-    """Describes a supernet by its sizes and cells; calling the plan builds the supernet.
+    """Describes a supernet by its sizes and cells; calling the object builds the supernet.
 
     Args:
         in_channels: channels of the images.
@@ -65,7 +65,7 @@ class SupernetPlan:
     stem_stride: int = 1
 
     def __call__(self) -> "Network":
-        """Builds the supernet of this plan, with weights drawn from torch's default generator.
+        """Builds the supernet that this plan describes, with weights drawn from torch's default generator.
 
         Raises:
             UserError: the network does not fit into this machine's memory.
@@ -76,7 +76,7 @@ class SupernetPlan:
 
 
 class CellStacks(NamedTuple):
-    """Holds the plans of a supernet's cells: those of the base stack and those of the personal stack."""
+    """Holds the plans of a supernet's cells, for the base stack and for the personal stack."""
 
     base: tuple[CellPlan, ...]
     personal: tuple[CellPlan, ...]
@@ -90,7 +90,8 @@ def plan_cell_stacks(
     base_operations: Sequence[str] = OPERATION_NAMES,
     personal_operations: Sequence[str] = SMALL_OPERATION_NAMES,
 ) -> CellStacks:
-    """Plans the cells of a supernet's base stack and personal stack; base cells have two inputs, personal cells one.
+    """Returns the plans of the cells in the base stack (two inputs each) and the personal stack (one input each);
+    raises a `UserError` if a size is below 1.
 
     The cells at one third and two thirds of the base stack halve the image, and so does the last personal cell (these
     positions are from the authors' code). The defaults follow section 3.1, in which personal cells have no large operations.
@@ -134,7 +135,8 @@ def plan_cell_stacks(
 
 
 def count_edge_parameters(plan: SupernetPlan) -> int:
-    """Counts the parameters of the operations on all edges of a supernet, as Table 3 counts its MASTERARCHITECTURE.
+    """Returns the number of parameters of the operations on all edges of a supernet, counted as Table 3 counts its
+    MASTERARCHITECTURE.
 
     Every edge counts as one of stride 1; stem, 1×1 convolutions on skip inputs, samplers and classifier do not count.
     A skip of stride 2, which is a convolution here, does not count either: the table has 0 for it.
@@ -156,8 +158,8 @@ def _num_edges(inputs: int, nodes: int) -> int:
 
 @final
 class Network(nn.Module):
-    """Classifies images by a supernet, in which each cell draws its operations, or by a network with fixed operations
-    that was derived from a supernet.
+    """Classifies images by a supernet, whose cells draw their operations at random, or by a network with fixed
+    operations derived from a supernet.
 
     In training every cell draws its operations (`sample_operations`); in evaluation it takes the most probable ones,
     for each example if the sampler is context-aware. Parameters named `base...` are θ_b, `personal...` are θ_p,
@@ -194,8 +196,8 @@ class Network(nn.Module):
         self.personal = nn.ModuleDict({**_build_stack(plan, plan.personal), "classifier": classifier})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits of a batch of images (algorithm 2): in each cell, the sampler chooses operations and the
-        cell applies them.
+        """Returns the logits of a batch of images; in each cell, the sampler chooses operations and the cell applies
+        them (algorithm 2).
         """
         previous = skip = self.base["stem"](x)
         image = pool_to_8x8(x) if self.plan.context == "aware" else x
@@ -206,7 +208,7 @@ class Network(nn.Module):
         return logits
 
     def cells_with_samplers(self) -> Iterator[tuple[Cell, Sampler | None]]:
-        """Yields each cell with its sampler, the base stack first; the sampler is None for a cell without a choice."""
+        """Yields (cell, sampler) for each cell, the base stack first; the sampler is None for a cell without a choice."""
         for stack in (self.base, self.personal):
             samplers = dict(cast(nn.ModuleDict, stack["samplers"]).items())
             for k, cell in enumerate(cast(nn.ModuleList, stack["cells"])):
@@ -242,8 +244,8 @@ def _build_stack(plan: SupernetPlan, cells: Sequence[CellPlan]) -> dict[str, nn.
 
 @final
 class Sampled(nn.Module):
-    """Predicts with several networks drawn from a supernet, and averages their class probabilities: the output is the
-    log of the mean, (batch, outputs).
+    """Predicts with several networks drawn from a supernet: the output is the log of their mean class probabilities,
+    shape (batch, outputs).
 
     Each network's noise is drawn once, so that an input always has the same output, whatever else is in the batch.
 
@@ -261,7 +263,7 @@ class Sampled(nn.Module):
             self.register_buffer(name, noise[k])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the mean of the sampled networks' outputs."""
+        """Returns the log of the sampled networks' mean class probabilities, shape (batch, outputs)."""
         noise = {k: self.get_buffer(name) for k, name in self.names.items()}
         outs: list[Tensor] = []
         try:

@@ -1,4 +1,5 @@
-"""Defines the prediction tasks: one file each, which says all that depends on the task, and their names in `REGISTRY`.
+"""Defines the prediction tasks, one per file, and their names in `REGISTRY`; a file contains everything that depends on
+its task.
 
 To add a task, write one file with a frozen dataclass on `Task`, and one line in `REGISTRY`. A user's own task needs neither:
 clients take the object (`Client(task=MyTask())`), and files name its class, `module:Class`.
@@ -45,7 +46,8 @@ REGISTRY: Mapping[str, type[Task]] = {
 
 
 def infer_task_of_targets(targets: Tensor) -> Task:
-    """Returns the task that prepared targets most likely belong to, for files that do not name it.
+    """Returns the task to which targets most likely belong, judged by their type, shape and values, for files that do
+    not name it.
 
     Args:
         targets: integers of shape (n,) for classes, floats of shape (n, outputs) for labels (all 0 or 1) or numbers.

@@ -56,8 +56,8 @@ CLASS_METRICS = (
 
 
 def find_class_metric(name: str) -> Metric | None:
-    """Returns the metric of classes or labels with this name, also `sensitivity_at_95` and the like; None if there is
-    none.
+    """Returns the metric of classes or labels with this name, which may be `sensitivity_at_95` and the like; None if
+    there is none.
     """
     name = "sensitivity_at_90" if name == "sensitivity_at_specificity" else name
     for metric in CLASS_METRICS:
@@ -70,7 +70,8 @@ def find_class_metric(name: str) -> Metric | None:
 @final
 @dataclass(frozen=True)
 class Classification(Task):
-    """Chooses one of K classes for each example: targets are integers from 0 of shape (n,), outputs logits (n, K).
+    """Defines the task of choosing one of K classes: targets are integers from 0, shape (n,), outputs are logits, shape
+    (n, K).
 
     >>> Classification().num_outputs(torch.tensor([0, 2, 1])), Classification() == "classification"
     (3, True)
@@ -87,21 +88,23 @@ class Classification(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns accuracy, the default, and the other metrics of classes."""
+        """Returns the metrics of classes; accuracy, the default, comes first."""
         return CLASS_METRICS
 
     def find_metric(self, name: str) -> Metric | None:
-        """Returns the metric with this name, also `sensitivity_at_95` and the like; None if there is none."""
+        """Returns the metric with this name, which may be `sensitivity_at_95` and the like; None if there is none."""
         return find_class_metric(name)
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Converts labels of a whole-number type that torch's loss refuses, such as int32, to int64."""
+        """Returns the labels as int64 if they have another whole-number type, such as int32, which torch's loss
+        refuses; else unchanged.
+        """
         y = targets
         fits = y.dim() != 1 or y.is_floating_point() or y.is_complex() or y.dtype in (torch.int64, torch.uint8)
         return y if fits else y.to(torch.int64)
 
     def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
-        """Checks that targets are integers of shape (n,), from 0 to below `num_outputs`."""
+        """Raises a `UserError` unless targets are integers of shape (n,), from 0 to below `num_outputs`."""
         if num_outputs is not None:
             _check_labels_of_data_set(targets, name, num_outputs)
             return
@@ -111,11 +114,11 @@ class Classification(Task):
             raise UserError(f"{name} labels must count from 0, found {int(targets.min())}")
 
     def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:
-        """Returns the number of names, or one more than the largest label."""
+        """Returns the number of classes: the number of `names` or, without names, the largest label plus one."""
         return len(names) or 1 + int(targets.max())
 
     def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
-        """Checks that there is one logit for each class that occurs."""
+        """Raises a `UserError` unless the network has one logit for each class that occurs in the targets."""
         if len(shape) != 1:
             raise UserError(f"{name}: the network must give logits of shape (batch, classes), got {('batch', *shape)}")
         if int(targets.max()) >= shape[0]:
@@ -133,7 +136,9 @@ class Classification(Task):
         return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
-        """Returns the mean cross-entropy, with smoothed labels and weights of classes if they are given."""
+        """Returns the function (outputs, targets) -> mean cross-entropy, with label smoothing and class weights if they
+        are given.
+        """
         if class_weights is None:
             return partial(F.cross_entropy, label_smoothing=label_smoothing)
 
@@ -145,7 +150,9 @@ class Classification(Task):
         return weighted_loss
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence KL(teacher ‖ student) at a temperature, averaged over the minibatch."""
+        """Returns the divergence KL(teacher ‖ student) of class probabilities, softened by a temperature and averaged
+        over the minibatch.
+        """
         return softened_divergence(teacher, student, temperature)
 
     def to_predictions(self, outputs: Tensor) -> NDArray[np.float64]:
@@ -153,17 +160,17 @@ class Classification(Task):
         return scores.class_probabilities(outputs)
 
     def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns the most probable class, and the probability of each."""
+        """Returns `{column: values}` with the most probable class of each row, and the probability of each class."""
         shares = self.to_predictions(outputs)
         probabilities = {f"probability of {name}": shares[:, i].tolist() for i, name in enumerate(names)}
         return {"predicted": [names[i] for i in shares.argmax(axis=1)], **probabilities}
 
     def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
-        """Returns class 1 of two, else every class."""
+        """Returns the outputs that each answer a yes/no question: class 1 if there are two classes, else every class."""
         return (1,) if num_outputs == 2 else tuple(range(num_outputs))
 
     def strata(self, targets: Tensor) -> NDArray[Any]:
-        """Returns the classes."""
+        """Returns each example's class, by which splits are stratified and partitions divide."""
         classes: NDArray[Any] = targets.cpu().numpy()
         return classes
 
@@ -172,7 +179,7 @@ class Classification(Task):
         return tuple(targets.bincount(minlength=num_classes).tolist())
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int]:
-        """Returns the number of examples of the rarest class that occurs, and this class; (0, class) of a single class.
+        """Returns (number of examples, class) for the rarest class that occurs; (0, class) if only one class occurs.
 
         >>> Classification().rarest_class(torch.tensor([0, 2, 2, 2])), Classification().rarest_class(torch.tensor([1, 1]))
         ((1, 0), (0, 1))
@@ -185,19 +192,19 @@ class Classification(Task):
         return int(counts[rarest]), rarest
 
     def describe_rarest(self, number: int, class_name: str, num_classes: int) -> str:
-        """Returns words such as "12 of the rarer class (ill)"."""
+        """Returns words for the number of examples of the rarest class, such as "12 of the rarer class (ill)"."""
         if not number:
             return "all of one class"
         suffix = f" ({class_name})" if class_name else ""
         return f"{number} of the {'rarest' if num_classes > 2 else 'rarer'} class{suffix}"
 
     def constant_model(self) -> ConstantModel:
-        """Returns the model that always gives the shares of the classes."""
+        """Returns the model that answers every example with the frequencies of the classes in the training examples."""
         words = "always answering the most frequent class"
         return ConstantModel("majority", "share of each class", words, _log_class_shares)
 
     def simple_models(self) -> tuple[SimpleModel, ...]:
-        """Returns logistic regression and gradient-boosted trees."""
+        """Returns the models without a network: logistic regression and gradient-boosted trees."""
         return (
             SimpleModel("logistic_regression", "logistic regression", fit_logistic, library=LIBRARY),
             SimpleModel(
@@ -207,7 +214,7 @@ class Classification(Task):
 
 
 def class_labels_error(labels: Tensor) -> str:
-    """Returns why labels are not valid class indices (integers of shape (n,)), and what to do, as a sentence.
+    """Returns a sentence that says why labels are not class indices (integers of shape (n,)), and what to do.
 
     >>> class_labels_error(torch.tensor([[1], [0]]))
     'got torch.int64 of shape (2, 1); give labels.squeeze(1)'
@@ -234,7 +241,9 @@ def class_labels_error(labels: Tensor) -> str:
 
 
 def softened_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """Returns KL(teacher ‖ student) of two networks' logits at a temperature, along the last dimension, as a mean."""
+    """Returns the mean divergence KL(teacher ‖ student) of two networks' logits, softened by a temperature, along the
+    last dimension.
+    """
     log_p, log_q = (F.log_softmax(z / temperature, dim=-1) for z in (teacher, student))
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
@@ -250,7 +259,8 @@ def _check_labels_of_data_set(labels: Tensor, name: str, num_classes: int) -> No
 
 
 def fixed_class_weights(class_weights: Sequence[float], num_outputs: int) -> Tensor:
-    """Returns the weights that the user gave, one for each output, as float64.
+    """Returns the user's class weights, one for each output, as float64; raises a `UserError` for another number of
+    weights.
 
     Raises:
         UserError: another number of weights than of outputs.

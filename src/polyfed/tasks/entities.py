@@ -1,4 +1,4 @@
-"""Counts named entities in sequences of BIO tags, and scores predicted ones by F1."""
+"""Counts named entities in sequences of tags ("O", "B-kind", "I-kind"), and scores predicted entities by F1."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ Integers = NDArray[np.int64]
 
 @final
 class EntityCounts(NamedTuple):
-    """Holds, for each document, how many entities were found rightly, were predicted, and are true; each of shape (n,)."""
+    """Holds, for each document, the numbers of correctly predicted entities, of predicted entities, and of true
+    entities, each of shape (n,).
+    """
 
     correct: Integers
     predicted: Integers
@@ -25,7 +27,8 @@ class EntityCounts(NamedTuple):
 @final
 @dataclass(frozen=True)
 class BioTags:
-    """Reads tags of the form "O", "B-kind" and "I-kind", which mark the first and the further tokens of an entity.
+    """Reads entities from tags of the form "O", "B-kind" and "I-kind", which mark tokens outside, at the beginning and
+    inside of an entity.
 
     An "I-kind" that follows no tag of its kind begins an entity, as in the evaluation of CoNLL 2003.
 
@@ -50,7 +53,8 @@ class BioTags:
                 )
 
     def count(self, predicted: Integers, true: Integers, documents: Integers, num_documents: int) -> EntityCounts:
-        """Counts the entities of each document; one is right if its kind and both of its ends are.
+        """Returns the numbers of correct, predicted and true entities of each document; an entity is correct if its
+        kind and both ends are.
 
         Args:
             predicted, true: classes of all tokens, one document after the other, shape (tokens,).
@@ -92,13 +96,14 @@ class EntityF1:
     names: tuple[str, ...]
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Returns F1 for logits of shape (n, T, V) and targets of shape (n, T)."""
+        """Returns the F1 score for logits of shape (n, T, V) and targets of shape (n, T)."""
         counts = self.count(outputs, targets)
         total = int(counts.predicted.sum() + counts.true.sum())
         return 2 * int(counts.correct.sum()) / total if total else float("nan")
 
     def count(self, outputs: Tensor, targets: Tensor) -> EntityCounts:
-        """Counts the entities of each document, without the tokens whose target is ignored (negative).
+        """Returns the numbers of correct, predicted and true entities of each document, without tokens whose target is
+        negative (ignored).
 
         Raises:
             UserError: the task names no BIO tags.
@@ -117,5 +122,5 @@ class EntityF1:
 
 
 def has_entities(names: Sequence[str]) -> bool:
-    """Returns whether tags of these names mark entities."""
+    """Returns whether tags of these names mark entities ("B-kind", "I-kind")."""
     return any(name.startswith("B-") for name in names)

@@ -1,4 +1,4 @@
-"""Defines the task of predicting the next values of a series from its past ones."""
+"""Defines the task of predicting the next values of a series from its past values."""
 
 import re
 from dataclasses import dataclass, replace
@@ -22,7 +22,8 @@ from polyfed.tasks.tree_models import fit_regression_trees
 @final
 @dataclass(frozen=True)
 class Forecasting(Task):
-    """Predicts the next values of a series: inputs are its past values, targets the `horizons` that follow.
+    """Defines the task of predicting the next values of a series: inputs are past values, targets the `horizons` values
+    that follow.
 
     Inputs have the shape (n, past), or (n, past, features) with the series as the first feature, oldest first, in the unit
     of the targets; of inputs of several parts the first holds them. Targets are floats of shape (n, horizons), outputs too.
@@ -51,7 +52,9 @@ class Forecasting(Task):
     # -- targets --------------------------------------------------------------------------------------------------
 
     def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Returns the targets with the naive forecast of each example after them."""
+        """Returns the targets followed by each example's naive forecast, computed from the inputs; raises a `UserError`
+        if the inputs hold too few past values.
+        """
         targets = targets.unsqueeze(1) if targets.dim() == 1 else targets
         if targets.dim() != 2 or targets.shape[1] != self.horizons:
             return targets  # complete already, or wrong, which `check_targets` says
@@ -69,7 +72,7 @@ class Forecasting(Task):
         )
 
     def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
-        """Checks that there is a target for each horizon."""
+        """Raises a `UserError` unless there is one target for each horizon."""
         if targets.dim() != 2 or targets.shape[1] not in (self.horizons, 2 * self.horizons):
             raise UserError(
                 f"{name} targets must be the next {self.horizons} values of each example, shape (num, {self.horizons}), got "
@@ -77,11 +80,11 @@ class Forecasting(Task):
             )
 
     def num_outputs(self, targets: Tensor, names: Any = ()) -> int:
-        """Returns the number of horizons."""
+        """Returns the number of horizons, since a network has one output for each."""
         return self.horizons
 
     def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
-        """Checks that there is one output for each horizon."""
+        """Raises a `UserError` unless the network has one output for each horizon."""
         if shape != (self.horizons,):
             raise UserError(
                 f"{name}: the network's output is {('batch', *shape)}, and {self.horizons} horizons need "
@@ -100,11 +103,15 @@ class Forecasting(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns the error relative to the naive forecast, the default, and the errors over all horizons."""
+        """Returns the metrics of forecasts: first the default, the error relative to the naive forecast, then the
+        errors over all horizons.
+        """
         return _METRICS
 
     def find_metric(self, name: str) -> Metric | None:
-        """Returns the metric with this name; `mae_at_3` and the like are errors of one horizon, the nearest being 1."""
+        """Returns the metric with this name, such as "mae", or "mae_at_3" for the error of the third horizon; None if
+        there is none.
+        """
         if (match := re.fullmatch(r"(mae|rmse|mase)_at_([1-9]\d{0,3})", name)) is None:
             return super().find_metric(name)
         kind, horizon = match[1], int(match[2])
@@ -114,11 +121,11 @@ class Forecasting(Task):
     # -- models without a network ---------------------------------------------------------------------------------
 
     def constant_model(self) -> ConstantModel:
-        """Returns the model that always answers the mean of each horizon."""
+        """Returns the model that answers every example with the training targets' mean at each horizon."""
         return ConstantModel("mean", "mean of each horizon", "always answering the mean", _mean_of_horizons)
 
     def simple_models(self) -> tuple[SimpleModel, ...]:
-        """Returns ridge regression and gradient-boosted trees on the past values."""
+        """Returns the models without a network: ridge regression and gradient-boosted trees on the past values."""
         return (
             SimpleModel("ridge", "ridge regression", _fit_ridge, library=LIBRARY),
             SimpleModel(
@@ -130,8 +137,8 @@ class Forecasting(Task):
 @final
 @dataclass(frozen=True)
 class ForecastError:
-    """Scores forecasts: by the mean absolute error, the root mean squared error, or the first relative to that of the
-    naive forecast.
+    """Scores forecasts by the mean absolute error, the root mean squared error, or the mean absolute error relative to
+    that of the naive forecast.
 
     Args:
         kind: "mae"; "rmse"; or "mase", the mean absolute error divided by that of the naive forecast for the same examples.
@@ -142,7 +149,8 @@ class ForecastError:
     horizon: int = 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Returns the score for outputs of shape (n, h) and targets of shape (n, 2h).
+        """Returns the score for outputs of shape (n, h) and targets of shape (n, 2h): the true values, then the naive
+        forecasts.
 
         Raises:
             UserError: there is no such horizon.

@@ -21,7 +21,9 @@ _PENALTIES_CHOSEN = 10  # most labels that each have a C of their own; with more
 
 
 def fit_logistic(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits a multinomial logistic regression; returns its log-probabilities for the test examples, shape (n, outputs)."""
+    """Fits a multinomial logistic regression to one client's data, and returns its log-probabilities for the test
+    examples, shape (n, outputs).
+    """
     strength = _strength(table, table.y, seed)
     return spread_to_all_classes(
         log_probabilities_of(_logistic_regression(table.fit, table.y, strength), table.test),
@@ -78,7 +80,8 @@ def _strength(table: SimpleModelInputs, y: NDArray[Any], seed: int) -> float:
 
 
 def fit_logistic_by_label(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits one logistic regression for each label; returns logits for the test examples, shape (n, labels).
+    """Fits one logistic regression for each label to one client's data, and returns logits for the test examples, shape
+    (n, labels).
 
     A label that is always or never present gets the logit of its share. With many labels, one C is chosen for all, on
     the label that splits the examples most evenly.
@@ -98,7 +101,9 @@ def fit_logistic_by_label(table: SimpleModelInputs, outputs: int, seed: int) -> 
 
 
 def fit_ridge(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
-    """Fits a ridge regression; returns its predictions for the test examples, shape (n, outputs)."""
+    """Fits a ridge regression to one client's data, and returns its predictions for the test examples, shape (n,
+    outputs).
+    """
     from sklearn.linear_model import RidgeCV
     from sklearn.model_selection import GroupKFold
 
@@ -116,7 +121,7 @@ def fit_ridge(table: SimpleModelInputs, outputs: int, seed: int) -> Floats:
 
 
 def log_probabilities_of(model: Any, x: Floats) -> Floats:
-    """Returns the log-probabilities of the model's classes, shape (n, classes).
+    """Returns a fitted model's log-probability of each class for the inputs `x`, shape (n, classes).
 
     They are computed from the model's scores, since log(probability) may be infinite.
     """
@@ -129,15 +134,16 @@ def log_probabilities_of(model: Any, x: Floats) -> Floats:
 
 
 def spread_to_all_classes(log_probabilities: Floats, classes: NDArray[Any], outputs: int) -> Floats:
-    """Places the columns of a client's own classes among those of all clients; other classes get a very small
-    probability."""
+    """Places the columns of the classes that one client has among the columns of all clients' classes; absent classes
+    get a very small probability.
+    """
     table = np.full((len(log_probabilities), outputs), _NEVER_SEEN)
     table[:, classes] = log_probabilities
     return table
 
 
 def label_share_logits(labels: NDArray[Any]) -> Floats:
-    """Returns, for each label, the logit of the share of examples that have it.
+    """Returns, for each label, the logit of the share of examples that have the label.
 
     Half a pseudo-example of either value keeps the logit finite.
     """

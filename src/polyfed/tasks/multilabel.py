@@ -1,4 +1,4 @@
-"""Defines the task of saying of each of several labels whether an example has it."""
+"""Defines the task of deciding for each of several labels whether an example has it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ _MOST_LABELS = 200  # above which one simple model per label takes minutes
 @final
 @dataclass(frozen=True)
 class Multilabel(Task):
-    """Says of each of K labels whether an example has it: targets are 0 or 1 of shape (n, K), outputs logits (n, K).
+    """Defines the task of deciding for each of K labels whether an example has it: targets are 0 or 1, shape (n, K),
+    outputs are logits, shape (n, K).
 
     >>> Multilabel().to_predictions(torch.zeros(1, 2))
     array([[0.5, 0.5]])
@@ -40,24 +41,26 @@ class Multilabel(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns the metrics of classes, which are means over labels here."""
+        """Returns the metrics of classification, each computed as a mean over the labels."""
         return CLASS_METRICS
 
     @property
     def default_metric(self) -> Metric:
-        """Returns the AUC, averaged over labels."""
+        """Returns the metric AUC, averaged over the labels."""
         return next(metric for metric in CLASS_METRICS if metric.name == "auc")
 
     def find_metric(self, name: str) -> Metric | None:
-        """Returns the metric with this name, also `sensitivity_at_95` and the like; None if there is none."""
+        """Returns the metric with this name, which may be `sensitivity_at_95` and the like; None if there is none."""
         return find_class_metric(name)
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Returns the targets as floats; those of another form unchanged, which `check_targets` refuses."""
+        """Returns the targets as floats; leaves targets of another form unchanged, for which `check_targets` raises an
+        error.
+        """
         return targets if targets.is_floating_point() or targets.dim() != 2 else targets.to(torch.float32)
 
     def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
-        """Checks that targets are 0 or 1, of shape (n, labels)."""
+        """Raises a `UserError` unless targets are 0 or 1, of shape (n, labels)."""
         are_labels = bool(((targets == 0) | (targets == 1)).all())
         if num_outputs is not None:
             if targets.dim() != 2 or targets.shape[1] != num_outputs:
@@ -70,7 +73,7 @@ class Multilabel(Task):
             raise UserError(f"{name} labels must be 0 or 1 of shape (n, labels), {multilabel_labels_error(targets)}")
 
     def check_table_column(self, values: NDArray[np.float64], name: str) -> None:
-        """Checks that a column is 0 or 1."""
+        """Raises a `UserError` if a target column of a table has a value other than 0 or 1."""
         odd = np.flatnonzero((values != 0) & (values != 1))
         if len(odd):
             raise UserError(
@@ -86,7 +89,9 @@ class Multilabel(Task):
         return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
-        """Returns the mean binary cross-entropy, with weights of positive examples if they are given."""
+        """Returns the function (outputs, targets) -> mean binary cross-entropy, with weights of positive examples if
+        they are given.
+        """
         if class_weights is None:
             return self.loss
 
@@ -98,7 +103,9 @@ class Multilabel(Task):
         return weighted_loss
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence of each label's two probabilities at a temperature, averaged over examples and labels."""
+        """Returns the divergence of each label's two probabilities, softened by a temperature and averaged over
+        examples and labels.
+        """
         # Each label is a binary choice with logits z and 0.
         teacher, student = (F.pad(z.unsqueeze(-1), (0, 1)) for z in (teacher, student))
         return softened_divergence(teacher, student, temperature)
@@ -108,12 +115,12 @@ class Multilabel(Task):
         return label_probabilities(outputs)
 
     def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns the probability of each label."""
+        """Returns `{label: probability of each row}`."""
         shares = self.to_predictions(outputs)
         return {f"probability of {name}": shares[:, i].tolist() for i, name in enumerate(names)}
 
     def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
-        """Returns every label."""
+        """Returns the outputs that each answer a yes/no question: those of all labels."""
         return tuple(range(num_outputs))
 
     def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
@@ -121,8 +128,8 @@ class Multilabel(Task):
         return tuple(targets.sum(0).long().tolist())
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int]:
-        """Returns how often the rarer value of a label occurs, at least, and this label; (0, 0) if no label takes both
-        values.
+        """Returns (count, label): the smallest count of either value (0 or 1) that occurs in a label, and this label;
+        (0, 0) if no label takes both values.
 
         >>> Multilabel().rarest_class(torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]))
         (1, 0)
@@ -136,17 +143,17 @@ class Multilabel(Task):
         return int(least[label]), label
 
     def describe_rarest(self, number: int, class_name: str, num_classes: int) -> str:
-        """Returns words such as "12 on the rarer side of a label"."""
+        """Returns words for the count of `rarest_class`, such as "12 on the rarer side of a label"."""
         return f"{number} on the rarer side of a label" if number else "no label both ways"
 
     def constant_model(self) -> ConstantModel:
-        """Returns the model that always gives the shares of the labels."""
+        """Returns the model that answers every example with the share of training examples that have each label."""
         return ConstantModel(
             "majority", "share of each label", "the share of each label", lambda y, _: label_share_logits(y)
         )
 
     def simple_models(self) -> tuple[SimpleModel, ...]:
-        """Returns logistic regression and gradient-boosted trees, one model a label."""
+        """Returns the models without a network: logistic regression and gradient-boosted trees, fitted for each label."""
         return (
             SimpleModel("logistic_regression", "logistic regression", fit_logistic_by_label, library=LIBRARY),
             SimpleModel(
@@ -155,7 +162,9 @@ class Multilabel(Task):
         )
 
     def simple_models_obstacle(self, num_outputs: int) -> str | None:
-        """Returns why no simple models are fitted for very many labels."""
+        """Returns a sentence that says why no models without a network are fitted if there are very many labels; None
+        otherwise.
+        """
         if num_outputs <= _MOST_LABELS:
             return None
         return (
@@ -165,7 +174,7 @@ class Multilabel(Task):
 
 
 def multilabel_labels_error(labels: Tensor) -> str:
-    """Returns why labels are not valid multi-label targets (0 or 1, shape (n, labels)), and what to do, as a sentence.
+    """Returns a sentence that says why labels are not multi-label targets (0 or 1, shape (n, labels)), and what to do.
 
     >>> multilabel_labels_error(torch.tensor([1, 0]))
     'got torch.int64 of shape (2,); give labels.unsqueeze(1) for one label an example'

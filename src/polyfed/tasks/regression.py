@@ -1,4 +1,4 @@
-"""Defines the task of predicting one or several numbers for each example."""
+"""Defines the task of predicting one or more numbers for each example."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -29,7 +29,8 @@ _METRICS = (
 @final
 @dataclass(frozen=True)
 class Regression(Task):
-    """Predicts K numbers for each example: targets are floats of shape (n, K), or (n,) for one; outputs are (n, K).
+    """Defines the task of predicting K numbers for each example: targets are floats, shape (n, K), or (n,) for one;
+    outputs have shape (n, K).
 
     >>> import torch
     >>> Regression().prepare_targets(torch.tensor([1, 2])).tolist()
@@ -45,12 +46,14 @@ class Regression(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns R², the default, the mean absolute error and the root mean squared error."""
+        """Returns the metrics R² (the default), mean absolute error and root mean squared error."""
         return _METRICS
 
     @property
     def comparison_metrics(self) -> tuple[Metric, ...]:
-        """Returns the mean absolute error and R², whose confidence interval on 30 examples can be hundreds wide."""
+        """Returns the mean absolute error, which decides, and R², whose confidence interval on 30 examples can be
+        hundreds wide.
+        """
         return (_METRICS[1], _METRICS[0])
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -62,11 +65,11 @@ class Regression(Task):
         return 0.5 * F.mse_loss(outputs, targets, reduction="none")
 
     def constant_model(self) -> ConstantModel:
-        """Returns the model that always answers the mean."""
+        """Returns the model that answers every example with the mean of the training targets."""
         return ConstantModel("mean", "mean", "always answering the mean", _mean_target)
 
     def simple_models(self) -> tuple[SimpleModel, ...]:
-        """Returns ridge regression and gradient-boosted trees."""
+        """Returns the models without a network: ridge regression and gradient-boosted trees."""
         return (
             SimpleModel("ridge", "ridge regression", fit_ridge, library=LIBRARY),
             SimpleModel(

@@ -32,8 +32,8 @@ def label_probabilities(logits: Tensor) -> NDArray[np.float64]:
 
 
 def split_into_binary_problems(outputs: Tensor, targets: Tensor) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """Splits a multi-class or multi-label task into two-class problems, and returns the scores and whether each example
-    is positive, shape (n,) each, per problem.
+    """Splits a multi-class or multi-label task into two-class problems: returns (scores, whether positive) for each,
+    both of shape (n,).
 
     Two classes are one problem (class 1 is positive); more classes give one problem each, against the rest; labels give one
     each. Problems that lack examples of either class are left out.
@@ -50,7 +50,7 @@ def split_into_binary_problems(outputs: Tensor, targets: Tensor) -> list[tuple[N
 
 
 def mean_over_binary_problems(score: Callable[[Any, Any], float], outputs: Tensor, targets: Tensor) -> float:
-    """Returns the mean over the two-class problems of `score(is positive, value)`.
+    """Returns the mean of `score(is positive, value)` over the two-class problems of `split_into_binary_problems`.
 
     It is NaN if there are no problems, or an output is not finite.
     """
@@ -62,7 +62,9 @@ def mean_over_binary_problems(score: Callable[[Any, Any], float], outputs: Tenso
 
 # scikit-learn's functions check their input for milliseconds, as long as an epoch of a small network on a small table takes.
 def auc(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the area under the ROC curve, averaged over the two-class problems."""
+    """Returns the area under the ROC curve, averaged over the two-class problems (each class against the rest, or each
+    label).
+    """
     return mean_over_binary_problems(_binary_auc, outputs, targets)
 
 
@@ -75,7 +77,9 @@ def _binary_auc(positive: NDArray[np.bool_], value: NDArray[np.float64]) -> floa
 
 
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the average precision (area under the precision-recall curve), averaged over the two-class problems."""
+    """Returns the average precision (area under the precision-recall curve), averaged over the two-class problems (each
+    class against the rest, or each label).
+    """
     return mean_over_binary_problems(_binary_average_precision, outputs, targets)
 
 
@@ -91,7 +95,7 @@ def _binary_average_precision(positive: NDArray[np.bool_], value: NDArray[np.flo
 
 
 def sensitivity_at_specificity(percent: float, positive: NDArray[np.bool_], value: NDArray[np.float64]) -> float:
-    """Returns the sensitivity at the lowest threshold whose specificity is at least `percent`."""
+    """Returns the sensitivity at the lowest threshold at which the specificity is at least `percent` per cent."""
     negatives = np.sort(value[~positive])
     # The lowest threshold with at least this share of the negatives at or below it; positives must lie above.
     threshold = negatives[max(0, int(np.ceil(percent / 100 * len(negatives) - 1e-9)) - 1)]
@@ -105,8 +109,8 @@ def _predicted_and_true(outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
 
 
 def correct_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """Returns 1 for each correctly classified example and 0 for each other, shape (n,); for multi-label tasks, the
-    share of correct labels.
+    """Returns for each example 1 if it is correctly classified, else 0, shape (n,); for multi-label tasks, the share of
+    correct labels.
     """
     predicted, true = _predicted_and_true(outputs, targets)
     correct = np.asarray(predicted == true, dtype=np.float64)
@@ -114,14 +118,14 @@ def correct_per_example(outputs: Tensor, targets: Tensor) -> NDArray[np.float64]
 
 
 def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the mean recall over the classes that occur; for multi-label tasks, over both values of each label."""
+    """Returns the mean recall over the classes that occur; for multi-label tasks, over the two values of each label."""
     predicted, true = _predicted_and_true(outputs, targets)
     columns = [(predicted, true)] if true.ndim == 1 else [(predicted[:, k], true[:, k]) for k in range(true.shape[1])]
     return float(np.mean([np.mean([np.mean(p[t == c] == c) for c in np.unique(t)]) for p, t in columns]))
 
 
 def f1(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the F1 score: of class 1 if there are two classes, else the mean over the classes or labels that occur."""
+    """Returns the F1 score of class 1 if there are two classes, else the mean F1 over the classes or labels that occur."""
     predicted, true = _predicted_and_true(outputs, targets)
     if true.ndim == 1:
         classes = [1] if outputs.shape[1] == 2 else np.unique(true).tolist()
@@ -212,5 +216,7 @@ def _mean_per_example(
 
 
 def mean_over_examples(score_per_example: Callable[[Tensor, Tensor], NDArray[np.float64]]) -> ScoreFunction:
-    """Returns a metric function that averages the values that `score_per_example` computes; it can be pickled."""
+    """Returns a metric function that averages `score_per_example(outputs, targets)` over the examples; it can be
+    pickled.
+    """
     return partial(_mean_per_example, score_per_example)  # not a lambda, which could not be sent to another process

@@ -1,4 +1,6 @@
-"""Defines the task of predicting when an event will happen, for patients of whom some were censored before it did."""
+"""Defines the task of predicting when an event will happen; for some patients it is only known that it had not happened
+by a certain time (censored).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ _NO_CURVES = (
 @final
 @dataclass(frozen=True)
 class Survival(Task):
-    """Predicts when an event happens: targets are (time, event) of shape (n, 2), event being 1, or 0 for censored patients.
+    """Defines the task of predicting when an event happens: targets are (time, event), shape (n, 2), with event 1, or 0
+    for a patient censored at that time.
 
     Args:
         model: "cox" for one output, the logarithm of a patient's risk, by Cox's partial likelihood; "hazard" for the logits
@@ -82,7 +85,7 @@ class Survival(Task):
     # -- targets --------------------------------------------------------------------------------------------------
 
     def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
-        """Checks that targets are times of at least 0 and events of 0 or 1, of shape (n, 2)."""
+        """Raises a `UserError` unless targets are times of at least 0 and events of 0 or 1, of shape (n, 2)."""
         if targets.dim() != 2 or targets.shape[1] != 2:
             raise UserError(
                 f"{name} targets of survival are the time and the event (1, or 0 for censored) of each patient, of shape "
@@ -105,11 +108,11 @@ class Survival(Task):
             raise UserError(f"{name} targets: row {row} has time {float(time[row]):g}, and a time is at least 0")
 
     def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:
-        """Returns 1, or the number of intervals; targets have two columns in either case."""
+        """Returns 1 for Cox's model, or the number of intervals for hazards."""
         return len(self.cuts) or 1
 
     def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
-        """Checks that a network has one output, or one for each interval."""
+        """Raises a `UserError` unless the network has one output (Cox's model), or one for each interval (hazards)."""
         needed = self.num_outputs(targets)
         if shape != (needed,):
             what = f"{count_with_noun(needed, 'interval')} of hazards" if self.cuts else "the risk of Cox's model"
@@ -119,7 +122,9 @@ class Survival(Task):
             )
 
     def target_warning(self, train: Tensor, test: Tensor) -> str | None:
-        """Returns what a client lacks that has no event to train or to test on; None if it has both."""
+        """Returns what a client lacks that has no event among its training or test examples, to continue a sentence;
+        None if it has both.
+        """
         missing = []
         if not bool((train[:, 1] > 0.5).any()):
             text = "add nothing to Cox's loss" if self.model == "cox" else "say only that hazards are low"
@@ -131,8 +136,9 @@ class Survival(Task):
     # -- loss -----------------------------------------------------------------------------------------------------
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns minus the log partial likelihood an event, with the minibatch's own risk sets; or that of hazards a
-        patient."""
+        """Returns the mean loss: minus the log partial likelihood per event, within the minibatch (Cox's model), or
+        minus the log-likelihood per patient (hazards).
+        """
         if self.model == "hazard":
             return hazard_loss(outputs, targets, self.cuts)
         return cox_loss(outputs, targets, efron=self.ties == "efron")
@@ -140,11 +146,15 @@ class Survival(Task):
     # -- what outputs mean ----------------------------------------------------------------------------------------
 
     def to_predictions(self, outputs: Tensor) -> NDArray[np.float64]:
-        """Returns the log-risks, shape (n, 1); of hazards the probabilities of survival at each cut, shape (n, cuts)."""
+        """Returns the log-risks, shape (n, 1), or for hazards the probabilities of survival at the end of each
+        interval, shape (n, cuts).
+        """
         return survival_of_logits(outputs) if self.cuts else super().to_predictions(outputs)
 
     def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns the risk, and of hazards the probabilities of survival at each cut."""
+        """Returns `{column: values}` with the risk of each patient and, for hazards, the probabilities of survival at
+        the end of each interval.
+        """
         columns = {"risk": risk_of_outputs(outputs).tolist()}
         for cut, share in zip(self.cuts, self.to_predictions(outputs).T, strict=False):
             columns[f"survival at {cut:g}"] = share.tolist()
@@ -158,7 +168,7 @@ class Survival(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns the C-indices of Harrell, the default, and of Uno, and of hazards the integrated Brier score."""
+        """Returns the C-indices of Harrell (the default) and of Uno and, for hazards, the integrated Brier score."""
         return (*_CONCORDANCES, _brier_metric(self.cuts)) if self.cuts else _CONCORDANCES
 
     def find_metric(self, name: str) -> Metric | None:
@@ -167,36 +177,38 @@ class Survival(Task):
 
     @property
     def unavailable_metrics(self) -> Mapping[str, str]:
-        """Returns that Cox networks have no integrated Brier score, since they have no baseline hazard."""
+        """Returns `{"integrated_brier": reason}` for Cox's model, which has no baseline hazard; empty for hazards."""
         return {} if self.cuts else {"integrated_brier": _NO_CURVES}
 
     # -- splits and counts ----------------------------------------------------------------------------------------
 
     def strata(self, targets: Tensor) -> NDArray[Any]:
-        """Returns the events."""
+        """Returns whether each patient had the event, by which splits are stratified and partitions divide."""
         return np.asarray((targets[:, 1] > 0.5).long().cpu().numpy())
 
     def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
-        """Returns the number of censored patients and of events."""
+        """Returns (number of censored patients, number of events)."""
         events = int((targets[:, 1] > 0.5).sum())
         return len(targets) - events, events
 
     def count_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns "censored" and "events"."""
+        """Returns ("censored", "events"), the names of the two numbers in `class_counts`."""
         return ("censored", "events")
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int]:
-        """Returns the number of events, however few were censored: only an event makes a pair that can be compared."""
+        """Returns (number of events, 1) even if fewer patients were censored, since pairs can be compared only by an
+        event.
+        """
         return int((targets[:, 1] > 0.5).sum()), 1
 
     def describe_rarest(self, number: int, class_name: str, num_classes: int) -> str:
-        """Returns words such as "12 events"."""
+        """Returns words for the number of events, such as "12 events"."""
         return f"{number or 'no'} event{'' if number == 1 else 's'}"
 
     # -- models without a network ---------------------------------------------------------------------------------
 
     def simple_models(self) -> tuple[SimpleModel, ...]:
-        """Returns Cox regression with a ridge penalty."""
+        """Returns the model without a network: Cox regression with a ridge penalty."""
         fit = partial(_cox_ridge_outputs, cuts=self.cuts, efron=self.ties == "efron")
         return (SimpleModel("cox_ridge", "Cox regression with a ridge penalty", fit, is_pooled_too=True),)
 

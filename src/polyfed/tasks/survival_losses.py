@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def cox_loss(log_risk: Tensor, targets: Tensor, *, efron: bool = True) -> Tensor:
-    """Computes the negative logarithm of Cox's partial likelihood, divided by the number of events.
+    """Returns the negative logarithm of Cox's partial likelihood, divided by the number of events; 0 without an event.
 
     A minibatch without an event has the loss 0 with gradient 0. The loss depends on the order of times alone.
 
@@ -60,7 +60,8 @@ def _without_half_of_tied_events(log_sums: Tensor, log_risk: Tensor, tie_group: 
 
 
 def hazard_loss(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> Tensor:
-    """Computes the negative log-likelihood of hazards in intervals of time, averaged over patients.
+    """Returns the negative log-likelihood of hazards (probabilities of the event in each interval of time), averaged
+    over patients.
 
     Source: Gensheimer and Narasimhan 2019, "A scalable discrete-time survival model for neural networks".
 

@@ -45,7 +45,7 @@ def _risk_sets(time: Floats, event: NDArray[np.bool_], *, efron: bool) -> _RiskS
 
 
 def fit_cox(x: Floats, targets: Floats, penalty: float, *, efron: bool = True) -> Floats:
-    """Fits Cox regression; returns the coefficients of the log-risk, shape (features,).
+    """Fits a Cox regression with this ridge penalty, and returns the coefficients of the log-risk, shape (features,).
 
     They minimise minus the log partial likelihood, summed over events, plus penalty/2 times their squared length, by
     Newton's method with halved steps.
@@ -108,14 +108,14 @@ def _penalised_likelihood(x: Floats, sets: _RiskSets, beta: Floats, penalty: flo
 
 
 def log_partial_likelihood(x: Floats, targets: Floats, beta: Floats, *, efron: bool = True) -> float:
-    """Returns the log partial likelihood of coefficients, summed over events."""
+    """Returns Cox's log partial likelihood of the coefficients `beta`, summed over events."""
     order = np.argsort(-targets[:, 0], kind="stable")
     sets = _risk_sets(targets[order, 0], targets[order, 1] > 0.5, efron=efron)
     return _penalised_likelihood(x[order], sets, beta, 0.0)[0]
 
 
 def choose_penalty(table: SimpleModelInputs, seed: int, *, efron: bool = True) -> float:
-    """Returns the penalty with the highest cross-validated partial likelihood (Verweij and van Houwelingen 1993).
+    """Returns the ridge penalty with the highest cross-validated partial likelihood (Verweij and van Houwelingen 1993).
 
     A fold counts by the likelihood of all patients minus that of the others, with the coefficients of the others. Folds
     have like numbers of events, or whole groups. With fewer than five events it is the usual penalty.
@@ -145,7 +145,8 @@ def choose_penalty(table: SimpleModelInputs, seed: int, *, efron: bool = True) -
 
 
 def fit_cox_ridge(table: SimpleModelInputs, seed: int, *, efron: bool = True) -> Floats:
-    """Fits Cox regression with a penalty chosen by cross-validation; returns the coefficients, shape (features,).
+    """Fits a Cox regression with a ridge penalty chosen by cross-validation, and returns the coefficients, shape
+    (features,).
 
     They are 0, all risks alike, without an event.
     """
@@ -156,7 +157,8 @@ def fit_cox_ridge(table: SimpleModelInputs, seed: int, *, efron: bool = True) ->
 
 
 def hazard_logits_of_cox(table: SimpleModelInputs, beta: Floats, cuts: Floats) -> Floats:
-    """Returns the hazards that a fitted Cox regression gives the test examples in intervals of time, as logits.
+    """Returns, as logits, the hazards of the test examples in intervals of time, according to a fitted Cox regression
+    with coefficients `beta`.
 
     The baseline is Breslow's (1974), of the examples for fitting: H(t) = sum over events until t of 1 / sum of risks.
 

@@ -16,13 +16,14 @@ _BLOCK = 4_000_000  # pairs of patients that are compared at a time
 
 
 def read_times_and_events(targets: Tensor) -> tuple[Floats, NDArray[np.bool_]]:
-    """Returns times, float64 of shape (n,), and whether each ended with the event, shape (n,)."""
+    """Splits survival targets into times (float64) and whether each ended with the event, both of shape (n,)."""
     values = np.asarray(targets.double().cpu().numpy())
     return values[:, 0], values[:, 1] > 0.5
 
 
 def survival_of_logits(logits: Tensor) -> Floats:
-    """Returns the probability of no event until the end of each interval, from logits of hazards; shape (n, intervals).
+    """Returns the probability that no event happens until the end of each interval, from the logits of hazards; shape
+    (n, intervals).
 
     It falls from left to right: the product of 1 - hazard.
     """
@@ -31,7 +32,8 @@ def survival_of_logits(logits: Tensor) -> Floats:
 
 
 def risk_of_outputs(outputs: Tensor) -> Floats:
-    """Returns one number a patient, higher for those who are expected to have the event earlier; shape (n,).
+    """Returns one number per patient from a network's outputs, higher for patients expected to have the event earlier;
+    shape (n,).
 
     A single output is the risk itself. Hazards in intervals give minus the expected number of intervals without the event.
     """
@@ -41,8 +43,8 @@ def risk_of_outputs(outputs: Tensor) -> Floats:
 
 
 def c_index(outputs: Tensor, targets: Tensor) -> float:
-    """Computes Harrell's C-index: of all pairs in which one patient is known to have had the event first, the share in
-    which this patient was given the higher risk.
+    """Returns Harrell's C-index: among pairs of patients of whom one certainly had the event first, the share in which
+    that patient has the higher predicted risk.
 
     Equal risks count half. Pairs with the event at the same time are not compared; a patient who was censored at the time
     of the other's event counts as later. NaN without such a pair. Source: Harrell et al. 1982.
@@ -56,8 +58,8 @@ def c_index(outputs: Tensor, targets: Tensor) -> float:
 
 
 def uno_c_index(outputs: Tensor, targets: Tensor) -> float:
-    """Computes Uno's C-index, in which pairs count by the inverse square of the probability of not being censored before
-    the earlier event.
+    """Returns Uno's C-index, in which each pair has the weight 1/p², where p is the probability of not being censored
+    before the earlier event.
 
     This probability is the Kaplan-Meier estimate from the same patients, so that heavy censoring late in a study does not
     favour early events. Source: Uno et al. 2011. NaN as for `c_index`.
@@ -83,7 +85,8 @@ def _concordance(risk: Floats, time: Floats, event: NDArray[np.bool_], weights: 
 
 
 def kaplan_meier(time: Floats, event: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Returns the times at which an event happened, ascending, and the Kaplan-Meier estimate of survival from each on.
+    """Returns the times at which events happened, ascending, and the Kaplan-Meier estimate of survival from each of
+    these times on.
 
     Both have shape (different times,). Source: Kaplan and Meier 1958.
 
@@ -96,7 +99,9 @@ def kaplan_meier(time: Floats, event: NDArray[np.bool_]) -> tuple[Floats, Floats
 
 
 def value_of_step_curve(times: Floats, values: Floats, at: Floats, *, before: bool = False) -> Floats:
-    """Returns the values of a curve that is 1 at first and `values` from each of `times` on; just before `at` on request."""
+    """Returns values at the times `at` of a step curve that is 1 at first and `values` from each of `times` on; with
+    `before`, just before `at`.
+    """
     steps = np.searchsorted(times, at, side="left" if before else "right")
     return np.concatenate([[1.0], values])[steps]
 
@@ -115,7 +120,8 @@ def _uncensored_before(time: Floats, event: NDArray[np.bool_], at: Floats) -> Fl
 
 
 def integrated_brier(logits: Tensor, targets: Tensor, cuts: Sequence[float]) -> float:
-    """Computes the Brier score of survival curves, averaged over the time until the last interval's end that is observed.
+    """Returns the Brier score of survival curves, averaged over time until the end of the last interval that was
+    observed.
 
     The score at a time is the mean squared difference between the predicted probability of survival and survival (1 or 0),
     in which patients count by the inverse probability, from the same patients, of not being censored (Graf et al. 1999).

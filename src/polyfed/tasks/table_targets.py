@@ -1,4 +1,4 @@
-"""Infers from the target columns of a table which task they belong to."""
+"""Infers from the target columns of a table which task they are for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,8 @@ _MOST_CLASSES = 20  # different whole numbers that are taken as classes by defau
 
 
 def infer_table_task(names: Sequence[str], numbers: Mapping[str, NDArray[Any]] | None) -> Task:
-    """Returns the task of the target columns of a table.
+    """Returns the task for the target columns of a table, judged by their names and values; raises a `UserError` if
+    they fit none or more than one.
 
     Texts are classes, and so are up to 20 different whole numbers; numbers with a fraction are regression; several columns
     of 0 and 1 are labels, several others regression.

@@ -1,4 +1,4 @@
-"""Defines the task of predicting a class for each token of a sequence: tagging, and the next token of a text."""
+"""Defines the task of predicting a class for each token of a sequence: a tag, or the next token of a text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ IGNORED = -100
 @final
 @dataclass(frozen=True)
 class Tokens(Task):
-    """Predicts a class for each token: targets are integers of shape (n, T), outputs logits of shape (n, T, V).
+    """Defines the task of predicting a class for each token: targets are integers, shape (n, T), outputs are logits,
+    shape (n, T, V).
 
     The loss is the mean cross-entropy over all tokens of a minibatch that are not ignored, so that each token counts the
     same, and a longer document more. Clients keep `IGNORED` as the target of ignored tokens.
@@ -70,11 +71,13 @@ class Tokens(Task):
 
     @property
     def makes_targets(self) -> bool:
-        """Returns whether targets are the next tokens of the inputs."""
+        """Returns whether the task makes the targets from the inputs: True if each target is the next token."""
         return self.kind == "next_token"
 
     def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Returns the targets; for next tokens, where none were given, the inputs one position to the left."""
+        """Returns the targets; if the task predicts next tokens and no targets were given, the inputs shifted one
+        position to the left.
+        """
         if not self.makes_targets or targets.dim() != 1:
             return targets
         tokens = _token_part(inputs)
@@ -86,7 +89,7 @@ class Tokens(Task):
         return targets
 
     def prepare_targets(self, targets: Tensor) -> Tensor:
-        """Returns the targets as int64 with `IGNORED` for those that do not count."""
+        """Returns the targets as int64, with the value `IGNORED` for tokens that do not count."""
         if targets.is_floating_point() or targets.is_complex() or targets.dim() != 2:
             return targets  # `check_targets` refuses it
         targets = targets if targets.dtype == torch.int64 else targets.long()
@@ -95,7 +98,7 @@ class Tokens(Task):
         return torch.where(targets == self.ignore_index, IGNORED, targets)
 
     def check_targets(self, targets: Tensor, name: str, num_outputs: int | None = None) -> None:
-        """Checks that targets are classes of tokens, and that each example has a token that counts."""
+        """Raises a `UserError` unless targets are one valid class per token, and each example has a token that counts."""
         if targets.dim() != 2 or targets.is_floating_point():
             raise UserError(
                 f"{name} targets must be one class for each token, integers of shape (num, length), got {targets.dtype} of "
@@ -119,11 +122,11 @@ class Tokens(Task):
             )
 
     def num_outputs(self, targets: Tensor, names: Sequence[str] = ()) -> int:
-        """Returns the number of names or tags, or one more than the largest class."""
+        """Returns the number of classes: the number of `names` or tags or, without them, the largest class plus one."""
         return len(names) or len(self.tags) or 1 + int(targets.max())
 
     def check_outputs(self, shape: tuple[int, ...], targets: Tensor, name: str) -> None:
-        """Checks that there are logits for each token, and one for each class that occurs."""
+        """Raises a `UserError` unless the network returns logits for each token, with one for each class that occurs."""
         if len(shape) != 2 or shape[0] != targets.shape[1]:
             raise UserError(
                 f"{name}: the network must give logits of shape (batch, {targets.shape[1]}, classes), one row for each "
@@ -149,7 +152,9 @@ class Tokens(Task):
         return _mean_cross_entropy(outputs, targets)
 
     def training_loss(self, targets: Tensor, class_weights: Any = None, label_smoothing: float = 0.0) -> Loss:
-        """Returns the mean cross-entropy, with smoothed classes and weights of classes if they are given."""
+        """Returns the function (outputs, targets) -> mean cross-entropy of the tokens, with label smoothing and class
+        weights if they are given.
+        """
         if class_weights is None:
             return partial(_mean_cross_entropy, label_smoothing=label_smoothing)
         classes = targets[targets != IGNORED]
@@ -161,7 +166,7 @@ class Tokens(Task):
         return weighted_loss
 
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
-        """Returns the minibatch without the positions at its end that are padding in each of its examples."""
+        """Returns the minibatch without the last positions that are padding in all of its examples."""
         tokens = _token_part(inputs)
         if tokens is None or tokens.shape != targets.shape:
             return inputs, targets
@@ -177,7 +182,9 @@ class Tokens(Task):
         return tree_map(cut, inputs), targets[:, :longest]
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence KL(teacher ‖ student) at a temperature, averaged over all positions, padding too."""
+        """Returns the divergence KL(teacher ‖ student) of class probabilities, softened by a temperature and averaged
+        over all positions, padding included.
+        """
         return softened_divergence(teacher, student, temperature)
 
     # -- what outputs mean ----------------------------------------------------------------------------------------
@@ -187,14 +194,16 @@ class Tokens(Task):
         return np.asarray(outputs.double().softmax(-1).numpy())
 
     def prediction_columns(self, outputs: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns the most probable class of each token, as one text with spaces for each example."""
+        """Returns `{column: one text per example}` with the most probable class of each token, separated by spaces."""
         return {"predicted": [" ".join(names[i] for i in row) for row in outputs.argmax(2).tolist()]}
 
     # -- scores ---------------------------------------------------------------------------------------------------
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Returns F1 by entity, if tags mark entities, and accuracy for tagging; perplexity first for next tokens."""
+        """Returns the metrics of tokens, the default first: for next tokens perplexity; for tags the F1 score of
+        entities if tags mark entities, else accuracy.
+        """
         if self.makes_targets:
             return (*_PERPLEXITIES, _ACCURACY)
         entities = (self._entity_metric,) if has_entities(self.tags) else ()
@@ -202,11 +211,13 @@ class Tokens(Task):
 
     @property
     def comparison_metrics(self) -> tuple[Metric, ...]:
-        """Returns the default metric and accuracy."""
+        """Returns the default metric, which decides, and accuracy."""
         return tuple(dict.fromkeys((self.default_metric, _ACCURACY)))
 
     def find_metric(self, name: str) -> Metric | None:
-        """Returns the task's metric with this name; `entity_f1` without names of tags raises an error when computed."""
+        """Returns the task's metric with this name, None if there is none; computing `entity_f1` raises an error if the
+        task has no names of tags.
+        """
         return self._entity_metric if name == "entity_f1" else super().find_metric(name)
 
     @property
@@ -220,7 +231,7 @@ class Tokens(Task):
         return tuple(targets[targets != IGNORED].bincount(minlength=num_classes).tolist())
 
     def constant_model(self) -> ConstantModel:
-        """Returns the model that gives each token the shares of the classes."""
+        """Returns the model that gives every token the frequencies of the classes in the training examples."""
         words = "always answering the most frequent class"
         return ConstantModel("majority", "share of each class among the tokens", words, _log_class_shares)
 
@@ -277,7 +288,7 @@ def _log_losses(outputs: Tensor, targets: Tensor) -> tuple[NDArray[np.float64], 
 
 
 def perplexity(outputs: Tensor, targets: Tensor) -> float:
-    """Returns exp of the mean log loss over the tokens of all documents.
+    """Returns exp of the mean log loss over all tokens of all documents.
 
     >>> round(perplexity(torch.zeros(1, 3, 8), torch.tensor([[0, 5, -100]])), 6)
     8.0
@@ -287,13 +298,13 @@ def perplexity(outputs: Tensor, targets: Tensor) -> float:
 
 
 def document_perplexity(outputs: Tensor, targets: Tensor) -> float:
-    """Returns exp of the mean over documents of the mean log loss of their tokens: each document counts the same."""
+    """Returns exp of the mean over documents of each document's mean log loss, so that all documents count the same."""
     losses, tokens = _log_losses(outputs, targets)
     return float(np.exp((losses[tokens > 0] / tokens[tokens > 0]).mean())) if tokens.sum() else float("nan")
 
 
 def token_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Returns the share of tokens whose most probable class is right."""
+    """Returns the share of tokens for which the most probable class is correct."""
     is_counted = targets != IGNORED
     predicted = (outputs if outputs.dim() == 3 else outputs.unsqueeze(1)).argmax(2).expand_as(targets)
     return float((predicted == targets)[is_counted].double().mean())

@@ -31,7 +31,8 @@ SPLIT_NAMES: Mapping[str, str] = {
 
 
 def resolve_existing_path(path: str, advice: str) -> Path:
-    """Returns the path of an existing file or folder, with "~" expanded.
+    """Returns the path of a file or folder with "~" expanded; raises a `UserError` that ends with `advice` if it does
+    not exist.
 
     Raises:
         UserError: there is none; the message ends with `advice`.
@@ -47,7 +48,8 @@ def resolve_existing_path(path: str, advice: str) -> Path:
 
 
 def read_idx_file(file: Path) -> NDArray[np.uint8]:
-    """Reads an IDX file of unsigned bytes (the format of MNIST), plain or gzip.
+    """Reads an IDX file of unsigned bytes (the format of MNIST), plain or gzip; raises a `UserError` if it is damaged
+    or of another format.
 
     Returns:
         The array, in the shape that the file states: (num, 28, 28) for images, (num,) for labels.
@@ -69,7 +71,7 @@ def read_idx_file(file: Path) -> NDArray[np.uint8]:
 
 
 def find_idx_file(folder: Path, prefix: str, content: Literal["images", "labels"]) -> Path | None:
-    """Returns the path of an IDX file in a folder; None if there is none.
+    """Returns the path of an IDX file (MNIST's format) with this prefix and content in a folder; None if there is none.
 
     The name is `PREFIX-images-idx3-ubyte.gz`, or `PREFIX-labels-idx1-ubyte.gz`; also unpacked, or with a dot before
     "idx".
@@ -79,7 +81,8 @@ def find_idx_file(folder: Path, prefix: str, content: Literal["images", "labels"
 
 
 def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[str, Table]:
-    """Reads a Parquet file or folder, and returns the table of each split: "train", "test", "validation".
+    """Reads a Parquet file or folder, and returns `{split: table}` with the splits "train", "test", "validation";
+    raises a `UserError` if it is no Parquet.
 
     A folder has the hub's layout: `train-00000-of-00001.parquet` or `train/0000.parquet`, at any depth. A single file is the
     training split; a folder without Parquet files gives an empty dict.
@@ -111,7 +114,7 @@ def read_parquet_splits(path: Path, skipped_column: str | None = None) -> dict[s
 
 
 def find_parquet_files_by_split(path: Path) -> dict[str, list[Path]]:
-    """Returns the Parquet files in a folder by split: "train", "test", "validation".
+    """Returns `{split: files}` for the Parquet files in a folder, with the splits "train", "test", "validation".
 
     Raises:
         UserError: several configurations in one folder.
@@ -129,7 +132,7 @@ def find_parquet_files_by_split(path: Path) -> dict[str, list[Path]]:
 
 
 def first_existing_column_name(table: Table, candidate_names: Iterable[str], role: str) -> str:
-    """Returns the first of several candidate names that is the name of a column in the table.
+    """Returns the first of the candidate names that is a column of the table; raises a `UserError` if none is.
 
     Raises:
         UserError: it has none of them.
@@ -144,7 +147,8 @@ def first_existing_column_name(table: Table, candidate_names: Iterable[str], rol
 
 
 def read_image_bytes(table: Table, name: str) -> list[bytes]:
-    """Returns the encoded images in a column of bytes, or of the hub's structs of bytes and path.
+    """Returns the encoded image of each row from a column of bytes, or of the hub's structs of bytes and path; raises a
+    `UserError` if a row has none.
 
     Raises:
         UserError: a row holds no encoded image.
@@ -159,7 +163,8 @@ def read_image_bytes(table: Table, name: str) -> list[bytes]:
 
 
 def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
-    """Converts a table's column to a NumPy array; a column of lists of equal length becomes two-dimensional.
+    """Converts a table's column to a NumPy array, two-dimensional for lists of equal length; raises a `UserError` for
+    empty cells or lists of different lengths.
 
     Raises:
         UserError: empty cells, or lists of different lengths.
@@ -176,8 +181,8 @@ def column_to_numpy(table: Table, name: str) -> NDArray[Any]:
 
 
 def complete_discrete_columns(table: Table, skipped: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """Returns the table's columns of integers, truth values and strings that have no missing value, except those in
-    `skipped`.
+    """Returns `{name: array}` for the table's columns of integers, truth values and strings without missing values,
+    except those in `skipped`.
     """
     import pyarrow.types as kinds
 
@@ -188,7 +193,7 @@ def complete_discrete_columns(table: Table, skipped: Iterable[str]) -> dict[str,
 
 
 def class_names_from_hub_metadata(table: Table, label_column: str) -> tuple[str, ...] | None:
-    """Returns the class names of a label column from the metadata that the Hugging Face hub writes into Parquet files;
+    """Returns the class names of a label column, which the Hugging Face hub stores in the metadata of Parquet files;
     None if there are none.
     """
     metadata = (table.schema.metadata or {}).get(b"huggingface")

@@ -1,4 +1,4 @@
-"""Decodes images from bytes and files to one uint8 tensor with channels first."""
+"""Decodes images from bytes and files to one uint8 tensor with the channels before height and width."""
 
 import importlib
 import io
@@ -22,7 +22,8 @@ MAX_PIXELS = 178_956_970  # per image; PIL takes a larger one for a decompressio
 
 
 def decode_images(blobs: Sequence[bytes], mode: Mode, size: int | None = None) -> Tensor:
-    """Decodes images (PNG, JPEG, any format of PIL) to a uint8 tensor of shape (num, channels, height, width).
+    """Decodes images (PNG, JPEG, any format of PIL) to uint8, shape (num, channels, height, width); raises a
+    `UserError` for different shapes unless `size` is given.
 
     Args:
         blobs: one encoded image each.
@@ -66,8 +67,8 @@ def read_images(files: Sequence[Path], mode: Mode, size: int) -> Tensor:
 
 
 def measure_normalisation(images: Tensor) -> Normalise:
-    """Returns the normalisation that gives each channel mean 0 and standard deviation 1, measured on at most 10,000 of
-    the images.
+    """Returns a `Normalise` that gives each channel mean 0 and standard deviation 1, measured on at most 10,000 of the
+    images.
 
     >>> measure_normalisation(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     Normalise(mean=(0.5,), std=(0.5,))
@@ -85,7 +86,8 @@ def measure_normalisation(images: Tensor) -> Normalise:
 
 
 def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[np.uint8]:
-    """Decodes one image to a uint8 array of shape (height, width, channels); `name` denotes the image in errors.
+    """Decodes one image to a uint8 array of shape (height, width, channels); raises a `UserError` that mentions `name`
+    if that fails.
 
     Raises:
         UserError: it cannot be decoded.
@@ -112,8 +114,8 @@ def decode_image(file: Any, mode: Mode, size: int | None, name: str) -> NDArray[
 
 
 def stack_images(pictures: Iterable[NDArray[np.uint8]], num: int) -> Tensor:
-    """Stacks images of one size, each of shape (height, width, channels), to a tensor of shape (num, channels, height,
-    width).
+    """Stacks images of shape (height, width, channels) to one tensor (num, channels, height, width); raises a
+    `UserError` if they differ in size.
 
     Raises:
         UserError: there are none, or they differ in size.

@@ -1,4 +1,4 @@
-"""Keeps images encoded until a batch needs them, for data sets that do not fit into memory.
+"""Keeps images encoded until a batch needs them, for data sets that do not fit into memory when decoded.
 
 The store has 8 bytes per image: a hash of its encoded bytes. So equal images are found in training and test sets, and a
 resumed run detects changed images, as with images in memory. The bytes are read from their files, or from a memory-mapped
@@ -38,7 +38,7 @@ _ROWS = 256  # images per batch of an Arrow file
 
 
 class EncodedImages(ABC):
-    """Gives access to the encoded bytes of images by row number."""
+    """Gives access to the encoded bytes of images by their row number."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def read_bytes(self, row: int) -> bytes:
-        """Returns the encoded bytes of one image.
+        """Returns the encoded bytes of one image; raises a `UserError` if they cannot be read.
 
         Raises:
             UserError: they cannot be read.
@@ -54,7 +54,7 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def image_name(self, row: int) -> str:
-        """Returns a text that names an image in error messages."""
+        """Returns the name of an image for error messages."""
 
 
 @final
@@ -110,12 +110,13 @@ class EncodedArrowImages(EncodedImages):
         return bytes(self._column[row].as_buffer())
 
     def image_name(self, row: int) -> str:
-        """Returns the image's row and the file's path, for error messages."""
+        """Returns the image's row and the file's path, as its name for error messages."""
         return f"image {row} of {self.path!r}"
 
 
 def copy_parquet_images_to_arrow_file(files: Sequence[Path], column: str, path: Path) -> None:
-    """Copies the encoded images of Parquet files to one Arrow file.
+    """Copies the encoded images from a column of Parquet files to the Arrow file `path`; raises a `UserError` if a file
+    or row has none.
 
     Raises:
         UserError: a file cannot be read or has no such column, or a row holds no encoded image.
@@ -140,7 +141,8 @@ def copy_parquet_images_to_arrow_file(files: Sequence[Path], column: str, path: 
 @final
 @dataclass(frozen=True)
 class LazyImageDecoder:
-    """Reads, decodes, resizes and normalises the images of a batch, given the images' keys (hashes of their bytes).
+    """Reads, decodes, resizes and normalises the images of a batch; the batch holds a key for each image, a hash of its
+    bytes.
 
     Args:
         mode: "L" for one grey channel, "RGB" for three.
@@ -168,7 +170,8 @@ class LazyImageDecoder:
         return np.argsort(self.keys, kind="stable")
 
     def decode_pixels(self, keys: Tensor) -> Tensor:
-        """Decodes the images with these keys, shape (batch, 1), to uint8 of shape (batch, channels, size, size).
+        """Decodes the images with these keys, (batch, 1), to uint8 of shape (batch, channels, size, size); raises a
+        `UserError` for an unknown key.
 
         Raises:
             UserError: a key is not that of one of the images.
@@ -196,7 +199,7 @@ class LazyImageDecoder:
 @final
 @dataclass(frozen=True)
 class DecodeAndAugment:
-    """Decodes training images from their keys, then augments them."""
+    """Decodes training images, given their keys (see `LazyImageDecoder`), then augments them."""
 
     decoder: LazyImageDecoder
     augmentation: Callable[[Tensor, torch.Generator], Tensor]
@@ -209,8 +212,8 @@ class DecodeAndAugment:
 def build_image_keys_and_decoder(
     images: EncodedImages, mode: Mode, size: int, num_train: int
 ) -> tuple[Tensor, LazyImageDecoder]:
-    """Returns a key for each encoded image (int64, shape (num, 1)), and the transform that decodes images by their
-    keys.
+    """Returns a key for each encoded image (int64, shape (num, 1)), and the transform that decodes a batch of images
+    from their keys.
 
     All bytes are read once; mean and standard deviation are measured on some of the first `num_train` images.
 
@@ -235,5 +238,5 @@ def build_image_keys_and_decoder(
 
 
 def index_image_files(files: Sequence[Path]) -> EncodedImageFiles:
-    """Returns an object that reads encoded images from these files, each when it is needed."""
+    """Returns an object that reads each of these image files only when it is needed."""
     return EncodedImageFiles(tuple(str(file.resolve()) for file in files))

@@ -1,4 +1,4 @@
-"""Splits text into tokens, and encodes it as integers of fixed length with a vocabulary."""
+"""Splits text into tokens, and encodes tokens as integers with a vocabulary, at a fixed length."""
 
 import html
 import json
@@ -24,7 +24,8 @@ _TOKEN = re.compile(r"https?://\S+|www\.\S+|@\w+|\w+(?:['’]\w+)*|[^\w\s]")
 
 
 def tokenise(text: str) -> list[str]:
-    """Splits text into lower-case words, numbers and single punctuation marks; a link becomes "http", a mention "@user".
+    """Splits text into lower-case words, numbers and single punctuation marks; links become "http", and mentions
+    "@user".
 
     >>> tokenise("@anna Don't miss https://x.org/y, OK?")
     ['@user', "don't", 'miss', 'http', 'ok', '?']
@@ -60,8 +61,8 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
-        """Encodes the first `length` tokens of each text as integers, padded at the end: int64, shape (num_texts,
-        length).
+        """Encodes the first `length` tokens of each text as integers, padded with 0 at the end: int64, shape
+        (num_texts, length).
         """
         numbers, unknown = self._number_of_token, 1
         out = np.zeros((len(texts), length), np.int64)
@@ -72,7 +73,7 @@ class Vocabulary:
         return torch.from_numpy(out)
 
     def save(self, file: Path) -> None:
-        """Writes the tokens to a file as a JSON list.
+        """Writes the tokens to a file as a JSON list; raises a `UserError` if the file cannot be written.
 
         Raises:
             UserError: the file cannot be written.
@@ -96,7 +97,7 @@ def build_vocabulary(texts: Iterable[str], size: int) -> Vocabulary:
 
 
 def load_vocabulary(file: Path) -> Vocabulary:
-    """Reads a vocabulary from a file that `Vocabulary.save` wrote.
+    """Reads a vocabulary from a file that `Vocabulary.save` wrote; raises a `UserError` for any other file.
 
     Raises:
         UserError: the file is no JSON list of strings, or no vocabulary.

@@ -1,1 +1,1 @@
-"""Describes the data of several sites side by side before anything is trained, from counts and sums of each site."""
+"""Describes the data of several sites side by side before training, from counts and sums that each site computes."""

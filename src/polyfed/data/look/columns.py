@@ -1,4 +1,4 @@
-"""Reads a site's examples as columns of numbers and categories, whatever they are: tables, vectors, images, token ids.
+"""Converts a site's examples (tables, vectors, images or token ids) to columns of numbers and categories.
 
 An image becomes its size and its intensity, a text its length; a target becomes a column, too. Only sums and counts of these
 columns are shown or sent (`polyfed.data.look.counts`).
@@ -25,7 +25,9 @@ _ANSWERS = ("0", "1")
 @final
 @dataclass(frozen=True)
 class LookColumn:
-    """Describes one column: its name, its categories unless it holds numbers, and whether it is a target."""
+    """Describes one column of the sites' data: its name, its categories (None if it holds numbers), and whether it is a
+    target.
+    """
 
     name: str
     values: tuple[str, ...] | None = None
@@ -35,7 +37,7 @@ class LookColumn:
 @final
 @dataclass(frozen=True, eq=False)
 class SiteColumns:
-    """Holds the examples of one site as columns.
+    """Holds the examples of one site as columns of numbers and categories.
 
     Args:
         columns: in the order of `cells`.
@@ -50,7 +52,9 @@ class SiteColumns:
     different_tokens: int | None = None
 
     def in_columns(self, columns: Sequence[LookColumn]) -> "SiteColumns":
-        """Returns the same examples in the columns of all sites: a column that this site lacks has no value."""
+        """Returns the same examples arranged in `columns`, the columns of all sites; a column that this site lacks gets
+        no values.
+        """
         cells = torch.full((len(self.cells), len(columns)), math.nan, dtype=torch.float64)
         position_by_name = {column.name: position for position, column in enumerate(self.columns)}
         for position, column in enumerate(columns):
@@ -65,7 +69,8 @@ class SiteColumns:
 
 
 def merge_columns(sites: Sequence[Sequence[LookColumn]]) -> tuple[LookColumn, ...]:
-    """Returns the columns of all sites: by name, with the categories that occur at any site.
+    """Merges the lists of columns of several sites into one list without repeated names; a column's categories are
+    those that occur at any site.
 
     A column that holds numbers at one site and the answers 0 and 1 at another holds numbers.
 
@@ -91,7 +96,7 @@ def _sort_numbers(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 
 def read_site_columns(sets: Mapping[str, Examples], class_names: Sequence[str] = ()) -> SiteColumns:
-    """Reads the examples of one site as columns.
+    """Converts the examples of one site (`{set's name: examples}`) to columns of numbers and categories.
 
     Args:
         sets: the site's sets of examples, by name ("train", "val", "test").

@@ -1,4 +1,5 @@
-"""Counts and sums the columns of one site, in three passes that are the same for data in memory and for messages.
+"""Counts and sums the columns of one site in three passes, which are the same for data in memory and for real sites
+that send messages.
 
 1. `count_values`: how many values a column of numbers has, their sum, how many are a number that often stands for "not
    measured" (0, -9, 999), and a histogram over cells that are the same for all data; how often each category occurs.
@@ -36,12 +37,13 @@ Counts = dict[str, Tensor]
 
 
 def number_positions(columns: Sequence[LookColumn]) -> list[int]:
-    """Returns the positions of the columns of numbers."""
+    """Returns the positions of those columns that hold numbers, not categories."""
     return [position for position, column in enumerate(columns) if column.values is None]
 
 
 def count_values(site: SiteColumns) -> Counts:
-    """Counts and sums the values of each column.
+    """Computes a site's counts and sums of the values in each column, as `{kind: tensor}` with keys such as "rows",
+    "count" and "total" (first pass).
 
     Returns:
         rows (1,); count, total and whole (values that are whole numbers), (numbers,); codes (numbers, codes); cells
@@ -71,13 +73,17 @@ def count_values(site: SiteColumns) -> Counts:
 
 
 def sum_squares(site: SiteColumns, center: Tensor, scale: Tensor) -> Counts:
-    """Returns for each column of numbers the sum of ((x - center) / scale)², as "squares"."""
+    """Returns `{"squares": tensor}`: for each column of numbers, the sum of ((x − center) / scale)² over a site's rows
+    (second pass).
+    """
     x = (site.cells[:, number_positions(site.columns)] - center) / scale
     return {"squares": torch.where(x.isnan(), 0.0, x**2).sum(0)}
 
 
 def count_histograms(site: SiteColumns, low: Tensor, high: Tensor) -> Counts:
-    """Returns a histogram of each column of numbers: below `low`, `BINS` cells of equal width, and from `high` on."""
+    """Returns `{"histograms": tensor}`: for each column of numbers, the counts below `low`, in `BINS` cells of equal
+    width, and from `high` on (third pass).
+    """
     x = site.cells[:, number_positions(site.columns)]
     rows = [
         _count_in_cells(x[:, k], torch.linspace(float(low[k]), float(high[k]), BINS + 1, dtype=torch.float64))
@@ -94,7 +100,8 @@ def _count_in_cells(values: Tensor, edges: Tensor) -> Tensor:
 
 
 def suppress_small_counts(counts: Mapping[str, Tensor], columns: Sequence[LookColumn]) -> Counts:
-    """Returns the counts as a real site sends them: those of fewer than `MIN_COUNT` rows are `SUPPRESSED`.
+    """Returns a site's counts as they leave the site: a count of fewer than `MIN_COUNT` rows is replaced by the mark
+    `SUPPRESSED`.
 
     A column with so few values has no sum. Where only one cell of a column would be hidden, and so could be computed from
     the others, the smallest other is hidden, too. Where fewer than `MIN_COUNT` rows have no value, the count is rounded down
@@ -136,13 +143,13 @@ def _hide_cells(cells: Tensor) -> Tensor:
 
 
 def add_counts(parts: Sequence[Mapping[str, Tensor]]) -> Counts:
-    """Adds the counts of several sites; a suppressed count adds nothing."""
+    """Adds the counts of several sites; a count that a site has suppressed adds nothing."""
     return {name: torch.stack([part[name] for part in parts]).clamp(min=0.0).sum(0) if name != "total"
             else torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}  # fmt: skip
 
 
 def choose_center_and_scale(counts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the mean of all sites and a scale for each column of numbers, from the sum of their counts."""
+    """Returns the mean over all sites and a scale for each column of numbers, given the sum of all sites' counts."""
     count = counts["count"].clamp(min=1.0)
     scales = []
     for cells in counts["cells"]:
@@ -164,7 +171,8 @@ def _ends_of_cells(occupied: Sequence[int]) -> tuple[float, float]:
 
 
 def choose_edges(counts: Mapping[str, Tensor], center: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the lowest and highest edge of the histogram of each column of numbers, from the sum over all sites.
+    """Returns the lowest and the highest edge of the histogram of each column of numbers, given the sum of all sites'
+    counts.
 
     They are 3.5 standard deviations from the mean, without numbers far outside that stand for "not measured", and no wider
     than the values.
@@ -194,7 +202,9 @@ def choose_edges(counts: Mapping[str, Tensor], center: Tensor, scale: Tensor) ->
 
 
 def number_statistics(counts: Mapping[str, Tensor], position: int, center: Tensor, scale: Tensor) -> NumberStatistics:
-    """Returns the statistics of one column of numbers at a site, or over all sites, from its counts and sums."""
+    """Returns the statistics of the column at `position` among the columns of numbers, from the counts of one site, or
+    from their sum over all sites.
+    """
     count = float(counts["count"][position])
     return NumberStatistics(
         count,

@@ -1,4 +1,4 @@
-"""Finds what differs between the sites of a `Look`, and says in a sentence each what it means for federating.
+"""Reports differences between the sites of a `Look`, each as a sentence on what it means for federated training.
 
 One finding is about one column, and names all of its sites, so that a hundred sites need no hundred sentences.
 """
@@ -43,7 +43,8 @@ _ORDER: tuple[Kind, ...] = (
 @final
 @dataclass(frozen=True)
 class LookFinding:
-    """Describes one difference between the sites: in which column, at which sites, and what it means for federating.
+    """Describes one difference between sites: the column, the sites, and what the difference means for federated
+    training.
 
     Args:
         kind: which rule found it.
@@ -60,13 +61,15 @@ class LookFinding:
     meaning: str
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Returns the finding as a dict for JSON."""
+        """Returns the finding as a dict that can be written as JSON."""
         return {"kind": self.kind, "column": self.column, "sites": list(self.sites), "text": self.text,
                 "meaning": self.meaning}  # fmt: skip
 
 
 def find_differences(look: SiteSummaries) -> list[LookFinding]:
-    """Returns what differs between the sites: hidden codes, units, empty columns, rare classes first."""
+    """Returns the differences between the sites, the most serious first: numbers that mean "not measured", other units,
+    empty columns, rare classes.
+    """
     findings = list(_find_few_examples(look))
     for column in look.columns:
         if column.values is None:
@@ -335,7 +338,7 @@ def _find_in_features(
 
 
 def marked_sites(look: SiteSummaries, findings: Sequence[LookFinding]) -> dict[tuple[str, str], str]:
-    """Returns the kind of the most serious finding by (column, site)."""
+    """Returns `{(column, site): kind}` with the kind of the most serious finding for each column and site that has one."""
     marks: dict[tuple[str, str], str] = {}
     for finding in findings:
         for site in finding.sites:
@@ -344,7 +347,7 @@ def marked_sites(look: SiteSummaries, findings: Sequence[LookFinding]) -> dict[t
 
 
 def events_of(look: SiteSummaries, site: SiteLook) -> str:
-    """Returns how many examples of each class a site has, as text; "" for targets that are numbers."""
+    """Returns text with the number of a site's examples of each class; "" if all targets are numbers."""
     parts = []
     for column in look.columns:
         if column.is_target and column.values is not None:

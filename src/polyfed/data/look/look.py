@@ -1,4 +1,4 @@
-"""Defines `Look`, the description of the data of several sites side by side, and builds it for data in this process."""
+"""Defines `Look`, a description of the data of several sites side by side, and builds it from data in this process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from polyfed.data.tabular.columns import sorted_unique_texts
 @final
 @dataclass(frozen=True)
 class Look:
-    """Describes the data of several sites side by side, without a row of anyone; `print` shows it.
+    """Describes the data of several sites side by side by statistics, without any single row; `print` shows it as text.
 
     Args:
         summaries: columns and statistics of each site.
@@ -38,7 +38,7 @@ class Look:
 
     @classmethod
     def of(cls, summaries: SiteSummaries) -> "Look":
-        """Returns the look at these summaries, with its findings."""
+        """Returns the `Look` for these statistics of the sites, with the differences between the sites."""
         return cls(summaries, tuple(find_differences(summaries)))
 
     def __repr__(self) -> str:
@@ -49,20 +49,22 @@ class Look:
 
     @property
     def columns(self) -> tuple[LookColumn, ...]:
-        """Returns the columns: features, then targets."""
+        """Returns the columns of all sites: first the features, then the targets."""
         return self.summaries.columns
 
     @property
     def sites(self) -> Mapping[str, SiteLook]:
-        """Returns the statistics of each site."""
+        """Returns `{site: statistics of its examples}`."""
         return self.summaries.sites
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns a row for each column and site: rows, missing, mean, sd, zeros, percentiles, and counts of categories."""
+        """Returns a list of dicts, one per column and site, with rows, missing, mean, sd, zeros, percentiles and counts
+        of categories.
+        """
         return self.summaries.table()
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Returns sites, columns and findings as a dict for JSON."""
+        """Returns the sites, columns and findings as a dict that can be written as JSON."""
         local = self.summaries.is_local
         return {
             "format": 1,
@@ -81,7 +83,8 @@ class Look:
 def read_sites(
     clients: Iterable[Client | ClientData] | ClientTables, class_names: Sequence[str] = ()
 ) -> dict[str, SiteColumns]:
-    """Reads the examples of several sites as columns, by site.
+    """Returns `{site: columns}` with the examples of each client as columns; raises a `UserError` if there are no
+    clients.
 
     Raises:
         UserError: there is no client, or something else than a client.
@@ -108,7 +111,7 @@ def read_sites(
 
 
 def look_at_sites(clients: Iterable[Client | ClientData] | ClientTables, class_names: Sequence[str] = ()) -> Look:
-    """Describes the data of clients in this process.
+    """Returns a `Look`, a description of the data of several clients in this process side by side.
 
     Args:
         clients: clients, or a table that was divided by `polyfed.data.split_table`.

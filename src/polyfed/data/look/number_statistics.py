@@ -1,4 +1,6 @@
-"""Computes mean and spread of a column of numbers from counts and sums, also without numbers that mean "not measured"."""
+"""Computes mean and spread of a column of numbers from counts and sums, if need be without numbers that mean "not
+measured".
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,7 +16,7 @@ GRADES = 5.0
 @final
 @dataclass(frozen=True)
 class NumberStatistics:
-    """Holds the counts and sums of a column of numbers: at one site, or over all.
+    """Holds the counts and sums of one column of numbers, at one site or over all sites.
 
     Args:
         count: values.
@@ -37,12 +39,12 @@ class NumberStatistics:
 
     @property
     def mean(self) -> float:
-        """Returns the mean; NaN without values."""
+        """Returns the mean of the values; NaN if there are none."""
         return self.total / self.count if self.count > 0 else math.nan
 
     @property
     def sd(self) -> float:
-        """Returns the standard deviation; 0 for values that are equal up to rounding, NaN without values."""
+        """Returns the standard deviation; 0 if the values are equal up to rounding, NaN if there are none."""
         if self.count <= 0:
             return math.nan
         variance = max(self.squares / self.count - (self.mean - self.center) ** 2, 0.0)
@@ -50,11 +52,11 @@ class NumberStatistics:
         return 0.0 if is_rounding else math.sqrt(variance)
 
     def code_share(self, code: float) -> float:
-        """Returns the share of the values that are equal to `code`."""
+        """Returns the share of the values, from 0 to 1, that are equal to `code`."""
         return max(self.codes.get(code, 0.0), 0.0) / self.count if self.count > 0 else 0.0
 
     def without(self, codes: Iterable[float]) -> "NumberStatistics":
-        """Returns the statistics of the values that are none of these numbers."""
+        """Returns the statistics of the remaining values after leaving out those equal to one of `codes`."""
         removed = {code: max(self.codes.get(code, 0.0), 0.0) for code in codes}
         return NumberStatistics(
             max(self.count - sum(removed.values()), 0.0),
@@ -66,8 +68,8 @@ class NumberStatistics:
         )
 
     def far_codes(self, min_share: float) -> list[float]:
-        """Returns the numbers of `codes` that at least `min_share` of the values are equal to, and that are far from all
-        other values.
+        """Returns those of `codes` that lie far from all other values, and that at least the share `min_share` of the
+        values are equal to.
 
         >>> NumberStatistics(5.0, 300.0, 75.0, 5629.0, {0.0: 1.0}).far_codes(0.1)
         [0.0]
@@ -79,7 +81,8 @@ class NumberStatistics:
         ]
 
     def is_far(self, code: float) -> bool:
-        """Returns whether a number lies more than `FAR` standard deviations from the mean of these values. Among whole
-        numbers, such as grades from 0 to 4, it must also be `GRADES` from it."""
+        """Returns whether `code` is more than `FAR` standard deviations from the mean of these values and, if all are
+        whole numbers, also at least `GRADES` away.
+        """
         distance = abs(code - self.mean)
         return self.count > 1 and distance > FAR * self.sd > 0 and not (self.is_whole and distance < GRADES)

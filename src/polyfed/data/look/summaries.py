@@ -1,4 +1,4 @@
-"""Describes the columns of each site by statistics, from the counts and sums that a site computes."""
+"""Computes the statistics of each site's columns from the counts and sums that the sites have computed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ ALL_SITES = "all sites"
 @final
 @dataclass(frozen=True)
 class NumberSummary:
-    """Describes a column of numbers at one site.
+    """Holds the statistics of one column of numbers at one site.
 
     Args:
         statistics: counts and sums; a count of -1 is one below `MIN_COUNT` that is not shown.
@@ -37,14 +37,14 @@ class NumberSummary:
 
     @property
     def is_hidden(self) -> bool:
-        """Returns whether the column has too few values to be shown."""
+        """Returns whether the statistics are hidden, because the column has fewer than `MIN_COUNT` values at this site."""
         return self.statistics.count < 0
 
 
 @final
 @dataclass(frozen=True)
 class SiteLook:
-    """Describes the examples of one site.
+    """Holds the statistics of the examples of one site.
 
     Args:
         rows: number of examples that were looked at.
@@ -80,7 +80,7 @@ class SiteSummaries:
     is_local: bool = True
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns a row for each column and site, as `Look.table`."""
+        """Returns a list of dicts, one per column and site, as `Look.table` does."""
         rows: list[dict[str, Any]] = []
         for column in self.columns:
             for name, site in self.sites.items():
@@ -130,7 +130,9 @@ def _finite(value: float) -> float | None:
 @final
 @dataclass(frozen=True, eq=False)
 class LookFrame:
-    """Holds what all sites share: for each column of numbers the center and scale of the squares, and the edges."""
+    """Holds what all sites use to count each column of numbers: center and scale for sums of squares, and the lowest
+    and highest edge of the histogram.
+    """
 
     center: Tensor
     scale: Tensor
@@ -144,7 +146,7 @@ def build_summaries(
     frame: LookFrame,
     local_sites: Mapping[str, SiteColumns] | None = None,
 ) -> SiteSummaries:
-    """Builds the description of the sites from their counts.
+    """Computes the statistics of all sites from their counts, `{site: counts}`.
 
     Args:
         columns: of all sites.

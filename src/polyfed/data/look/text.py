@@ -1,4 +1,6 @@
-"""Writes a `Look` for the terminal: a line for each column and site, with a small histogram, then what differs."""
+"""Formats a `Look` for the terminal: a line for each column and site with a small histogram, then the differences
+between sites.
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +16,8 @@ _SITES, _COLUMNS = 8, 30  # shown on the terminal; the page and JSON have all
 
 
 def spark(counts: Sequence[float]) -> str:
-    """Returns counts as a line of blocks, the largest as a full one; a space for none, a dot for a count that is hidden.
+    """Returns counts as one line of block characters, the largest as a full block; a space stands for none, and a dot
+    for a hidden count.
 
     >>> spark([0, 1, 8, -1])
     ' ▁█·'
@@ -27,7 +30,7 @@ def spark(counts: Sequence[float]) -> str:
 
 
 def format_look(look: SiteSummaries, findings: Sequence[LookFinding]) -> str:
-    """Returns the description as text for a terminal."""
+    """Returns a description of several sites' data, with the differences between them, as text for a terminal."""
     marks = marked_sites(look, findings)
     shown_sites = list(look.sites)
     if len(shown_sites) > _SITES:
@@ -69,7 +72,7 @@ def format_look(look: SiteSummaries, findings: Sequence[LookFinding]) -> str:
 
 
 def format_findings(findings: Sequence[LookFinding]) -> list[str]:
-    """Returns the findings as lines of text."""
+    """Returns the differences between sites as lines of text."""
     if not findings:
         return ["No column differs between the sites in a way that is known to mislead."]
     lines = [f"{count_with_noun(len(findings), 'difference')} between the sites:"]
@@ -85,7 +88,7 @@ def _percent(count: float | None, rows: int) -> str:
 
 
 def format_short(value: float) -> str:
-    """Returns a number with two digits, or without decimals from 100 on.
+    """Returns a number as text with two significant digits, or without decimals from 100 on.
 
     >>> format_short(0.1234), format_short(113.4)
     ('0.12', '113')

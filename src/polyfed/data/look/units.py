@@ -1,4 +1,4 @@
-"""Recognises a column that a site has in another unit than the others, by the ratio of means and spreads."""
+"""Recognises a column that one site has in another unit than the other sites, by the ratio of means and of spreads."""
 
 from polyfed.data.look.number_statistics import NumberStatistics
 
@@ -14,7 +14,8 @@ _APART = 1.5  # sums of standard deviations between the means, for small factors
 
 
 def describe_unit_difference(site: NumberStatistics, reference: NumberStatistics) -> str:
-    """Returns by which factor a site's numbers differ from the reference as units do, as text; "" if they do not.
+    """Returns, as text, the factor between a site's numbers and the reference if it looks like a change of unit; "" if
+    it does not.
 
     >>> metres, centimetres = NumberStatistics(50.0, 85.0, 1.7, 0.5), NumberStatistics(50.0, 8500.0, 170.0, 5000.0)
     >>> describe_unit_difference(metres, centimetres)

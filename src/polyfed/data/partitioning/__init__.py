@@ -1,1 +1,1 @@
-"""Assigns examples to clients, and splits them into training, validation and test sets."""
+"""Assigns examples to clients, and splits each client's examples into training, validation and test sets."""

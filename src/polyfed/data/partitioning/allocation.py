@@ -1,4 +1,4 @@
-"""Draws classes and rows for clients, with functions that several partitions share."""
+"""Draws classes and rows for clients; the functions here are shared by several partitions."""
 
 import itertools
 import math
@@ -15,7 +15,9 @@ Labels = NDArray[Any]
 
 
 def rows_of_each_client(client_of_row: NDArray[np.int64], num_clients: int) -> list[Rows]:
-    """Returns the row numbers of each client, ascending, given the client of each row (−1 if no client has the row)."""
+    """Returns one ascending array of row numbers per client, given the client's number for each row (−1 for a row of no
+    client).
+    """
     order = np.argsort(client_of_row, kind="stable")
     ends = np.searchsorted(client_of_row[order], np.arange(num_clients + 1))
     return [order[start:end] for start, end in itertools.pairwise(ends)]
@@ -24,8 +26,8 @@ def rows_of_each_client(client_of_row: NDArray[np.int64], num_clients: int) -> l
 def draw_rows_by_class(
     class_of_row: NDArray[np.int64], counts_by_client_and_class: NDArray[np.int64], rng: np.random.Generator
 ) -> list[Rows]:
-    """Draws random rows for each client, without repetition: as many of each class as
-    `counts_by_client_and_class[client, class]` says.
+    """Draws random rows for each client, without repetition: `counts_by_client_and_class[client, class]` rows of each
+    class.
     """
     owner = np.full(len(class_of_row), -1)
     for label, count_by_client in enumerate(counts_by_client_and_class.T):
@@ -35,8 +37,8 @@ def draw_rows_by_class(
 
 
 def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Assigns each client the `k` classes that the fewest clients have so far, ties at random; shape (num_clients,
-    num_classes).
+    """Assigns `k` classes to each client, those that the fewest clients have so far (ties at random); returns a mask of
+    shape (num_clients, num_classes).
     """
     has = np.zeros((num_clients, num_classes), bool)
     for client in has:
@@ -45,8 +47,8 @@ def assign_classes_evenly(num_clients: int, num_classes: int, k: int, rng: np.ra
 
 
 def draw_classes_per_client(num_clients: int, num_classes: int, k: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Draws `k` classes at random for each client, independently of the other clients; shape (num_clients,
-    num_classes).
+    """Draws `k` classes at random for each client, independently of the other clients; returns a mask of shape
+    (num_clients, num_classes).
     """
     return rng.random((num_clients, num_classes)).argsort(axis=1) < k
 
@@ -54,8 +56,8 @@ def draw_classes_per_client(num_clients: int, num_classes: int, k: int, rng: np.
 def top_up_small_clients_in_place(
     counts_by_client_and_class: NDArray[np.int64], shares: NDArray[np.float64], least: int
 ) -> None:
-    """Moves examples from large to small clients, by changing `counts_by_client_and_class`, until each client has at
-    least `least`.
+    """Changes `counts_by_client_and_class` in place: moves examples from large to small clients until each client has
+    at least `least`.
 
     Each step moves at least one example, so it terminates.
     """
@@ -75,7 +77,8 @@ def top_up_small_clients_in_place(
 
 
 def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_class: bool = False) -> Rows:
-    """Draws `size` random rows in which each class has the same share as in `labels`, within one example.
+    """Draws `size` random rows so that each class has the same share as in `labels`, within one example; raises a
+    `UserError` if there are fewer rows.
 
     Args:
         labels: shape (num_examples,) of integers; anything else is drawn without strata.
@@ -115,8 +118,8 @@ class ClassSizesAndIndices(NamedTuple):
 
 
 def class_sizes_and_indices(labels: Labels, partition_name: str) -> ClassSizesAndIndices:
-    """Returns the size of each class that occurs in the labels, and the index of each example's class among these
-    classes.
+    """Returns the size of each class that occurs, and each example's position among these classes; raises a `UserError`
+    unless labels are one whole number per example.
 
     Raises:
         UserError: the labels are not one whole number per example.
@@ -131,8 +134,8 @@ def class_sizes_and_indices(labels: Labels, partition_name: str) -> ClassSizesAn
 
 
 class UniqueTexts(NamedTuple):
-    """Holds the unique values of a column as text; for each value its first row and its number of rows, and for each row
-    the index of its value.
+    """Holds the unique values of a column as text, the first row and the number of rows of each value, and for each row
+    the position of its value.
     """
 
     texts: tuple[str, ...]
@@ -142,8 +145,8 @@ class UniqueTexts(NamedTuple):
 
 
 def unique_values_as_texts(column: NDArray[Any], column_name: str) -> UniqueTexts:
-    """Returns the unique values of a column as texts, which serve as client ids; numbers are sorted by value, all else
-    alphabetically.
+    """Returns a column's unique values as texts, for use as client ids: numbers sorted by value, all else
+    alphabetically. Raises a `UserError` if a row has no value.
 
     Args:
         column: one value per example; numbers, strings, dates.
@@ -189,7 +192,8 @@ def _as_text(value: object) -> str:
 
 
 def check_enough_examples(num_examples: int, num_clients: int, least: int = 1, why: str = "min_examples") -> None:
-    """Checks that there are enough examples to give every client at least `least`.
+    """Raises a `UserError` if there are too few examples to give every client at least `least`, or if there are no
+    clients.
 
     Raises:
         UserError: there are too few examples, or no clients.
@@ -206,7 +210,7 @@ def check_enough_examples(num_examples: int, num_clients: int, least: int = 1, w
 
 
 def check_classes_per_client(k: int, limit: int, why: str = "the data has no more") -> None:
-    """Raises a `UserError` if the number of classes per client, `k`, exceeds `limit`."""
+    """Raises a `UserError` if `k`, the number of classes per client, exceeds `limit`."""
     if k > limit:
         raise UserError(f"k={k} classes per client is too many: choose at most {limit} ({why})")
 

@@ -1,4 +1,4 @@
-"""Deals each client's examples into folds, so that cross-validation tests every example once."""
+"""Divides each client's examples into folds, so that cross-validation tests on every example once."""
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ _ALONE = "\0"  # begins the name of a row without a group, as in `group_id_of_ea
 @final
 @dataclass(frozen=True)
 class Folds:
-    """Describes a repeated k-fold cross-validation: each repeat deals the examples again.
+    """Describes a repeated k-fold cross-validation, in which each repeat divides the examples anew.
 
     Args:
         number: folds of a repeat, at least 2. Each tests 1/number of a client's examples, and trains on the others.
@@ -53,12 +53,13 @@ class Folds:
 
     @property
     def num_runs(self) -> int:
-        """Returns the number of training runs of each method, one for each fold of each repeat."""
+        """Returns the number of training runs of each method: folds times repeats."""
         return self.number * self.repeats
 
 
 def build_folds(folds: int | None, fold_repeats: int | None = None) -> Folds | None:
-    """Builds the description of a cross-validation from the options of a comparison; None without `folds`.
+    """Returns the description of a cross-validation, None without `folds`; raises a `UserError` if a number is too
+    small or `folds` is missing for `fold_repeats`.
 
     Raises:
         UserError: a number below those of `Folds`, or `fold_repeats` without `folds`.
@@ -71,7 +72,8 @@ def build_folds(folds: int | None, fold_repeats: int | None = None) -> Folds | N
 
 
 def check_redrawing(resplit: int | None, folds: Folds | None, seeds: Sequence[int]) -> None:
-    """Checks that at most one of `resplit` and `folds` is given, and a seed for each of its runs.
+    """Raises a `UserError` if both `resplit` and `folds` are given, or if the number of seeds is not the number of runs
+    that they need.
 
     Raises:
         UserError: both are given, or another number of seeds.
@@ -94,7 +96,8 @@ def check_redrawing(resplit: int | None, folds: Folds | None, seeds: Sequence[in
 def redraw_clients(
     clients: Sequence[Client], resplit: int | None, folds: Folds | None, seeds: Sequence[int]
 ) -> list[tuple[Client, ...]] | None:
-    """Returns the clients of each seed, with sets dealt anew over random splits or folds; None if neither is given.
+    """Returns for each seed the clients with new sets, from random splits (`resplit`) or cross-validation (`folds`);
+    None if neither is given.
 
     Raises:
         UserError: what `check_redrawing`, `resplit_clients` or `deal_folds` refuses.
@@ -106,7 +109,8 @@ def redraw_clients(
 
 
 def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[tuple[Client, ...]]:
-    """Returns the clients of each fold: each client's examples are tested in one fold of a repeat, and train in the others.
+    """Returns one tuple of clients for each fold: the examples in the fold are the client's test set, and the others
+    its training set.
 
     A client's training, validation and test examples are joined and dealt; each class within one example of its share.
     Groups (`Examples.group`) stay together, at all clients. A client with validation examples holds out its share of the
@@ -150,7 +154,8 @@ def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[t
 
 
 def unit_names(examples: Examples) -> NDArray[np.str_]:
-    """Returns the name of the unit of each example: its group, or the example itself.
+    """Returns for each example the name of the unit that stays together when folds are drawn: its group, or the example
+    itself without groups.
 
     Units are drawn independently of each other. The names are the same in each fold in which the clients are dealt.
     """

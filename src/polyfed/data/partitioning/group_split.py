@@ -1,4 +1,4 @@
-"""Splits examples by group, so that all rows of a patient, for example, go to the same set."""
+"""Splits examples by group, so that all rows of one patient, for example, go to the same set."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -14,7 +14,7 @@ Rows = NDArray[np.int64]
 
 
 def group_id_of_each_row(group_column: NDArray[Any]) -> NDArray[Any]:
-    """Returns the id of each row's group (a patient, for example); a row without a value forms a group alone."""
+    """Returns the id of each row's group (a patient, for example); a row without a value forms a group by itself."""
     plain = group_column.tolist()
     is_missing = [value is None or value != value or not str(value).strip() for value in plain]
     return np.array(
@@ -23,7 +23,8 @@ def group_id_of_each_row(group_column: NDArray[Any]) -> NDArray[Any]:
 
 
 def group_numbers(examples: Examples) -> NDArray[np.int64] | None:
-    """Returns the group of each example as an anonymous number, from 0 in the order of appearance; None without groups.
+    """Returns each example's group as an anonymous number, counted from 0 in the order of appearance; None if the
+    examples have no groups.
 
     >>> import torch
     >>> group_numbers(Examples(torch.zeros(3, 1), torch.zeros(3), group=["p9", "p2", "p9"])).tolist()
@@ -45,8 +46,8 @@ def split_by_group_and_record_sets(
     seed: int,
     set_of_group: MutableMapping[str, str],
 ) -> dict[str, Rows]:
-    """Splits a client's rows into training, validation and test sets, with all rows of a group in one set, and records
-    each group's set in `set_of_group`.
+    """Splits a client's rows into `{set: rows}` with all rows of a group in one set; writes each group's set into
+    `set_of_group`.
 
     Groups are drawn at random, stratified by the largest label among their rows: the share of a set, at least one group, and
     at least one stays for "train".

@@ -1,4 +1,4 @@
-"""Provides a partition for which the user lists the classes of each client."""
+"""Defines a partition for which the user lists the classes of each client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from polyfed.data.partitioning.partitions import Partition
 @final
 @dataclass(frozen=True)
 class ListedClasses(Partition):
-    """Gives each client the classes that the user lists for it, with the same number of examples per class.
+    """Gives each client the classes that the user lists for it, with the same number of examples of each class.
 
     For experiments in which it matters who resembles whom. All clients have equally many examples of each of their classes:
     as many as the class that is scarcest, relative to its number of clients, can give. Which examples these are is drawn at
@@ -70,7 +70,7 @@ class ListedClasses(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client; see `Partition`."""
+        """Returns one array of row numbers per client, with the classes that the user listed for that client."""
         check_enough_examples(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "listed_classes")
         if len(self.classes) != num_clients:

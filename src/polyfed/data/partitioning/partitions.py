@@ -1,4 +1,4 @@
-"""Divides the examples of a data set among clients, determined by labels, number of clients and seed.
+"""Divides the examples of a data set among clients; labels, number of clients and seed determine the result.
 
 Every partition gives each example to at most one client, leaves no client empty, always terminates, and explains in one
 sentence when it is impossible. They are polyfed's own because the public ones drop classes or reject draws in loops.
@@ -36,13 +36,13 @@ _CLIENTS = 10  # default number of clients
 
 @dataclass(frozen=True)
 class Partition(ABC):
-    """Divides the rows of a data set among clients."""
+    """Defines how the rows of a data set are divided among clients."""
 
     @abstractmethod
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client, as one index array per client.
+        """Returns one array of row numbers per client.
 
         Args:
             labels: classes, shape (num_examples,), integers; or several labels per example, shape (num_examples,
@@ -76,7 +76,7 @@ class Partition(ABC):
 @final
 @dataclass(frozen=True)
 class IID(Partition):
-    """Shuffles the examples and divides them evenly among clients.
+    """Shuffles the examples and divides them evenly among the clients.
 
     Client sizes differ by at most one. Works for any labels.
 
@@ -87,7 +87,7 @@ class IID(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client; see `Partition`."""
+        """Returns one array of row numbers per client, of sizes that differ by at most one."""
         check_enough_examples(len(labels), num_clients)
         owner = np.empty(len(labels), np.int64)
         owner[_partition_rng(seed, "iid").permutation(len(labels))] = np.arange(len(labels)) % num_clients
@@ -97,8 +97,8 @@ class IID(Partition):
 @final
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Divides each class among clients by proportions drawn from Dir(alpha), so that clients differ in their label
-    distribution; uses all examples.
+    """Divides each class among the clients by proportions drawn from Dir(alpha), so that clients differ in their class
+    frequencies; uses all examples.
 
     Clients with fewer than `min_examples` are then topped up, first with the class of which they drew the largest share,
     from the clients that have most of it. So there is no rejection loop, however small `alpha` is.
@@ -124,7 +124,7 @@ class Dirichlet(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client; see `Partition`."""
+        """Returns one array of row numbers per client."""
         check_enough_examples(len(labels), num_clients, self.min_examples)
         sizes, class_of = class_sizes_and_indices(labels, "dirichlet")
         rng = _partition_rng(seed, "dirichlet")
@@ -139,7 +139,8 @@ class Dirichlet(Partition):
 @final
 @dataclass(frozen=True)
 class ClassesPerClient(Partition):
-    """Gives every client exactly `k` classes; if `balanced`, the numbers of clients per class differ by at most one.
+    """Gives every client exactly `k` classes; with `balanced`, the numbers of clients that have a class differ by at
+    most one between classes.
 
     Source: pFedLA's non-IID.1 (k = 4; 12 for CIFAR-100; at random), FedHeNN's 2, 5 or 20 classes per client.
 
@@ -164,7 +165,7 @@ class ClassesPerClient(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client; see `Partition`."""
+        """Returns one array of row numbers per client."""
         check_enough_examples(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "classes_per_client")
         check_classes_per_client(self.k, len(sizes))
@@ -188,8 +189,8 @@ class ClassesPerClient(Partition):
 @final
 @dataclass(frozen=True)
 class DominantClasses(Partition):
-    """Gives every client examples of all classes, where `k` dominant classes make up the fraction `share`; all clients
-    have equal size.
+    """Gives every client examples of all classes, of which `k` dominant classes make up the fraction `share`; all
+    clients have equal size.
 
     Every class dominates for equally many clients, within one. Rounding to whole examples is downwards per class, so that
     `share` is met up to one example per class.
@@ -217,7 +218,7 @@ class DominantClasses(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client; see `Partition`."""
+        """Returns one array of row numbers per client."""
         check_enough_examples(len(labels), num_clients)
         sizes, class_of = class_sizes_and_indices(labels, "dominant_classes")
         classes = len(sizes)
@@ -265,7 +266,7 @@ class Shards(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client; see `Partition`."""
+        """Returns one array of row numbers per client."""
         num = len(labels)
         check_enough_examples(num, num_clients, self.k, "one example per shard")
         _, class_of = class_sizes_and_indices(labels, "shards")
@@ -281,7 +282,7 @@ class Shards(Partition):
 @final
 @dataclass(frozen=True)
 class QuantitySkew(Partition):
-    """Divides the examples at random into clients of different sizes, with proportions drawn from Dir(alpha); works for
+    """Divides the examples at random into clients of different sizes, by proportions drawn from Dir(alpha); works with
     any labels.
 
     Source: Li et al. 2022 (NIID-Bench), quantity skew.
@@ -304,7 +305,7 @@ class QuantitySkew(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client; see `Partition`."""
+        """Returns one array of row numbers per client."""
         num = len(labels)
         check_enough_examples(num, num_clients, self.min_examples)
         rng = _partition_rng(seed, "quantity")
@@ -320,7 +321,8 @@ class QuantitySkew(Partition):
 @final
 @dataclass(frozen=True)
 class Natural(Partition):
-    """Makes one client of each value in `column` (a Twitter user, a patient, a hospital); the value is the client's id.
+    """Makes one client of each value in `column` (a Twitter user, a patient, a hospital), with the value as the
+    client's id.
 
     Works for any labels. All values become clients, in ascending order; networks and shifts given as a list are assigned in
     that order. A number of clients that is smaller than that of the values is refused, unless `order` selects the values;
@@ -347,7 +349,7 @@ class Natural(Partition):
     def __call__(
         self, labels: Labels, num_clients: int, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> list[Rows]:
-        """Returns the rows of each client; see `Partition`."""
+        """Returns one array of row numbers per client."""
         check_enough_examples(len(labels), num_clients)
         texts, which, chosen = self._choose_values(num_clients, seed, columns)
         client_of = np.full(len(texts), -1)
@@ -357,7 +359,7 @@ class Natural(Partition):
     def client_ids(
         self, num_clients: int | None, seed: int, columns: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[str, ...]:
-        """Returns the clients' ids: the values of `column` that become clients."""
+        """Returns the clients' ids: those values of `column` that become clients, as text."""
         texts, _, chosen = self._choose_values(num_clients, seed, columns)
         return tuple(texts[i] for i in chosen)
 

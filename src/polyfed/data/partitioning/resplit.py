@@ -1,4 +1,4 @@
-"""Draws each client's training, validation and test sets again several times, for data sets with few examples.
+"""Draws each client's training, validation and test sets several times, for data sets with few examples.
 
 With few data, which examples happen to test a client decides more than the seed of its training.
 """
@@ -22,8 +22,8 @@ from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, fit_pr
 
 
 def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> list[tuple[Client, ...]]:
-    """Returns `splits` versions of the clients, each with training, validation and test sets drawn anew from the
-    client's examples.
+    """Returns `splits` versions of the clients, each with new random training, validation and test sets; raises a
+    `UserError` if examples were split by time.
 
     Each client's examples are joined and drawn again into sets of the same sizes, at random and independently of all other
     clients and splits; for classification each class within one example of its share. Ids, networks, task and `global_test`
@@ -65,7 +65,7 @@ def resplit_clients(clients: Sequence[Client], splits: int, seed: int = 0) -> li
 
 
 def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
-    """Returns the clients with the preprocessing of their table data fitted again to their present training rows.
+    """Returns the clients with the preprocessing of table data fitted again to their present training rows.
 
     Regression targets keep their scale.
     """
@@ -84,7 +84,9 @@ def refit_client_preprocessing(clients: Sequence[Client]) -> tuple[Client, ...]:
 
 
 def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePreprocessor]:
-    """Fits each site's preprocessing again to the site's present training rows; sites without a table are left out."""
+    """Returns `{site: preprocessing}`, fitted to each site's present training rows; sites whose data are no table are
+    left out.
+    """
     preprocessors = {
         i: train.transform for i, train in trains.items() if isinstance(train.transform, TablePreprocessor)
     }
@@ -102,8 +104,8 @@ def refit_preprocessors(trains: Mapping[str, Examples]) -> dict[str, TablePrepro
 
 
 def apply_common_preprocessing_to_public(public: Examples | None, clients: Sequence[Client]) -> Examples | None:
-    """Returns the public examples of a table with the preprocessing that all clients share; public examples of other
-    data are returned unchanged.
+    """Returns the public examples with the table preprocessing that all clients share; returns them unchanged if the
+    data are no table.
 
     Networks must see public rows prepared as their clients' own rows are.
     """
@@ -132,7 +134,7 @@ def _sets_of_client(client: Client) -> dict[str, Examples]:
 
 
 def concat_sets(client: Client, option: str = "resplit") -> Examples:
-    """Returns a client's training, validation and test examples as one.
+    """Returns a client's training, validation and test examples as one; raises a `UserError` if they cannot be joined.
 
     Raises:
         UserError: they cannot be joined; the message advises to leave `option` out.
@@ -183,12 +185,13 @@ def _redraw_sets_by_group(
 
 
 def select_rows(pool: Examples, chosen: NDArray[np.int64]) -> Examples:
-    """Returns the examples at these positions of `pool`."""
+    """Returns the examples at the positions `chosen` of `pool`."""
     return pool.select(torch.from_numpy(chosen).to(pool.device))
 
 
 def check_untimed(clients: Sequence[Client], option: str) -> None:
-    """Checks that no client was split by time, since sets that are drawn at random would train on what came later.
+    """Raises a `UserError` if a client's examples were split by time, since sets drawn at random would train on later
+    examples.
 
     Args:
         clients: the clients.
@@ -206,7 +209,8 @@ def check_untimed(clients: Sequence[Client], option: str) -> None:
 
 
 def check_disjoint(clients: Sequence[Client], option: str = "resplit") -> None:
-    """Checks that no example is in two sets, since a new draw could then train one client and test another on it.
+    """Raises a `UserError` if an example is in two sets, since a new draw could train on it at one client and test on
+    it at another.
 
     Raises:
         UserError: an example is in two sets; the message advises to leave `option` out.

@@ -1,4 +1,4 @@
-"""Splits each client's rows into training, validation and test rows."""
+"""Divides rows among clients, and splits each client's rows into training, validation and test rows."""
 
 import dataclasses
 import hashlib
@@ -90,7 +90,8 @@ class Split:
             raise UserError(f"global_test must be a number of examples, 0 or -1 (all), got {self.global_test}")
 
     def resolve_order(self, time: str | None, group: str | None) -> SplitOrder:
-        """Returns how rows are split: "random", "time" or "time_within_group".
+        """Returns how rows are split, "random", "time" or "time_within_group"; raises a `UserError` if times or groups
+        are missing for it.
 
         Args:
             time: the data's column of times; None for none.
@@ -112,8 +113,8 @@ class Split:
 
     @property
     def examples_drawn_per_client(self) -> int | None:
-        """Returns the number of training, validation and test examples together that are drawn for each client; None if
-        all of the client's examples are used.
+        """Returns how many examples (training, validation and test together) are drawn for each client; None if each
+        client's examples are all used.
         """
         if self.examples_per_client is None:
             return None
@@ -123,8 +124,8 @@ class Split:
 @final
 @dataclass(frozen=True, eq=False)
 class ClientRows:
-    """Holds a client's id and the row numbers of its examples: ascending int64 arrays; no row is in two sets or at two
-    clients.
+    """Holds a client's id and the row numbers of its training, validation and test examples, as ascending int64 arrays
+    without a common row.
     """
 
     train: Rows
@@ -134,7 +135,7 @@ class ClientRows:
 
 
 class SplitRows(NamedTuple):
-    """Holds the rows of every client, split into sets, and the rows of the public examples."""
+    """Holds the row numbers of every client, split into sets, and the row numbers of the public examples."""
 
     clients: list[ClientRows]
     public: Rows
@@ -149,8 +150,8 @@ def split_rows_by_client(
     group: str | None = None,
     time: str | None = None,
 ) -> SplitRows:
-    """Divides rows among clients and into sets, and returns the rows of every client and the rows of the public
-    examples.
+    """Divides rows among clients and into sets; returns all clients' row numbers and those of the public examples.
+    Raises a `UserError` if the data allow no such split.
 
     Args:
         labels: shape (num_examples,) for classes, (num_examples, num_labels) for several labels (then nothing is
@@ -215,7 +216,7 @@ def split_rows_by_client(
 
 
 def partition_fingerprint(rows: Sequence[ClientRows]) -> str:
-    """Returns a hash of all clients' rows, which identifies a partition: 16 hexadecimal digits of SHA-256.
+    """Returns a hash of all clients' row numbers, equal only for equal partitions: 16 hexadecimal digits of SHA-256.
 
     >>> a = ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))
     >>> partition_fingerprint([a]) == partition_fingerprint([ClientRows(a.train, a.test, a.val)])
@@ -234,8 +235,8 @@ def class_counts(
     num_classes: int,
     part: Literal["train", "val", "test", "all"] = "train",
 ) -> NDArray[np.int64]:
-    """Counts the examples of each class at each client, shape (num_clients, num_classes); for multi-label tasks, the
-    positive examples of each label.
+    """Counts each client's examples of each class (for multi-label tasks, the positive examples of each label), shape
+    (num_clients, num_classes).
 
     >>> rows = [ClientRows(np.array([0, 1]), np.array([], int), np.array([2]))]
     >>> class_counts(np.array([1, 1, 0]), rows, 3).tolist()

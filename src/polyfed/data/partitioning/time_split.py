@@ -1,4 +1,4 @@
-"""Splits examples by time: trains on the earlier ones and tests on the later ones."""
+"""Splits examples by time, to train on earlier and test on later examples."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -10,8 +10,8 @@ Rows = NDArray[np.int64]
 
 
 def split_by_time(times: NDArray[np.float64], shares: Mapping[str, float]) -> dict[str, Rows]:
-    """Splits rows into sets in the order of time: first "train", then the last of `shares`, and the first of `shares`
-    latest.
+    """Splits rows by time into `{set: rows}`: "train" is earliest, then come the sets of `shares` from last to first,
+    so that the first is latest.
 
     Rows of equal time go to one set, so that every set is later than the one before; sizes are as near to the shares as that
     allows, and a set is empty only if there are too few different times.
@@ -46,7 +46,7 @@ def split_groups_by_time(
     shares: Mapping[str, float],
     set_of_group: MutableMapping[str, str],
 ) -> dict[str, Rows]:
-    """Splits whole groups by the time of their first row: the groups that began last are tested.
+    """Splits whole groups by the time of their first row into `{set: rows}`: the groups that began last are tested on.
 
     Args:
         times: of the rows.
@@ -71,7 +71,7 @@ def split_groups_by_time(
 def split_within_groups_by_time(
     times: NDArray[np.float64], groups: NDArray[Any], shares: Mapping[str, float]
 ) -> dict[str, Rows]:
-    """Splits the rows of each group by time: trains on its earlier rows and tests on its later ones.
+    """Splits the rows of each group by time into `{set: rows}`: earlier rows are trained on, later rows tested on.
 
     A group with too few different times for all sets is trained on.
 

@@ -1,4 +1,4 @@
-"""Holds out training examples for validation at clients without a validation set, so that settings can be compared."""
+"""Makes validation sets for clients without one, from their training examples, so that settings can be compared."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,7 @@ VALIDATION_SHARE = 0.2
 
 
 def hold_out_missing_validation_sets(clients: Sequence[Client], seed: int) -> tuple[Client, ...]:
-    """Returns all clients, after moving a fifth of the training examples of each client without a validation set to a
-    new validation set.
+    """Returns all clients; for each client without a validation set, a fifth of its training examples becomes one.
 
     Examples are drawn by `seed` and, for classification, each class within one example of its share. A client with fewer
     than five training examples holds out none. Of examples with a time (`Examples.time`) the last are held out. Groups

@@ -1,4 +1,4 @@
-"""Reads data sets from users' Parquet files and NumPy archives."""
+"""Reads data sets from a user's Parquet files or NumPy archive."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +36,8 @@ from polyfed.data.pool import PooledDataset, Source, build_pooled_dataset, encod
 @final
 @dataclass(frozen=True)
 class Parquet(Source):
-    """Reads a data set from a Parquet file, or from a folder with train-*.parquet and, for the common test set,
-    test-*.parquet.
+    """Reads a data set from a Parquet file, or from a folder with train-*.parquet and, for a test set common to all
+    clients, test-*.parquet.
 
     Every further column of whole numbers or strings can be used by `Natural`.
 
@@ -70,7 +70,7 @@ class Parquet(Source):
             )
 
     def load(self) -> PooledDataset:
-        """Reads the data set from the Parquet files."""
+        """Reads the data set from the Parquet files; raises a `UserError` if they cannot be read."""
         if not self.path:
             raise UserError("give --data.path with a Parquet file or a folder of them")
         path = resolve_existing_path(self.path, "give --data.path with a Parquet file or a folder of them")
@@ -134,8 +134,8 @@ class Parquet(Source):
 @final
 @dataclass(frozen=True)
 class Npz(Source):
-    """Reads a data set from a NumPy archive with x_train and y_train, and optionally x_test and y_test; further arrays
-    become columns.
+    """Reads a data set from a NumPy archive with the arrays x_train and y_train, and optionally x_test and y_test;
+    further arrays become columns.
 
     Images are uint8 with channels first, shape (num, channels, height, width); other inputs are kept as float32, whole
     numbers (tokens) as int64. Labels are whole numbers, or 0 and 1 in shape (num, num_labels) for a multi-label task.
@@ -147,7 +147,7 @@ class Npz(Source):
     path: str = ""
 
     def load(self) -> PooledDataset:
-        """Reads the data set from the archive."""
+        """Reads the data set from the archive; raises a `UserError` if it cannot be read or lacks an array."""
         advice = "give --data.path with an .npz file that holds x_train and y_train"
         if not self.path:
             raise UserError(advice)

@@ -1,4 +1,6 @@
-"""Reads data sets from users' image files: folders of classes and sites, or a table of paths, labels and sites."""
+"""Reads data sets from a user's image files, in folders of classes and sites, or listed in a table of paths, labels and
+sites.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ Layout = Literal["class", "site/class", "class/site"]
 @final
 @dataclass(frozen=True)
 class ImageFolder(Source):
-    """Reads images from one folder per class, or per site and class.
+    """Reads images from folders: one per class, or one per site with a folder per class in it.
 
     The layout is PATH/CLASS/*.png or PATH/SITE/CLASS/*.png, each also below PATH/train and PATH/test.
 
@@ -59,7 +61,7 @@ class ImageFolder(Source):
         check_field_types(self, "layout")
 
     def load(self) -> PooledDataset:
-        """Reads the data set from the folders."""
+        """Reads the images from the folders; raises a `UserError` if there is no such folder or its layout is another."""
         advice = "give --data.path with a folder that has one folder of pictures per class"
         if not self.path:
             raise UserError(advice)
@@ -134,7 +136,7 @@ def _check_one_level(folder: Path) -> None:
 @final
 @dataclass(frozen=True)
 class ImageTable(Source):
-    """Reads images whose paths, labels and sites are columns of a CSV or Parquet file.
+    """Reads images whose paths, labels and sites are listed in columns of a CSV or Parquet file.
 
     Args:
         path: CSV or Parquet file.
@@ -170,7 +172,7 @@ class ImageTable(Source):
         check_task_option(self.task)
 
     def load(self) -> PooledDataset:
-        """Reads the data set from the table and its images."""
+        """Reads the table and the images that it lists; raises a `UserError` if a column or an image is missing."""
         advice = "give --data.path with a CSV or Parquet file that lists pictures, a row each"
         if not self.path:
             raise UserError(advice)
@@ -212,7 +214,7 @@ class ImageTable(Source):
 
 
 def check_image_size(image_size: int) -> None:
-    """Raises a `UserError` unless `image_size` is at least one pixel."""
+    """Raises a `UserError` unless `image_size` is at least 1 pixel."""
     if image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, got {image_size}")
 
@@ -220,7 +222,9 @@ def check_image_size(image_size: int) -> None:
 def load_images_and_transform(
     parts: Sequence[Sequence[Path]], grey: bool, size: int, lazy: bool
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Returns one tensor of images per part, and the transform that normalises them by statistics of the first part."""
+    """Returns a tensor of images for each list of files in `parts`, and a transform that normalises images by the mean
+    and deviation of the first part.
+    """
     mode: Mode = "L" if grey else "RGB"
     if not lazy:
         x = [read_images(part, mode, size) for part in parts]

@@ -1,4 +1,4 @@
-"""Reads the patients of four hospitals from UCI's Heart Disease data, which polyfed contains."""
+"""Reads UCI's Heart Disease data of four hospitals, which are part of polyfed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,8 @@ POSITIVE = ">0"
 @final
 @dataclass(frozen=True)
 class Heart(Source):
-    """Reads 920 patients of four hospitals, with 13 measures and a diagnosis of heart disease, which polyfed contains.
+    """Reads 920 patients of four hospitals, with 13 measurements and a diagnosis of heart disease each; the data are
+    part of polyfed.
 
     The files are those of UCI's Heart Disease (Janosi, Steinbrunn, Pfisterer and Detrano 1988; CC BY 4.0) with no value
     changed. Many values are missing: `ca`, `thal` and `slope` at three hospitals, and cholesterol is 0 for all of
@@ -54,7 +55,7 @@ class Heart(Source):
         check_field_types(self, "preprocess")
 
     def load(self) -> PooledDataset:
-        """Reads the patients of all hospitals."""
+        """Reads the patients of all four hospitals as one data set."""
         options = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return TableFile(target="num", **options).build_dataset(read_heart_table(), warn=False)
 
@@ -85,7 +86,8 @@ def heart(
     seed: int = 0,
     **options: Any,
 ) -> ClientTables:
-    """Divides the patients of four hospitals (`Heart`) into training, validation and test rows; a client is a hospital.
+    """Returns the heart disease patients of four hospitals (`Heart`) divided into training, validation and test rows,
+    with one client per hospital.
 
     Args:
         test_fraction, val_fraction, public_fraction: see `polyfed.data.Split`.

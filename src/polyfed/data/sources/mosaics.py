@@ -1,4 +1,4 @@
-"""Builds a multi-label data set for use offline: mosaics of up to four images from Fashion-MNIST."""
+"""Builds a multi-label data set: mosaics of up to four images from Fashion-MNIST."""
 
 from dataclasses import dataclass
 from typing import final
@@ -18,7 +18,7 @@ _PLACES = 4
 @final
 @dataclass(frozen=True)
 class FashionMosaics(Source):
-    """Builds multi-label images, each a mosaic of up to four images of Fashion-MNIST.
+    """Builds a data set of multi-label images, each a mosaic of up to four images of Fashion-MNIST.
 
     An image has 28×28 pixels and four places of 14×14; a place holds a half-sized image of Fashion-MNIST, or nothing. A
     label says whether an image of the class is in it; all are zero if every place is empty. The set is a stand-in, made by
@@ -46,7 +46,7 @@ class FashionMosaics(Source):
             raise UserError(f"num_train and num_test must be at least 1, got {self.num_train} and {self.num_test}")
 
     def load(self) -> PooledDataset:
-        """Builds the data set of mosaics."""
+        """Loads Fashion-MNIST, and builds the data set of mosaics from it."""
         pictures = FashionMNIST(path=self.path).load()
         assert pictures.test is not None
         parts = (("train", pictures.train, self.num_train), ("test", pictures.test, self.num_test))
@@ -62,7 +62,8 @@ class FashionMosaics(Source):
 def build_mosaics(
     x: Tensor, y: Tensor, num_mosaics: int, *, filled: float, seed: int, classes: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Builds mosaics of up to four images each, and their multi-label targets.
+    """Builds `num_mosaics` images from up to four images of `x` each, and multi-label targets: 1 for each class that
+    occurs in the mosaic.
 
     Args:
         x: images, uint8 (num, 1, h, w) with even h and w.

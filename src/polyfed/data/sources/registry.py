@@ -1,4 +1,4 @@
-"""Registers every data source by its name."""
+"""Registers every data source under its name."""
 
 from polyfed.data.pool import Source
 from polyfed.data.sources.arrays import Npz, Parquet

@@ -1,4 +1,6 @@
-"""Reads a data set from a user's table: a CSV or Parquet file with target columns and, optionally, a column of sites."""
+"""Reads a data set from a user's table: a CSV or Parquet file with target columns and, optionally, a column that names
+each row's site.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +110,7 @@ class TableFile(Source):
             )
 
     def load(self) -> PooledDataset:
-        """Reads the data set from the file."""
+        """Reads the data set from the file; raises a `UserError` if the file or a column cannot be used."""
         if not self.path:
             raise UserError(PATH_ADVICE)
         table = read_table(
@@ -121,7 +123,8 @@ class TableFile(Source):
         return self.build_dataset(table)
 
     def build_dataset(self, table: Table, *, warn: bool = True) -> PooledDataset:
-        """Builds the data set from a table that has already been read.
+        """Builds the data set from a table that has already been read; raises a `UserError` if a column does not exist
+        or cannot be used.
 
         Args:
             table: the rows.
@@ -209,8 +212,8 @@ class TableFile(Source):
 
 
 def parse_column_names(names: Sequence[str] | str, table: Table | None = None) -> tuple[str, ...]:
-    """Splits a text with commas into names of columns, or returns the names of a list; an existing column with a comma
-    is one name.
+    """Splits a text at its commas into names of columns, unless it is itself an existing column; returns a list of
+    names as a tuple.
 
     >>> parse_column_names("age, sex"), parse_column_names(["a"]), parse_column_names("")
     (('age', 'sex'), ('a',), ())

@@ -1,4 +1,6 @@
-"""Builds sentences with tagged persons and places for use offline: a small grammar, with words of its own at each site."""
+"""Builds sentences with tagged names of persons and places, without a download: from a small grammar, in which each
+site has words that others lack.
+"""
 
 from dataclasses import dataclass
 from typing import final
@@ -40,7 +42,8 @@ _TRIES = 100  # draws for each sentence
 @final
 @dataclass(frozen=True)
 class TaggedSentences(Source):
-    """Builds sentences with persons and places, tagged in BIO form, by a grammar whose sites have their own habits.
+    """Builds sentences in which names of persons and places are tagged ("O", "B-kind", "I-kind"), from a grammar that
+    differs between sites.
 
     Each site uses six of ten sentences and two thirds of the names; some names are a person or a place by the context
     alone. The column "site" is for the partition `Natural`. The set is a stand-in, made by polyfed, for notes that cannot be
@@ -70,7 +73,7 @@ class TaggedSentences(Source):
             raise UserError(f"sites and sentences must be at least 1, got {self.sites} and {self.sentences}")
 
     def load(self) -> PooledDataset:
-        """Builds the sentences of all sites, one site after the other."""
+        """Builds the sentences and tags of all sites, one site after the other."""
         pairs: dict[tuple[int, ...], tuple[int, ...]] = {}
         names = []
         for site in range(self.sites):

@@ -1,4 +1,4 @@
-"""Reads Sentiment140: tweets with positive or negative sentiment, and their users."""
+"""Reads Sentiment140: tweets with positive or negative sentiment, and the users who wrote them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,7 @@ class Sentiment140(Source):
             raise UserError(f"length must be at least 1 token, got {self.length}")
 
     def load(self) -> PooledDataset:
-        """Reads the tweets and encodes their tokens as integers."""
+        """Reads the tweets, and encodes their tokens as integers; raises a `UserError` if they cannot be read."""
         tables = self._load_tables()
         texts, labels, columns = _read_tweets(tables["train"])
         vocabulary = self._load_or_build_vocabulary(texts)

@@ -48,7 +48,7 @@ _CIFAR_ADVICE = "give --data.path with the folder of the hub's Parquet files (tr
 @final
 @dataclass(frozen=True)
 class Digits(Source):
-    """Reads 1,797 images of handwritten digits, 8×8 pixels, which scikit-learn contains.
+    """Reads 1,797 images of handwritten digits, 8×8 pixels, which are part of scikit-learn.
 
     They are shipped with scikit-learn (UCI optdigits). The 17 grey levels are spread over 0 to 255. The set has no test set
     of its own.
@@ -68,7 +68,7 @@ class Digits(Source):
             raise UserError(f"common_test must be at least 0 and below 1, got {self.common_test}")
 
     def load(self) -> PooledDataset:
-        """Reads the images of digits."""
+        """Reads the images and labels of the digits from scikit-learn."""
         # Read the file itself: importing scikit-learn takes two seconds.
         package = importlib.util.find_spec("sklearn")
         folders = [] if package is None else package.submodule_search_locations or []
@@ -87,7 +87,7 @@ class Digits(Source):
 @final
 @dataclass(frozen=True)
 class FashionMNIST(Source):
-    """Reads 60,000 + 10,000 grey images of clothes, 28×28 pixels (Xiao et al. 2017).
+    """Reads 60,000 training and 10,000 test images of clothes in grey, 28×28 pixels (Xiao et al. 2017).
 
     Args:
         path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
@@ -98,7 +98,7 @@ class FashionMNIST(Source):
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """Reads the images."""
+        """Reads images and labels from the Hugging Face hub, or from `path` if it is given."""
         advice = _idx_advice("train", "t10k", " (Debian: apt-get install dataset-fashion-mnist)")
         data = _load_images(self.path, "zalando-datasets/fashion_mnist", "L", advice, ("train", "t10k"))
         return _build_dataset(data, _FASHION, Normalise((0.2860,), (0.3530,)), self.deal_test)
@@ -107,7 +107,7 @@ class FashionMNIST(Source):
 @final
 @dataclass(frozen=True)
 class MNIST(Source):
-    """Reads 60,000 + 10,000 images of handwritten digits, 28×28 pixels (LeCun et al. 1998).
+    """Reads 60,000 training and 10,000 test images of handwritten digits, 28×28 pixels (LeCun et al. 1998).
 
     Args:
         path: folder with the four IDX files or with Parquet files; None for the Hugging Face hub.
@@ -118,7 +118,7 @@ class MNIST(Source):
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """Reads the images of digits."""
+        """Reads images and labels from the Hugging Face hub, or from `path` if it is given."""
         data = _load_images(self.path, "ylecun/mnist", "L", _idx_advice("train", "t10k"), ("train", "t10k"))
         return _build_dataset(data, _DIGITS, Normalise((0.1307,), (0.3081,)), self.deal_test)
 
@@ -126,7 +126,7 @@ class MNIST(Source):
 @final
 @dataclass(frozen=True)
 class EMNIST(Source):
-    """Reads images of handwritten letters and digits, 28×28 pixels (Cohen et al. 2017), turned upright.
+    """Reads images of handwritten letters and digits, 28×28 pixels (Cohen et al. 2017), and turns them upright.
 
     Args:
         path: folder with the files emnist-SUBSET-train-images-idx3-ubyte.gz and so on, or with Parquet files; None for the
@@ -143,7 +143,9 @@ class EMNIST(Source):
         check_field_types(self)
 
     def load(self) -> PooledDataset:
-        """Reads the images of characters."""
+        """Reads images and labels from the Hugging Face hub, or from `path` if it is given, and turns the images
+        upright.
+        """
         prefixes = f"emnist-{self.subset}-train", f"emnist-{self.subset}-test"
         advice = _idx_advice(*prefixes)
         if self.path is None and self.subset not in ("letters", "mnist"):
@@ -159,7 +161,7 @@ class EMNIST(Source):
 @final
 @dataclass(frozen=True)
 class CIFAR10(Source):
-    """Reads 50,000 + 10,000 colour images of 10 classes, 32×32 pixels (Krizhevsky 2009).
+    """Reads 50,000 training and 10,000 test images in colour, of 10 classes, 32×32 pixels (Krizhevsky 2009).
 
     Args:
         path: folder with Parquet files; None for the Hugging Face hub.
@@ -170,7 +172,7 @@ class CIFAR10(Source):
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """Reads the images."""
+        """Reads images and labels from the Hugging Face hub, or from `path` if it is given."""
         data = _load_images(self.path, "uoft-cs/cifar10", "RGB", _CIFAR_ADVICE)
         return _build_dataset(
             data, _CIFAR10, Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), self.deal_test
@@ -180,8 +182,8 @@ class CIFAR10(Source):
 @final
 @dataclass(frozen=True)
 class CIFAR100(Source):
-    """Reads 50,000 + 10,000 colour images of 100 classes, 32×32 pixels (Krizhevsky 2009); the column "coarse_label" is
-    for the partition `Natural`.
+    """Reads 50,000 training and 10,000 test images in colour, of 100 classes, 32×32 pixels (Krizhevsky 2009), with a
+    column "coarse_label" for the partition `Natural`.
 
     Args:
         path: folder with Parquet files; None for the Hugging Face hub.
@@ -192,7 +194,7 @@ class CIFAR100(Source):
     deal_test: bool = False
 
     def load(self) -> PooledDataset:
-        """Reads the images."""
+        """Reads images and labels from the Hugging Face hub, or from `path` if it is given."""
         data = _load_images(self.path, "uoft-cs/cifar100", "RGB", _CIFAR_ADVICE)
         names = data.names or tuple(map(str, range(100)))
         return _build_dataset(

@@ -46,8 +46,8 @@ _ADVICE = "give --data.path with the folder of Data_Entry_2017.csv and the image
 @final
 @dataclass(frozen=True)
 class ChestXray14(Source):
-    """Reads chest X-rays with 14 findings as multi-label targets (Wang et al. 2017); the column "patient" identifies
-    patients.
+    """Reads chest X-rays with 14 findings as multi-label targets (Wang et al. 2017), with a column "patient" of
+    patients' ids.
 
     An X-ray without a finding has only zeros.
 
@@ -72,7 +72,7 @@ class ChestXray14(Source):
             raise UserError(f"cache must be a file that ends in .npy, got {self.cache!r}")
 
     def load(self) -> PooledDataset:
-        """Reads the X-rays and their findings."""
+        """Reads the X-rays and their findings; raises a `UserError` if they cannot be read."""
         if self.path is None:
             return self._from_hub()
         folder = resolve_existing_path(self.path, _ADVICE)

@@ -41,8 +41,8 @@ _DATE = re.compile(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
 
 def infer_feature_column(table: Table, name: str, as_categories: bool) -> Column:
-    """Infers whether a feature column holds numbers or categories; it holds categories if its cells are text or
-    `as_categories` is set.
+    """Returns the description of a feature column: categories if its cells are text or `as_categories` is set, else
+    numbers. Raises a `UserError` for dates or free text.
 
     Raises:
         UserError: it holds dates, free text, or no value.
@@ -117,7 +117,7 @@ def _reason_not_categorical(column: NDArray[Any], name: str) -> str:
 
 
 def sorted_unique_texts(items: Sequence[str]) -> tuple[str, ...]:
-    """Returns the unique texts, sorted by value if all are numbers, else alphabetically.
+    """Returns the unique texts, sorted by value if all of them are numbers, else alphabetically.
 
     >>> sorted_unique_texts(["10", "9", "10"]), sorted_unique_texts(["b", "10", "9"])
     (('9', '10'), ('10', '9', 'b'))
@@ -130,7 +130,7 @@ def sorted_unique_texts(items: Sequence[str]) -> tuple[str, ...]:
 
 
 def has_few_values(table: Table, name: str) -> bool:
-    """Returns whether a column has so few different values that scores of subgroups can be computed by it."""
+    """Returns whether a column has so few different values that scores can be computed for the rows with each value."""
     import pyarrow.compute
 
     kind = column_as_arrow_array(table, name).type
@@ -139,7 +139,7 @@ def has_few_values(table: Table, name: str) -> bool:
 
 
 def has_identifier_name(name: str) -> bool:
-    """Returns whether a column is called as identifiers are: visit_id, nr, MRN."""
+    """Returns whether a column's name is one that identifiers usually have, such as visit_id, nr or MRN."""
     return bool(_IDENTIFIERS & {*name.lower().replace("-", "_").split("_"), name.lower()[-2:]})
 
 
@@ -154,8 +154,8 @@ def _warn_if_identifier(cells: NDArray[np.float64], name: str) -> None:
 
 
 def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
-    """Warns of rows that are equal in all columns except `ignored_column`, since they could be in both training and
-    test sets.
+    """Issues a warning about rows that are equal in all columns except `ignored_column`, since copies could be in both
+    training and test sets.
 
     If more than half of the rows are copies, rows repeat by nature, and there is no warning.
     """
@@ -177,7 +177,9 @@ def warn_of_duplicate_rows(table: Table, ignored_column: str | None) -> None:
 
 
 def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
-    """Converts cells to float32, unless that would lose too much precision relative to a column's standard deviation."""
+    """Returns cells as float32, or unchanged if that would lose too much precision relative to a column's standard
+    deviation.
+    """
     numeric_positions = [i for i, column in enumerate(features) if column.categories is None]
     numeric_cells = stored[:, numeric_positions].numpy()
     if not numeric_cells.size:
@@ -194,7 +196,8 @@ def to_float32_if_precise(stored: Tensor, features: Sequence[Column]) -> Tensor:
 def read_targets(
     table: Table, names: Sequence[str], task: TaskSpec, positive: str | None
 ) -> tuple[Tensor, tuple[str, ...], Task]:
-    """Returns the targets of a table, the names of its classes, labels or targets, and the task.
+    """Returns the targets of a table, the names of its classes, labels or targets, and the task; raises a `UserError`
+    for missing or unsuitable targets.
 
     Raises:
         UserError: a row without a target, or targets that do not fit the task.

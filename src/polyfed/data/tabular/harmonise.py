@@ -1,4 +1,4 @@
-"""Gives the tables of several sites a common preprocessing: merges columns and categories, and recodes the rows.
+"""Gives the tables of several sites a common preprocessing: merges columns and categories, and converts the rows to it.
 
 Each place has coded its rows by its own categories and classes. Once all know the common ones, rows are recoded by these,
 and regression targets are scaled by statistics over all places.
@@ -16,7 +16,7 @@ from polyfed.data.tabular.schema import merge_schemas, read_schema, recode_targe
 
 
 def preprocessor_of(examples: Examples) -> TablePreprocessor:
-    """Returns the preprocessing of examples that come from a table.
+    """Returns the preprocessing of examples that come from a table; raises a `UserError` if they do not.
 
     Raises:
         UserError: the examples are not from a table.
@@ -27,7 +27,7 @@ def preprocessor_of(examples: Examples) -> TablePreprocessor:
 
 
 def count_and_sum_columns_and_targets(train: Examples, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the number of values and their sum for each numeric column of the training rows, then for each regression
+    """Returns how many values the training rows have, and their sum, for each numeric column and then each regression
     target.
 
     With `mean` it sums the squared differences from it instead. Targets are in the table's unit.
@@ -60,14 +60,14 @@ def _unscale_targets(y: Tensor, preprocessor: TablePreprocessor) -> Tensor:
 
 
 def needs_common_preprocessing(tables: Sequence[TablePreprocessor]) -> bool:
-    """Returns whether the sites' tables are to have federated preprocessing and do not share a common one yet."""
+    """Returns whether sites' tables are set to share one preprocessing, but do not share one yet."""
     federated_tables = [table for table in tables if table.scope == "federated"]
     return len(set(federated_tables)) > 1 or any(set(table.target) == {(0.0, 1.0)} for table in federated_tables)
 
 
 def merge_table_definitions(tables: Mapping[str, TablePreprocessor]) -> TablePreprocessor:
-    """Merges the preprocessing of several sites' tables: the common columns, the union of categories and classes, no
-    fitted statistics.
+    """Merges sites' preprocessing: the common columns, and all sites' categories and classes, without fitted
+    statistics; raises a `UserError` if columns or tasks differ.
 
     Args:
         tables: the preprocessing of each site's table, by site.
@@ -111,8 +111,8 @@ def _table_difference(first: TablePreprocessor, second: TablePreprocessor) -> st
 
 
 def recode_examples(examples: Sequence[Examples], common: TablePreprocessor) -> list[Examples]:
-    """Returns the examples of one table with their categories, classes and scaling converted to the common
-    preprocessing.
+    """Returns the examples of one table with categories, classes and scaling converted to the common preprocessing;
+    raises a `UserError` if it lacks one of them.
 
     Examples that share a store share a store afterwards.
 

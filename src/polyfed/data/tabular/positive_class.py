@@ -1,4 +1,6 @@
-"""Makes two classes of a target by the option `positive`: a condition such as ">0", or several values such as "1,2,3"."""
+"""Turns a target into two classes by the option `positive`: a condition such as ">0", or several values such as
+"1,2,3".
+"""
 
 import operator
 import re
@@ -18,7 +20,8 @@ _COMPARISONS: Mapping[str, tuple[Callable[[Any, Any], Any], str]] = {  # of numb
 
 
 def makes_two_classes(positive: str | None) -> bool:
-    """Returns whether `positive` is a condition or a list of values, and not one value of two classes.
+    """Returns whether `positive` is a condition or a list of values, rather than the name of one of two existing
+    classes.
 
     >>> [makes_two_classes(text) for text in (">0", "= yes", "1,2,3", "yes", None)]
     [True, True, True, False, False]
@@ -27,7 +30,8 @@ def makes_two_classes(positive: str | None) -> bool:
 
 
 def split_by_positive(column: NDArray[Any], name: str, positive: str) -> tuple[NDArray[np.int64], tuple[str, str]]:
-    """Returns the class of each row, 1 where `positive` holds and else 0, and the names of the two classes.
+    """Returns each row's class (1 where `positive` holds, else 0) and the names of the two classes; raises a
+    `UserError` if one class has no rows.
 
     Args:
         column: the target's cells as texts.

@@ -1,4 +1,4 @@
-"""Converts the rows of a table to a network's inputs: scales numbers, fills in missing values, encodes categories.
+"""Converts the rows of a table to inputs of a network: scales numbers, fills in missing values, encodes categories.
 
 A table is stored as it was read, one number a cell: a number itself (NaN where there is none), or the index of a category.
 `TablePreprocessor` converts batches of these. So one store serves all sites, equal rows are found, and a network can be
@@ -44,7 +44,7 @@ Scope = Literal["site", "federated"]
 @final
 @dataclass(frozen=True)
 class Column:
-    """Describes a feature column of a table: its name, and its categories unless it is numeric.
+    """Describes a feature column of a table: its name, and its categories (None if it is numeric).
 
     Args:
         name: of the column.
@@ -120,7 +120,7 @@ class TablePreprocessor:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Returns the names of the network's inputs in their order."""
+        """Returns the names of the network's input features, in their order."""
         plain = [c.name for c in self.columns if c.categories is None]
         marked = [f"{c.name} is missing" for c in self.columns if c.categories is None and c.missing]
         shares = [f"{c.name}={value}" for c in self.columns for value in _category_names(c)]
@@ -128,8 +128,8 @@ class TablePreprocessor:
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """Returns the divisor of each numeric column: its standard deviation, or infinity for a constant column, which
-        so becomes 0.
+        """Returns the number by which each numeric column is divided: its standard deviation, or infinity for a
+        constant column, which thereby becomes 0.
         """
         return tuple(spread or math.inf for spread in self.spread)
 
@@ -167,7 +167,7 @@ class TablePreprocessor:
         return {name: value for name, value in self.__dict__.items() if name != "_tensors"}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the network's inputs for a batch of stored rows: float32, shape (batch, features)."""
+        """Returns a network's inputs for a batch of encoded rows: float32, shape (batch, features)."""
         numeric, mean, spread, marked, owners, codes = self._column_tensors(x)
         scaled = (x[:, numeric] - mean) / spread
         parts = [torch.where(scaled.isnan(), 0.0, scaled).to(torch.float32)]
@@ -178,7 +178,8 @@ class TablePreprocessor:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def encode(self, rows: Any) -> Tensor:
-        """Encodes raw rows of a table as numbers: numeric cells, and indices of categories.
+        """Converts rows of a user's table to numbers: numeric cells, and positions of categories; raises a `UserError`
+        if a column is missing or holds texts for numbers.
 
         Args:
             rows: a pandas frame, a mapping of columns, a list of {name: value}, or the path of a CSV or Parquet file. Other
@@ -190,8 +191,8 @@ class TablePreprocessor:
         return encode_table(read_table(rows), self.columns).to(torch.float64)
 
     def changed_constant_columns(self, x: Tensor) -> tuple[str, ...]:
-        """Returns the names of the columns that were constant or empty in the training rows and have other values in
-        the stored rows `x`.
+        """Returns the names of columns that were constant or empty in the training rows, but have other values in the
+        encoded rows `x`.
 
         >>> ready = TablePreprocessor((Column("age"), Column("chol")), (50.0, 0.0), (10.0, 0.0))
         >>> ready.changed_constant_columns(torch.tensor([[70.0, 240.0]])), ready(torch.tensor([[70.0, 240.0]])).tolist()
@@ -205,14 +206,16 @@ class TablePreprocessor:
         return tuple(changed_names)
 
     def warn_of_changed_constants(self, x: Tensor, name: str) -> None:
-        """Warns if the stored rows `x` have other values in columns that were constant in the training rows; `name`
-        denotes the rows.
+        """Issues a warning if columns that were constant in the training rows have other values in the encoded rows
+        `x`, which the warning calls `name`.
         """
         if changed := self.changed_constant_columns(x):
             warn_of_changed_constants({name: changed})
 
     def unscale_outputs(self, outputs: Tensor) -> Tensor:
-        """Converts a network's regression outputs to the unit of the table; returns outputs for other tasks unchanged."""
+        """Converts a network's regression outputs to the unit of the table; returns the outputs for other tasks
+        unchanged.
+        """
         if not self.target:
             return outputs
         mean, spread = torch.tensor(self.target, dtype=torch.float64).T
@@ -220,7 +223,7 @@ class TablePreprocessor:
         return unscaled.to(torch.float32)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Returns the preprocessing as a dict for JSON, which `preprocessor_from_json` reads."""
+        """Returns the preprocessing as a dict for JSON, from which `preprocessor_from_json` rebuilds it."""
         columns = [
             {"name": c.name, "categories": None if c.categories is None else list(c.categories), "missing": c.missing}
             for c in self.columns
@@ -233,7 +236,8 @@ class TablePreprocessor:
 
 
 def preprocessor_from_json(content: Any) -> TablePreprocessor:
-    """Builds the preprocessing from the content of `models/ID.preprocessing.json`, which a run wrote beside a model.
+    """Builds the preprocessing from the content of `models/ID.preprocessing.json`, which a run wrote next to a network;
+    raises a `UserError` for other content.
 
     Raises:
         UserError: it is no such description.
@@ -267,7 +271,8 @@ def _category_names(column: Column) -> tuple[str, ...]:
 
 
 def encode_table(table: Any, columns: Sequence[Column]) -> Tensor:
-    """Encodes a table as numbers (numeric cells, and indices of categories): float64, shape (rows, columns).
+    """Converts a table to numbers (numeric cells, and positions of categories): float64, shape (rows, columns). Raises
+    a `UserError` if a column is missing or of another kind.
 
     Raises:
         UserError: a column is missing, or of another kind.
@@ -310,7 +315,7 @@ def _describe_non_numbers(table: Any, name: str) -> str:
 
 
 def warn_of_changed_constants(columns_by_owner: Mapping[str, Sequence[str]]) -> None:
-    """Warns of columns that were constant in the training rows and have other values in later rows.
+    """Issues a warning about columns that were constant in the training rows and have other values in later rows.
 
     Args:
         columns_by_owner: names of such columns, by their owner, such as "site 'north'".
@@ -337,7 +342,7 @@ def _join_first(names: Sequence[str], between: str = ", ") -> str:
 def count_and_sum_numeric_columns(
     train: Examples, columns: Sequence[Column], mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the number of values and their sum for each numeric column of the training rows.
+    """Returns, for each numeric column, how many training rows have a value, and the sum of these values.
 
     With `mean` it sums the squared differences from it instead. Both float64, shape (columns of numbers,).
     """
@@ -349,14 +354,14 @@ def count_and_sum_numeric_columns(
 
 
 def mean_or_zero(count: Tensor, total: Tensor) -> Tensor:
-    """Returns the means `total / count`; 0 for a column in which no row has a value."""
+    """Returns the mean of each column, `total / count`; 0 for a column without values."""
     return torch.where(count > 0, total / torch.where(count > 0, count, 1.0), 0.0)
 
 
 def preprocessor_with_statistics(
     template: TablePreprocessor, mean: Tensor, variance: Tensor, scope: Scope
 ) -> TablePreprocessor:
-    """Returns a copy of the preprocessing with new means and variances of its numeric columns.
+    """Returns a copy of the preprocessing in which the numeric columns have these means and variances.
 
     Further means and variances, after those of the columns, are of the targets.
     """
@@ -370,7 +375,7 @@ def preprocessor_with_statistics(
 
 
 def standard_deviation_or_zero(mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns standard deviations; 0 for columns that are constant up to rounding."""
+    """Returns the standard deviation of each column; 0 for columns that are constant up to rounding."""
     spread = variance.sqrt()
     return torch.where(spread <= _CONSTANT * mean.abs(), torch.zeros_like(spread), spread)
 
@@ -378,7 +383,8 @@ def standard_deviation_or_zero(mean: Tensor, variance: Tensor) -> Tensor:
 def fit_preprocessor(
     template: TablePreprocessor, trains: Sequence[Examples], scope: Scope = "site"
 ) -> TablePreprocessor:
-    """Fits the preprocessing to the training rows of one site, or of several sites together.
+    """Returns a copy of the preprocessing with statistics of the training rows of one site, or of several sites
+    together.
 
     >>> like = TablePreprocessor((Column("age"),), (0.0,), (1.0,))
     >>> rows = Examples(torch.tensor([[40.0], [60.0], [torch.nan]]), torch.tensor([0, 1, 0]))

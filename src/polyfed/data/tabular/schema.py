@@ -1,4 +1,4 @@
-"""Describes the columns, categories and classes that tables of several sites must share to be trained on together.
+"""Describes the columns, categories and classes that the tables of several sites must share to be trained on together.
 
 A schema holds names and categories, and nothing of a row.
 """
@@ -20,7 +20,7 @@ from polyfed.data.tabular.preprocessing import Column, TablePreprocessor, prepro
 
 
 def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:
-    """Returns the schema of a table as a dict for JSON: columns, categories and classes, without fitted statistics.
+    """Returns a table's columns, categories and classes as a dict for JSON, without fitted statistics.
 
     >>> table_schema(TablePreprocessor((Column("age"),), (61.0,), (10.0,)))["mean"]
     [0.0]
@@ -38,7 +38,7 @@ def table_schema(preprocessor: TablePreprocessor) -> dict[str, Any]:
 
 
 def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
-    """Reads a schema from a JSON file, or from the dict that `table_schema` returned.
+    """Reads a schema from a JSON file, or from a dict of `table_schema`; raises a `UserError` for other content.
 
     Raises:
         UserError: the file cannot be read, or holds no schema.
@@ -55,8 +55,8 @@ def read_schema(source: str | Path | Mapping[str, Any]) -> TablePreprocessor:
 
 
 def merge_schemas(*sources: str | Path | Mapping[str, Any], to: str | Path | None = None) -> dict[str, Any]:
-    """Merges the schemas of several tables: keeps the columns that all have, and the categories and classes that any
-    has.
+    """Merges schemas of several tables: columns that all of them have, with categories and classes that any of them
+    has. Raises a `UserError` if kinds or tasks differ.
 
     A column has a mark for missing values if any table has missing values in it.
 
@@ -121,8 +121,8 @@ def _union(lists: Sequence[Sequence[str]]) -> tuple[str, ...]:
 def recode_targets_to_schema(
     y: Tensor, class_names: Sequence[str], schema: TablePreprocessor, task: Task | str
 ) -> Tensor:
-    """Converts a table's class indices to the indices that the same classes have in a schema; returns targets of other
-    tasks unchanged.
+    """Converts a table's class indices to the indices of the same classes in a schema (other tasks' targets stay
+    unchanged); raises a `UserError` for an unknown class.
 
     Raises:
         UserError: another task, or a class, label or target that the schema does not have.

@@ -1,4 +1,4 @@
-"""Warns of columns of a table that look like ids, and of columns that nearly are the target."""
+"""Warns of columns of a table that look like ids, and of columns that are nearly equal to the target."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,7 +34,8 @@ Codes = NDArray[np.int64]
 def warn_of_suspicious_columns(
     table: Table, y: Tensor, targets: Sequence[str], features: Sequence[str], site: str | None, roles: Sequence[str]
 ) -> None:
-    """Warns of each column that looks like an id, unless rows have groups, and of each feature that nearly is the target.
+    """Issues a warning for each column that looks like an id (unless rows have groups), and for each feature from which
+    the target nearly follows.
 
     Args:
         table: the rows.

@@ -1,4 +1,6 @@
-"""Reads users' tables (CSV and Parquet files, pandas frames and others) as Arrow tables; errors name columns and rows."""
+"""Reads users' tables (CSV and Parquet files, pandas frames and others) as Arrow tables; error messages name columns
+and rows.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,8 @@ DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 def read_table(
     source: Any, *, missing: Sequence[str] = (), delimiter: str = "auto", decimal: str = ".", encoding: str = "utf-8"
 ) -> Table:
-    """Reads a CSV or Parquet file, a pandas frame, a mapping of columns, or a list of rows as a `pyarrow.Table`.
+    """Reads a CSV or Parquet file, a pandas frame, a mapping of columns, or a list of rows as a `pyarrow.Table`; raises
+    a `UserError` if it is unreadable or empty.
 
     Args:
         source: one of these, or an Arrow table; a file by its path.
@@ -211,7 +214,7 @@ _ENCODING = "give --data.encoding latin-1, or save the file as UTF-8"
 
 
 def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
-    """Checks that the table has columns with these names.
+    """Raises a `UserError` unless the table has a column of each of these names.
 
     Raises:
         UserError: it lacks one; the message has the nearest names.
@@ -226,7 +229,7 @@ def check_columns_exist(table: Table, names: Sequence[str], role: str) -> None:
 
 
 def column_as_arrow_array(table: Table, name: str) -> Any:
-    """Returns a table's column as one `pyarrow.Array`; dictionary-encoded categories are decoded."""
+    """Returns a table's column as one `pyarrow.Array`, with dictionary-encoded categories as plain values."""
     import pyarrow
     import pyarrow.types as kinds
 
@@ -252,7 +255,7 @@ def is_text_type(kind: Any) -> bool:
 
 
 def is_empty_non_numeric_column(table: Table, name: str) -> bool:
-    """Returns whether a column has no value in any row; False for every column of a numeric type."""
+    """Returns whether a column without a numeric type has no value in any row; False for every numeric column."""
     import pyarrow.types as kinds
 
     column = column_as_arrow_array(table, name)
@@ -260,7 +263,7 @@ def is_empty_non_numeric_column(table: Table, name: str) -> bool:
 
 
 def is_numeric_column(table: Table, name: str) -> bool:
-    """Returns whether a column holds numbers, or strings that are numbers, as the cells of a CSV file are.
+    """Returns whether a column holds numbers, or strings that all represent numbers, as in a CSV file.
 
     Categories of a frame that are texts are not numbers.
 
@@ -279,7 +282,7 @@ def is_numeric_column(table: Table, name: str) -> bool:
 
 
 def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
-    """Returns a table's column as numbers; NaN for missing values.
+    """Returns a table's column as numbers, with NaN for missing values; raises a `UserError` for an infinite value.
 
     Args:
         table: that has the column.
@@ -307,7 +310,8 @@ def column_as_numbers(table: Table, name: str) -> NDArray[np.float64]:
 
 
 def column_as_times(table: Table, name: str) -> NDArray[np.float64]:
-    """Returns a table's column of numbers, or of dates of the form 2026-01-31, as numbers of the same order.
+    """Converts a column of numbers, or of dates such as 2026-01-31, to numbers in the same order; raises a `UserError`
+    for other or missing values.
 
     Raises:
         UserError: other values, or a row without one.
@@ -321,7 +325,7 @@ def column_as_times(table: Table, name: str) -> NDArray[np.float64]:
 
 
 def column_as_texts(table: Table, name: str) -> NDArray[Any]:
-    """Returns a table's column as strings; None for missing values. Whole numbers have no decimal point, whatever their
+    """Returns a table's column as strings, None for missing values; whole numbers have no decimal point, whatever their
     type.
 
     >>> column_as_texts(read_table({"a": [1.0, None, 2.5]}), "a").tolist()
@@ -339,7 +343,7 @@ def _cell_text(value: Any) -> str | None:
 
 
 def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
-    """Checks that a column has a value in every row.
+    """Raises a `UserError` if a row of the column has no value.
 
     Raises:
         UserError: a row has none; the message has the numbers of such rows, the first being 1.
@@ -360,7 +364,7 @@ def check_no_missing_values(column: NDArray[Any], name: str, role: str) -> None:
 
 
 def has_no_letter_or_digit(text: str) -> bool:
-    """Returns whether a text has neither letters nor digits, as "?" and "-", which denote missing values."""
+    """Returns whether a text, such as "?" or "-", has neither letters nor digits and so denotes a missing value."""
     return not any(map(str.isalnum, text))
 
 
