@@ -95,7 +95,8 @@ REGISTRY: dict[str, type[Algorithm[Any, Any]]] = {
 
 
 def get(name: str) -> type[Algorithm[Any, Any]]:
-    """Returns the class of a method by its name in the registry.
+    """Returns the class of a method by its name in the registry, such as "fedavg"; raises a `UserError` for an unknown
+    name.
 
     Raises:
         UserError: an unknown name, with the nearest choices.
@@ -109,7 +110,7 @@ def get(name: str) -> type[Algorithm[Any, Any]]:
 
 
 def registry_name(algorithm: Algorithm[Any, Any]) -> str:
-    """Returns a method's name in the registry, or the name of its class if it is not registered.
+    """Returns the name of a method in the registry, such as "fedavg", or the name of its class if it is not registered.
 
     >>> registry_name(FedAvg())
     'fedavg'

@@ -39,8 +39,8 @@ class Budget:
 
     @property
     def is_fixed(self) -> bool:
-        """Returns whether the budget alone says at which round runs are compared; False for "best", which takes each
-        run's round of lowest validation loss.
+        """Returns True if the budget alone says at which round runs are compared; False for "best", which compares each
+        run at its round of lowest validation loss.
 
         With a fixed round, a method whose loss still falls is compared all the same.
         """
@@ -48,8 +48,8 @@ class Budget:
 
     @classmethod
     def from_text(cls, text: str) -> "Budget":
-        """Parses a budget as the command line gives it: "best", "steps", "bytes", "seconds", "bytes=5e6" or
-        "seconds=30".
+        """Parses a budget as written on the command line: "best", "steps", "bytes", "seconds", "bytes=5e6" or
+        "seconds=30"; raises a `UserError` for any other text.
 
         >>> Budget.from_text("bytes=5e6")
         Budget(kind='bytes', limit=5000000.0)
@@ -68,7 +68,8 @@ class Budget:
 @final
 @dataclass(frozen=True)
 class ResultCriteria:
-    """Holds the budget and the target by which the results of a comparison are computed.
+    """Holds the two settings by which the results of a comparison are computed: the budget, which selects the round at
+    which each run is compared, and the target, a mean score to reach.
 
     Args:
         budget: the round at which each run is compared.

@@ -52,14 +52,17 @@ Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
 
 
 def no_outputs(label: str, seed: int, client: str, round_number: int) -> Tensor | None:
-    """Returns None: stands in for the function `outputs` of `ResultInputs` if no predictions were kept."""
+    """Returns None for every run; takes the place of the function `outputs` in `ResultInputs` if no predictions were
+    kept.
+    """
     return None
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ResultInputs:
-    """Holds everything from which the results of a comparison are computed.
+    """Holds the inputs of `build_results`: all that the results of a comparison are computed from, such as its
+    description, its finished runs and their predictions.
 
     Attributes:
         description: the content of `comparison.yaml`.
@@ -97,7 +100,9 @@ class ResultInputs:
 
 
 def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, Any]:
-    """Builds the content of `comparison.json` from the runs of a comparison."""
+    """Computes the results of a comparison from its runs with this budget and target, and returns them as the dict that
+    is saved as `comparison.json`.
+    """
     description, metric = inputs.description, inputs.metric
     labels, reference = list(description["methods"]), description["reference"]
     curves = {run: build_learning_curve(history, metric.name) for run, history in inputs.histories.items()}

@@ -96,7 +96,7 @@ def compare(
     progress: bool = True,
     quiet: bool = False,
 ) -> Comparison:
-    """Trains several methods on the same clients with several seeds, and compares their scores.
+    """Trains several methods on the same clients with several seeds each, and returns a `Comparison` of their scores.
 
     `local` is always compared, `fedavg` and `fedavg_ft` too where the clients have one architecture. A method that they do
     not suit is left out, with the reason; one of which a run fails (it diverges, for instance) is reported as failed,
@@ -206,7 +206,8 @@ def compare(
 
 @limit_leak_warnings()
 def run_comparison(plan: ComparisonPlan) -> Comparison:
-    """Runs the training runs of a plan that are not finished yet, and computes the results from all runs.
+    """Executes those training runs of a plan that are not finished yet, and returns a `Comparison` computed from all
+    runs.
 
     Raises:
         UserError, ClientError, RoundError: as for `compare`; complete runs are kept.

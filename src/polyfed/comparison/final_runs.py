@@ -19,8 +19,9 @@ from polyfed.simulation.settings import Keep
 
 @final
 class FinalRuns(NamedTuple):
-    """Holds the methods with their final hyper-parameters, the finished runs by label and seed, and the failures by
-    label."""
+    """Holds the methods with their final hyper-parameters, by label, the finished training runs, by label and seed, and
+    the errors of methods that failed, by label.
+    """
 
     methods: dict[str, Method]
     runs: dict[tuple[str, int], FinishedRun]
@@ -28,8 +29,8 @@ class FinalRuns(NamedTuple):
 
 
 def run_final_methods(plan: ComparisonPlan, methods: Mapping[str, Method], description: dict[str, Any]) -> FinalRuns:
-    """Trains every method with its best hyper-parameters, for all seeds; adds the search, if there is one, to
-    `description`.
+    """Trains every method with its best hyper-parameters for all seeds, and returns the runs; also adds the
+    hyper-parameter search, if there was one, to the dict `description`.
 
     Args:
         plan, methods: what is compared.

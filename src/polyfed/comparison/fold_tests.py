@@ -16,7 +16,8 @@ from polyfed.data.partitioning.folds import Folds, unit_names
 @final
 @dataclass(frozen=True, eq=False)
 class FoldTests:
-    """Holds the targets and units of the test examples of each fold.
+    """Holds, for each fold of a cross-validation, the targets of the test examples, and the unit (an example or a group
+    of examples) to which each belongs.
 
     Attributes:
         design: folds and repeats.
@@ -32,7 +33,9 @@ class FoldTests:
 
 
 def read_fold_tests(plan: ComparisonPlan) -> FoldTests | None:
-    """Reads the test examples of all folds of a plan; None if it has no folds."""
+    """Collects the test examples of every fold of a comparison's cross-validation; returns None if the plan has no
+    folds.
+    """
     if plan.folds is None:
         return None
     targets, units = dict[int, dict[str, Tensor]](), dict[int, dict[str, NDArray[np.str_]]]()

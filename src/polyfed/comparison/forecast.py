@@ -32,7 +32,8 @@ _WORTHWHILE = 0.9  # a design that decides a gain of less than this share of ano
 
 
 def forecast_comparison(plan: ComparisonPlan, methods: Mapping[str, Method], skipped: Mapping[str, str]) -> Comparison:
-    """Forecasts the runs, minutes and decidable gains of a comparison; nothing is written.
+    """Forecasts a comparison from a short pilot: the number of runs, their duration in minutes, and the smallest gain
+    that can be decided. Returns a `Comparison` without methods, and writes no file.
 
     The pilot trains `local` and the first method that federates with two seeds on the data of the first run, without a
     search.

@@ -18,8 +18,8 @@ DEFAULT_METHODS = {"local": Local, "fedavg": FedAvg, "fedavg_ft": FedAvgFT}
 def select_methods(
     methods: Method | str | Sequence[Method | str] | Mapping[str, Method | str], like: Method | None = None
 ) -> dict[str, Method]:
-    """Returns all methods of a comparison by label: first the default methods that are missing from `methods`, then
-    `methods`.
+    """Returns all methods of a comparison as `{label: method}`: first the default methods that are missing from
+    `methods`, then `methods`. Raises a `UserError` for an unknown name or two equal labels.
 
     Args:
         methods: a name or method, or several as a list or a mapping from labels.
@@ -83,8 +83,8 @@ def _training_template(name: str, candidates: Sequence[Any]) -> Any:
 
 
 def build_method_with_training_of(name: str, template: Any = None, fields: Mapping[str, Any] | None = None) -> Method:
-    """Builds the method called `name` with the local training (epochs, batch size, ...) of `template`, so that all
-    methods train equally.
+    """Builds the method called `name` with the local training (epochs, batch size, ...) of `template`, so that both
+    train equally; raises a `UserError` if the method refuses a value.
 
     The method keeps its own defaults for all other fields. `fields` override both.
 
@@ -147,7 +147,8 @@ def _trains_differently(kind: Any, template: Any) -> bool:
 
 
 def check_equal_training(methods: Mapping[str, Method]) -> None:
-    """Raises a `UserError` unless all methods train equally in each round: same epochs or steps, same batch size.
+    """Raises a `UserError` unless all methods train equally in each round, with the same number of epochs or steps and
+    the same batch size.
 
     A method that trains more would win by its amount of training, whatever the budget.
 

@@ -42,7 +42,7 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 @final
 @dataclass(frozen=True)
 class ClientSet:
-    """Holds the clients that take part with one seed, and the public examples.
+    """Holds the clients that take part in the runs of one seed, and the public examples, if there are any.
 
     Attributes: `clients`; `public` examples; `class_names`; `config` and `facts`, for `config.yaml` and `manifest.json` of
     the runs.
@@ -58,7 +58,8 @@ class ClientSet:
 @final
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """Describes a comparison: the clients, methods, seeds, settings and the search of hyper-parameters.
+    """Describes a comparison before it runs: its clients, methods, seeds and settings, and the search for
+    hyper-parameters.
 
     Args:
         title: for headings.
@@ -163,7 +164,9 @@ Failure = ClientError | RoundError
 @final
 @dataclass(frozen=True, eq=False)
 class FinishedRun:
-    """Holds a finished run: its `history`, and its predictions, either in `folder` or as the text `packed_outputs`."""
+    """Holds a finished training run: its `history`, with one record per round, and its predictions, either in the
+    directory `folder` or as the text `packed_outputs`.
+    """
 
     history: History
     folder: Path | None = None
@@ -174,8 +177,9 @@ class FinishedRun:
         return {} if self.packed_outputs is None else deserialize_state(base64.b64decode(self.packed_outputs))
 
     def test_outputs(self, client: str, round_number: int) -> Tensor | None:
-        """Returns the outputs of a client's network after a round, on the client's test examples, shape (n, outputs);
-        None if they were not kept."""
+        """Returns the outputs of a client's network after a round for the client's test examples, as a tensor of shape
+        (n, outputs); None if they were not kept.
+        """
         if self.folder is None:
             stored: Tensor | None = self._unpacked_outputs.get(str(round_number), {}).get(client.encode().hex())
             return stored
@@ -196,8 +200,8 @@ class ExecutedRuns(NamedTuple):
 def execute_or_load_runs(
     plan: ComparisonPlan, run_specs: Sequence[RunSpec], callbacks: Sequence[Callback] = ()
 ) -> ExecutedRuns:
-    """Executes training runs, several in parallel, loads those that are finished already, and returns all runs and the
-    failures.
+    """Loads the training runs that are finished already, executes the others, several in parallel, and returns all
+    finished runs and the errors of those that failed.
 
     A method that diverges does not keep the others from being compared. Runs that are finished already are read, and
     stopped ones are resumed.

@@ -36,13 +36,15 @@ class _RunningTask(NamedTuple):
 
 
 def supports_forked_runs(settings: Settings) -> bool:
-    """Returns whether runs with these settings can each be executed in a forked process."""
+    """Returns True if runs with these settings can each be executed in a forked process: on Linux, with clients on the
+    CPU, and not on Ray.
+    """
     return settings.engine != "ray" and can_fork(choose_client_device(settings))
 
 
 def default_parallel_runs(settings: Settings, num_clients: int) -> int:
-    """Returns the number of runs to train in parallel: one per core if the settings leave engine and workers open, else
-    1.
+    """Returns how many runs to train in parallel: one per CPU core if the settings leave engine and workers open and
+    few clients take part in a round, else 1.
 
     With few clients a round the cores idle while they wait for its last client; parallel runs fill them.
 

@@ -17,7 +17,8 @@ from polyfed.data.partitioning.folds import Folds
 
 
 def error_rates_of_looks(looks: int, alpha: float = ALPHA) -> list[float]:
-    """Returns the error rate of each look at the results.
+    """Returns the error rate for each of several looks at growing results, so that the rates of all looks add up to
+    `alpha`.
 
     >>> [round(rate, 3) for rate in error_rates_of_looks(4)]
     [0.0, 0.004, 0.014, 0.022]
@@ -29,7 +30,8 @@ def error_rates_of_looks(looks: int, alpha: float = ALPHA) -> list[float]:
 
 
 def run_until_decided(plan: ComparisonPlan, run: Callable[[ComparisonPlan], Comparison]) -> Comparison:
-    """Runs a comparison; with `stop_when_decided`, repeat by repeat until the mean's answer is decided.
+    """Runs a comparison, and returns it; with `stop_when_decided`, runs one repeat of the folds after another only
+    until the answer for the mean over clients is decided.
 
     Finished runs are read by the next look if the comparison has a directory, and trained again otherwise.
 

@@ -91,7 +91,8 @@ class Participants:
 
 
 def build_experiment(config: Mapping[str, Any]) -> Experiment:
-    """Builds the experiment that a complete configuration describes, such as the content of a run's `config.yaml`.
+    """Builds the experiment that a complete configuration describes, such as the content of a run's `config.yaml`;
+    raises a `UserError` if a part is missing, unknown or out of range.
 
     Raises:
         UserError: a section or field is missing, unknown or out of range.
@@ -154,8 +155,8 @@ def _build_choice(registry: Mapping[str, Any], base: type[Any], fields: Mapping[
 
 
 def check_ray_cluster_trusted(settings: Settings) -> None:
-    """Checks that the user trusts the Ray cluster that a configuration file names. The owner of a cluster can run code on
-    the machines that join it.
+    """Raises a `UserError` if a configuration file names a Ray cluster on another machine that the user has not
+    trusted; its owner can run code on the machines that join it.
 
     Raises:
         UserError: the address is not this machine's, and the user has not trusted it.
@@ -204,7 +205,8 @@ def _build_baselines(entries: Sequence[Any], method: Algorithm[Any, Any]) -> dic
 def build_method_like(
     name: str, method: Algorithm[Any, Any], fields: Mapping[str, Any] | None = None
 ) -> Algorithm[Any, Any]:
-    """Builds the method with this name, with the same options of local training as `method`, so that both train equally.
+    """Builds the method with this name, with the same options of local training as `method`, so that both train
+    equally; `fields` override these options.
 
     Each keeps its own policy for buffers, and `fields` override both.
 
@@ -221,7 +223,8 @@ def build_method_like(
 
 
 def load_participants(experiment: Experiment) -> Participants:
-    """Loads the data of an experiment and partitions it into clients.
+    """Loads the data of an experiment, and partitions them into clients; raises a `UserError` if the data cannot be
+    read or partitioned.
 
     Raises:
         UserError: the data cannot be read, or the partition is impossible.
@@ -266,7 +269,9 @@ def load_participants(experiment: Experiment) -> Participants:
 
 
 def describe_participants(loaded: Participants) -> dict[str, Any]:
-    """Returns the facts about clients and data that the run records in `manifest.json`."""
+    """Returns facts about clients and data for the run's `manifest.json`: a fingerprint of the partition, the class
+    names, and warnings about the data.
+    """
     facts = {
         "partition_fingerprint": loaded.partition_fingerprint, "class_names": list(map(str, loaded.pool.class_names))
     }  # fmt: skip
@@ -274,8 +279,8 @@ def describe_participants(loaded: Participants) -> dict[str, Any]:
 
 
 def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelSpec:
-    """Builds the specification of a network from a `model` section of the configuration, for the inputs and classes of a
-    data set.
+    """Builds the specification of a network for the inputs and classes of a data set, from a `model` section of the
+    configuration; raises a `UserError` for an unknown name or argument.
 
     Raises:
         UserError: an unknown name or argument, or a vocabulary smaller than that of the data.
@@ -292,7 +297,8 @@ def model_spec_for_data(model: Mapping[str, Any], pool: PooledDataset) -> ModelS
 
 
 def rebuild_clients(config: Mapping[str, Any], out: str | Path) -> tuple[tuple[Client, ...], Examples | None]:
-    """Builds the clients and public examples of an existing run again, from its configuration.
+    """Builds the clients and public examples of an existing run again from its configuration; raises a `UserError` if
+    they were made in Python or are real sites.
 
     Raises:
         UserError: the run has clients that were made in Python, or real sites.

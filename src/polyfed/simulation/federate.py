@@ -77,7 +77,8 @@ def federate(
     progress: Progress | bool | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Trains clients by federated learning with a method, and returns the run with its metrics and personal models.
+    """Trains clients by federated learning with one method, and returns the run, which holds its metrics and the
+    clients' personal models.
 
     Args:
         clients: the participants, each with its own data and network.
@@ -183,8 +184,8 @@ def resume(
     progress: Progress | bool | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Continues a run that was interrupted, from its newest intact checkpoint; the result equals that of an uninterrupted
-    run.
+    """Continues an interrupted run from its newest intact checkpoint, and returns the run; the result equals that of an
+    uninterrupted run.
 
     Args:
         out: the run directory.
@@ -268,8 +269,8 @@ def run_remaining_rounds(
     engine: Engine | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Runs the remaining rounds of a run, and returns the finished run. Whatever ends the run early, the newest complete
-    state is saved first.
+    """Runs the rounds of a run that are still to do, and returns the finished run; whatever ends the run early, the
+    newest complete state is saved first.
 
     Args:
         federation: clients, method and settings.

@@ -153,11 +153,12 @@ class Settings:
 
     @property
     def execution_settings(self) -> dict[str, Any]:
-        """Returns the settings that say where and how a run computes (engine, workers, device, ...), by name."""
+        """Returns the settings that say where and how a run computes, as `{name: value}`: engine, workers, device, ..."""
         return {name: getattr(self, name) for name in EXECUTION_FIELDS}
 
     def cohort_size(self, num_clients: int) -> int:
-        """Returns the number of clients that take part in a round, of `num_clients` in all.
+        """Returns the number of clients that take part in a round, out of `num_clients`; raises a `UserError` if
+        `clients_per_round` or `min_replies` asks for more clients than there are.
 
         Raises:
             UserError: `clients_per_round` or `min_replies` asks for more clients than there are.

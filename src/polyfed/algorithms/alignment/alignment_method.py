@@ -33,8 +33,8 @@ from polyfed.core.vectorized.stacked_module import has_batch_statistics
 
 @dataclass(frozen=True, kw_only=True)
 class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
-    """Adds a term to each client's loss that makes its representations of public examples similar to those of other
-    networks.
+    """Adds a term to each client's loss that makes the network's representations of public examples similar to those of
+    other networks.
 
     In round t the term is η_t·d(K_i, ·), with η_t = η_0·f(t), where K_i is the kernel of client i's representations of
     the round's public examples X, the "representation alignment dataset" (RAD), and d is 1 − CKA by default.
@@ -96,7 +96,7 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
     requires: ClassVar[frozenset[str]] = frozenset()
 
     def alignment_weight_at(self, round_number: int) -> float:
-        """Returns the weight η_t = η_0·f(t) of the alignment term in round t, counted from 1."""
+        """Returns the weight η_t of the alignment term in the loss in round t, counted from 1."""
         f = {"sqrt": math.sqrt(round_number), "linear": float(round_number), "constant": 1.0}
         return self.eta0 * f[self.growth]
 
@@ -178,7 +178,9 @@ class AlignmentMethod(PublicDataMethod, ValidatesNetworks, ABC):
         return self._public_examples(message, client_state, client), rows
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has a module whose input is the representation."""
+        """Raises a `UserError` unless the client's network has a module whose input can serve as the representation of
+        an example.
+        """
         assert client.model is not None
         model = cached_module(client.model, client.train.device).module
         name = self._representation_module(model, client.id, client.train)

@@ -113,8 +113,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the names of the numbers that clients must report: "capacity" if the server needs it and cannot
-        compute it itself, otherwise none.
+        """Returns the names of the numbers that clients must report: {"capacity"} if the server needs each network's
+        capacity and cannot compute it, otherwise an empty set.
         """
         sends_capacity = self.weighting == "capacity" and self.share == "representations"
         return frozenset({"capacity"}) if sends_capacity else frozenset()
@@ -122,7 +122,7 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the initial server state, without representations of any client."""
+        """Returns the server state before round 1, which holds no representations of any client yet."""
         state = {**self._init_public_state(server), "representations": {}, "capacities": {}}
         networks = (server.architectures or {}) if self.share == "weights" else {}
         initial_models = {key: initial_state(factory, server.seed) for key, factory in networks.items()}
@@ -132,8 +132,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return {**state, "forms": forms}
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Sends each client the round's public examples X, the mean kernel K̄ of all clients, and the weight η of the
-        alignment term.
+        """Yields the message to each client: the round's public examples X, the mean K̄ of all clients' kernels
+        (similarities between these examples), and the weight η of the alignment term.
 
         Sends nothing for evaluation, since each client has its own network.
         """
@@ -175,8 +175,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return a if self.rank is None else reduce_to_principal_components(a, self.rank)
 
     def analysis(self, server_state: ServerState, client_ids: Sequence[str]) -> Mapping[str, float]:
-        """Returns the mean CKA between two clients' representations of at most 256 public examples; empty if it cannot
-        be computed.
+        """Returns the mean similarity (CKA) between two clients' representations of at most 256 public examples, as
+        `{name: number}`; empty if it cannot be computed.
         """
         similarity = mean_pairwise_cka(list(server_state["representations"].values()))
         return {} if similarity is None else {"mean_cka": similarity}
@@ -184,7 +184,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Stores the new representations A_j of the clients that replied, and leaves those of other clients unchanged.
+        """Stores the new representations of public examples of the clients that replied, leaves those of other clients
+        unchanged, and returns the new server state.
 
         The server computes A_j from W_j if weights were sent.
         """
@@ -245,8 +246,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return by_client, capacities
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: representations of all public examples with at most `rank` columns,
-        or the weights of the client's architecture.
+        """Returns the shapes and dtypes that a reply must have: representations of all public examples with at most
+        `rank` columns, or the weights of the client's architecture.
         """
         if self.share == "weights":
             form = server_state["forms"][sorted(server_state["forms"])[int(message.scalars["form"])]]
@@ -291,8 +292,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network W_i(t) with the alignment term (eq. 6), and sends its representations of the
-        public examples, or its weights.
+        """Trains the client's network W_i with the alignment term (eq. 6) in its loss, and returns a reply with its
+        representations of the public examples, or its weights.
         """
         model = self.personal_model(message, client_state, client, seed)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)

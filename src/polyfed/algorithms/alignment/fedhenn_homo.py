@@ -74,14 +74,14 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model Ŵ(0) and the public examples."""
+        """Returns the server state before round 1, with the initial global model Ŵ(0) and the public examples."""
         return {**self._init_public_state(server), **super().server_init(server)}
 
     def build_message_to_client(
         self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]
     ) -> Message:
-        """Builds the message to one client: for training the global model Ŵ(t), the weight η and the round's public
-        examples X; for evaluation Ŵ(T).
+        """Builds the message to one client: for training the global model Ŵ(t), the weight η of the alignment term and
+        the round's public examples X; for evaluation the final model Ŵ(T).
 
         X is drawn once for all clients.
         """
@@ -94,7 +94,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Replaces the global model by the mean of the clients' models, Ŵ(t) = Σ_i (n_i/n) W_i(t)."""
+        """Replaces the global model by the mean of the clients' models, weighted by their numbers of examples."""
         return {**server_state, **mean, "holders": self._holders_after_round(server_state, client_ids)}
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model Ŵ(t−1) on the client's data for `local_epochs` with the alignment term (eq. 5), and
-        sends the result W_i(t).
+        """Trains the global model on the client's data for `local_epochs` with the alignment term (eq. 5) in the loss,
+        and returns a reply with the trained model W_i.
         """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         pool, rows = self._pool_and_rad_rows(message, client_state, client)
@@ -131,7 +131,9 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the final global model Ŵ(T), and the last cohort's mean if that differs."""
+        """Yields further networks to evaluate, as (name, network): the final global model Ŵ(T), and the mean of the
+        last round's models if that differs.
+        """
         yield "server", self._load_global_model(message, client_state, client)
         if "cohort" in message.tensors:
             yield "cohort", self._load_global_model(message, client_state, client, "cohort")

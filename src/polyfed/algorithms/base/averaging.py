@@ -37,8 +37,8 @@ ClientState = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
-    """Averages the clients' models at the server, weighted by their numbers of training examples; without overrides
-    this is FedAvg.
+    """Averages the clients' models at the server, weighted by their numbers of training examples; this is FedAvg unless
+    a subclass overrides a part.
 
     In each round the server sends the global model θ, each client trains it to θ_i, and the server sets θ ← Σ_i w_i θ_i
     / Σ_i w_i over the replies. A subclass overrides the steps that differ: the content of messages (`server_init`,
@@ -89,7 +89,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Returns whether the server needs only the sum of a round's replies, and no single reply.
+        """Returns True if the server needs only the sum of a round's replies, and no single reply.
 
         Secure aggregation, which hides single replies from the server, works only for methods that return True.
         """
@@ -98,29 +98,31 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model θ, drawn from the run's seed and the common
-        architecture.
+        """Returns the server state before round 1: the initial global model θ, drawn from the run's seed for the
+        clients' common architecture.
         """
         assert server.model is not None  # `requires` names "one_architecture"
         buffers = cached_module(server.model).buffers
         return {"model": tensors_to_send(initial_state(server.model, server.seed), buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the global model θ and the learning rate of the round, the same to every client."""
+        """Returns the message to a client: the global model θ and the learning rate of the round, the same for every
+        client.
+        """
         return Message(
             {group: server_state[group] for group in self.groups},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected names, shapes and dtypes of a reply's tensors: those that the server sent in the same
-        groups.
+        """Returns the names, shapes and dtypes that the tensors of a client's reply must have: those of the tensors
+        that the server sent.
         """
         return {group: state_dict_spec(message.tensors[group]) for group in self.groups}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns whether the server already knows the names and shapes of a reply's tensors, so that it can sum
-        replies on arrival.
+        """Returns True if the server already knows the names and shapes of a reply's tensors, so that it can add up
+        replies as they arrive.
 
         If only the clients can find them out, the server holds the first replies, and leaves out those whose shapes
         differ from most of the others.
@@ -130,7 +132,8 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages the replies of a round, and passes the mean to `server_step`, which returns the next server state.
+        """Averages the replies of a round, and returns the next server state, which `server_step` computes from the
+        mean.
 
         θ ← Σ_i (n_i/n) θ_i, or (1/m) Σ_i θ_i unweighted.
 
@@ -142,7 +145,9 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return new_state if self.aggregates_by_sum else self.update_state_from_single_replies(new_state, total)
 
     def sum_replies(self, replies: Mapping[str, Message]) -> ReplySum:
-        """Adds up all replies of a round in the order of client ids, and returns the weighted sum Σ_i n_i θ_i."""
+        """Adds up all replies of a round in the order of client ids, each weighted by its number of examples, and
+        returns the sum.
+        """
         num_examples = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
         total = self.empty_reply_sum(num_examples)
         for i in sorted(replies):
@@ -150,7 +155,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return total
 
     def empty_reply_sum(self, expected: Mapping[str, float] | None) -> ReplySum:
-        """Returns a new `ReplySum` to which no reply has been added.
+        """Returns a new `ReplySum`, to which no reply has been added yet.
 
         `expected` maps client ids to numbers of examples; it is None if they are unknown.
         """
@@ -158,7 +163,8 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         return PlainReplySum(self.groups, weighted=self.weighted, expected=expected, keeps_replies=keeps_replies)
 
     def add_reply(self, total: ReplySum, client_id: str, reply: Message) -> None:
-        """Adds one client's reply to the weighted sum of the round, Σ ← Σ + n_i θ_i.
+        """Adds one client's reply, weighted by its number of examples, to the sum of the round's replies; raises a
+        `UserError` if its tensors differ in name or shape from the first reply's.
 
         A run calls this for each reply as soon as it has come, in the order of ids.
 
@@ -184,7 +190,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Computes the next server state from the mean of the replies.
+        """Returns the next server state, computed from the mean of the clients' replies.
 
         Args:
             server_state: the state before the round.
@@ -196,32 +202,37 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
     def update_state_from_single_replies(
         self, server_state: ServerState, replies: Mapping[str, Message]
     ) -> ServerState:
-        """Returns the server state, updated with parts of single replies if the method stores such parts.
+        """Returns the server state with what the method stores of single clients' replies; unchanged for a method that
+        stores nothing of them.
 
         It is called after `server_step`, and only if `aggregates_by_sum` is false.
         """
         return server_state
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for replies that cannot be averaged because their tensors differ."""
+        """Returns the error to raise if replies cannot be averaged because their tensors differ."""
         return UserError(f"{type(self).__name__}: {error}; the clients' networks must have one form")
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns an empty client state, since a client keeps nothing before its first round."""
+        """Returns the client's private state before its first round, which is empty."""
         return {}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received global model θ on the client's data for `local_epochs`, and sends the result θ_i."""
+        """Trains the received global model θ on the client's data for `local_epochs`; returns the reply, with the
+        trained model θ_i, and the client's new private state.
+        """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         return build_reply_and_client_state(net, client, fit_result.loss, self)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the global model θ, with the client's own buffers if these stay with the client."""
+        """Returns the network to evaluate for a client: the global model θ, with the client's buffers (such as
+        BatchNorm statistics) if these stay with the client.
+        """
         return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
@@ -250,22 +261,24 @@ class GlobalModelMethod(Averaging, ABC):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Returns True if the result is the mean over the last cohort, for which the sum of the replies is enough."""
+        """Returns True if the result is the mean over the clients of the last round only, for which the sum of their
+        replies is enough.
+        """
         return self.averaged_over == "cohort"
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model θ(0), and if `averaged_over` is "all" with an empty
-        store of the clients' latest models.
+        """Returns the server state before round 1: the initial global model θ(0) and, if `averaged_over` is "all", an
+        empty store for every client's latest model.
         """
         return {**super().server_init(server), **({} if self.aggregates_by_sum else {"latest": {}, "examples": {}})}
 
     def update_state_from_single_replies(
         self, server_state: ServerState, replies: Mapping[str, Message]
     ) -> ServerState:
-        """Stores the models θ_i and numbers of examples n_i of the clients that replied, in place of their previous
-        ones.
+        """Stores the models and numbers of examples of the clients that replied, in place of their earlier ones, and
+        returns the new server state.
         """
         latest = {**server_state["latest"], **{i: dict(reply.tensors["model"]) for i, reply in replies.items()}}
         num_examples = (
@@ -275,19 +288,21 @@ class GlobalModelMethod(Averaging, ABC):
         return {**server_state, "latest": _sorted_by_id(latest), "examples": _sorted_by_id(examples)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends one client the model that `build_message_to_client` chooses, and the learning rate of the round."""
+        """Returns the message to one client: the model that `build_message_to_client` chooses, and the learning rate of
+        the round.
+        """
         return self.build_message_to_client(server_state, client_info, {})
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Builds the messages to several clients, computing their common content only once."""
+        """Yields the message to each of several clients, and computes what the messages have in common only once."""
         common: dict[str, Any] = {}
         return (self.build_message_to_client(server_state, client_info, common) for client_info in client_infos)
 
     def build_message_to_client(
         self, server_state: ServerState, client_info: ClientInfo, common: dict[str, Any]
     ) -> Message:
-        """Builds the message to one client: for training the current global model θ(t), for evaluation the result of
-        the run.
+        """Builds the message to one client: for training with the current global model θ(t), for evaluation with the
+        result of the run.
 
         Args:
             server_state, client_info: as `dispatch` has them.
@@ -299,8 +314,8 @@ class GlobalModelMethod(Averaging, ABC):
         return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def result_models(self, server_state: ServerState) -> dict[str, StateDict]:
-        """Returns the model that is the result after this round, as the group "model"; if `averaged_over` is "all" also
-        the last cohort's mean, as the group "cohort".
+        """Returns `{"model": weights}`, the result after this round; if `averaged_over` is "all", also the mean of the
+        last round's models as "cohort".
         """
         if self.aggregates_by_sum:
             return {"model": server_state["model"]}
@@ -316,22 +331,26 @@ class GlobalModelMethod(Averaging, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the last cohort's mean for evaluation, if it differs from the result."""
+        """Yields a further network to evaluate, as (name, network): the mean of the last round's models, if it differs
+        from the result.
+        """
         if "cohort" in message.tensors:
             yield "cohort", self.personal_model(_with_cohort_model(message), client_state, client, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerUpdateMethod(Averaging, ABC):
-    """Averages the clients' parameters, and lets the server make a further step with the mean, which subclasses define
-    in `server_update`.
+    """Averages the clients' parameters, and then lets the server compute a step from the mean; subclasses define this
+    step in `server_update`.
 
     Buffers that are sent are only averaged, since a step along their changes could make a running variance negative. So
     the server keeps them apart, as "buffers".
     """
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial parameters, and apart from them the buffers that are sent."""
+        """Returns the server state before round 1: the initial parameters and, apart from them, the buffers that are
+        sent.
+        """
         assert server.model is not None  # `requires` names "one_architecture"
         model, names = super().server_init(server)["model"], cached_module(server.model).buffers
         return {
@@ -340,7 +359,7 @@ class ServerUpdateMethod(Averaging, ABC):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the global parameters and buffers, and the learning rate of the round."""
+        """Returns the message to a client: the global parameters, the buffers, and the learning rate of the round."""
         return Message(
             {"model": {**server_state["model"], **server_state["buffers"]}},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -349,7 +368,9 @@ class ServerUpdateMethod(Averaging, ABC):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Updates the global parameters by `server_update`, and replaces the buffers by their mean."""
+        """Returns the next server state: parameters as updated by `server_update`, and buffers replaced by the clients'
+        mean.
+        """
         model = mean["model"]
         parameters = {name: model[name] for name in server_state["model"]}
         buffers = {name: model[name] for name in server_state["buffers"]}
@@ -359,14 +380,16 @@ class ServerUpdateMethod(Averaging, ABC):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Computes the next server state from the clients' mean parameters; its arguments are those of `server_step`.
+        """Returns the next server state, computed from the mean of the clients' parameters; its arguments are those of
+        `server_step`.
 
         The group "model" of the mean contains no buffers.
         """
 
 
 def interpolate(start: Tensor, end: Tensor, share_of_end: float) -> Tensor:
-    """Returns the point (1−β)·start + β·end between two tensors, with the dtype of `start`.
+    """Returns the weighted mean (1−β)·start + β·end of two tensors, where β is `share_of_end`, with the dtype of
+    `start`.
 
     The result is exact where both are equal, and where β is 1.
     """
@@ -388,8 +411,8 @@ def _sorted_by_id(by_client: Mapping[str, Any]) -> dict[str, Any]:
 def build_reply_and_client_state(
     net: CachedModule, client: Client, loss: float, method: HasBufferPolicy
 ) -> tuple[Message, ClientState]:
-    """Builds a client's reply with its trained model θ_i and number of examples n_i, and the buffers that the client
-    keeps.
+    """Builds a client's reply, with its trained model and its number of examples, and its new private state, with the
+    buffers that stay with the client.
 
     Returns the reply and the client state.
     """

@@ -28,7 +28,8 @@ _REQUIREMENT = "networks need the same number of outputs, and last layers of one
 def class_means_with_weights(
     values: Tensor, labels: Tensor, num_classes: int, weighted: bool = False
 ) -> dict[str, Tensor]:
-    """Computes the mean of a client's values for each class and the weight of each mean, as the tensors of a reply.
+    """Returns the mean of a client's values (one row per example) for each class, and the weight of each mean, as
+    `{"sums": tensor, "weights": tensor}`.
 
     Returns `sums`, (C, d), each class's mean times its weight, and `weights`, (C,); both are float32 on the CPU.
 
@@ -54,15 +55,16 @@ def class_means_with_weights(
 
 @final
 class ClassMeans(NamedTuple):
-    """Holds the mean value of each class, (C, d), with zeros for a class without examples, and which classes have examples,
-    (C,) of bool."""
+    """Holds the mean value of each class, (C, d), with zeros for a class without examples, and for each class whether
+    it has examples, (C,) of bool.
+    """
 
     means: Tensor
     is_present: Tensor
 
 
 def class_means_from_sums(sums_and_weights: StateDict) -> ClassMeans:
-    """Computes the mean value of each class from weighted sums over clients and the sums of their weights.
+    """Returns the mean value of each class, computed from the clients' weighted sums and the sums of their weights.
 
     A class without weight counts as one without examples.
 
@@ -76,7 +78,8 @@ def class_means_from_sums(sums_and_weights: StateDict) -> ClassMeans:
 
 
 def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | None) -> Mapping[str, StateDictSpec]:
-    """Returns the expected shapes and dtypes of the class means in a reply, for `Algorithm.reply_spec`.
+    """Returns the shapes and dtypes that the class means in a client's reply must have; raises a `ValueError` if
+    weights are outside 0 to 1, or the numbers of classes differ.
 
     They are `expected`, or if that is None any number of classes and any width.
 
@@ -93,8 +96,8 @@ def class_means_spec(reply: Message, expected: Mapping[str, StateDictSpec] | Non
 
 
 def class_means_as_examples(replies: Mapping[str, Message]) -> Examples:
-    """Collects all clients' class means as training examples, each with its class as the label, in the order of client
-    ids.
+    """Returns all clients' class means as training examples, each labelled with its class, in the order of client ids;
+    raises a `UserError` if two clients' means differ in shape.
 
     Raises:
         UserError: the class means of two clients differ in shape.
@@ -114,13 +117,13 @@ def class_means_as_examples(replies: Mapping[str, Message]) -> Examples:
 
 
 def count_outputs(model: nn.Module, client: Client) -> int:
-    """Returns the number of outputs C of a network, found by running it on the client's first examples."""
+    """Returns the number of outputs C of a network, which is run on the client's first examples to count them."""
     return predict(model, client.train.head()).shape[1]
 
 
 def find_replaceable_head(model: nn.Module, client: Client, method: str) -> nn.Linear:
-    """Returns the last linear layer of a client's network, after checking that it computes the outputs, so that other
-    weights can replace its own.
+    """Returns the last linear layer of a client's network; raises a `UserError` unless it computes the outputs and its
+    weights can be replaced by others.
 
     Raises:
         UserError: another layer computes the outputs, or the weights of this one cannot be replaced.
@@ -148,7 +151,7 @@ def _replacement_error(head: nn.Linear, outputs: int) -> str:
 
 
 def make_incompatible_class_means_error(method: Averaging, error: IncompatibleTensorsError) -> UserError:
-    """Builds the error for clients whose class means differ in shape."""
+    """Returns the `UserError` to raise if clients' class means differ in shape."""
     return UserError(
         f"{type(method).__name__}: the class means of {error.first_client!r} and {error.other_client!r} differ "
         f"({error.difference}); {_REQUIREMENT}"
@@ -164,7 +167,9 @@ def train_network_on_class_means(
     seed: int,
     loss: Callable[[ForwardPass], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Trains a small network of the server on class means by SGD, and returns its state dict."""
+    """Trains a small network at the server by SGD, with class means as its training examples, and returns its state
+    dict.
+    """
     options = LocalTraining(local_epochs=epochs, batch_size=batch_size)
     fit(model, examples, options, lr=lr, seed=seed, loss=loss)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -1,5 +1,5 @@
-"""Draws initial heads that are equal for clients with different architectures, from a common seed, so that no head has
-to be sent.
+"""Draws initial heads (last layers) that are equal for clients with different architectures, from a common seed, so
+that no head has to be sent.
 """
 
 import inspect
@@ -20,8 +20,8 @@ InitialHead = Literal["form", "architecture"]
 
 
 def draw_common_head(factory: Architecture, modules: Sequence[str], seeds: Sequence[int]) -> dict[str, Tensor]:
-    """Draws the initial weights of a head, which are equal in all networks whose last layers have the same types and
-    shapes.
+    """Draws the initial weights of a head (the last layers of a network), which are equal in all networks whose last
+    layers have the same types and shapes.
 
     Each layer starts as its class starts it (`reset_parameters`), from a seed that does not depend on the layers before it.
     A layer stays as the network has it, and is left out here, if the network does not draw it (pretrained weights, zeros),
@@ -51,8 +51,8 @@ def draw_common_head(factory: Architecture, modules: Sequence[str], seeds: Seque
 
 
 def find_last_layer_names(client: Client, num_layers: int) -> tuple[str, ...]:
-    """Returns the names of the last layers with parameters in a client's network, and of the norm layers between them,
-    the last one first.
+    """Returns the names of the last `num_layers` layers with parameters in a client's network, and of the norm layers
+    between them, the last one first.
     """
     assert client.model is not None  # `requires` asks for one
     module = cached_module(client.model, client.train.device).module
@@ -62,8 +62,8 @@ def find_last_layer_names(client: Client, num_layers: int) -> tuple[str, ...]:
 def initial_weights_with_common_head(
     initial_head: InitialHead, client: Client, num_layers: int, seed_of_layer: Callable[[int], int], seed: int
 ) -> dict[str, Tensor]:
-    """Draws the initial weights of a client's network, with the head that all clients have in common if `initial_head`
-    is "form".
+    """Draws the initial weights of a client's network; if `initial_head` is "form", its head (last layers) equals that
+    of all clients whose last layers have the same form.
 
     Otherwise the head is the one that the client's architecture draws.
 

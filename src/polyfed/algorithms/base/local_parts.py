@@ -31,8 +31,8 @@ from polyfed.core.training.loop import fit, reply_scalars
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
-    """Averages one part of a network over all clients, while each client keeps the other part, and trains both
-    together.
+    """Averages one part of a network over all clients, while the other part stays with each client; clients train both
+    parts together.
 
     A method names the tensors of the local part. If the server cannot, since they are found on an example, take
     `BodyAndHeadMethod`. Evaluated model: the average with the client's own part; a client that never took part has the
@@ -61,7 +61,9 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model θ, without the part that stays at the clients."""
+        """Returns the server state before round 1: the initial global model θ without the tensors that stay with the
+        clients.
+        """
         assert server.model is not None  # `requires` names "one_architecture"
         net = cached_module(server.model)
         local_names = frozenset(self._find_local_tensors(net.module, None))
@@ -71,11 +73,15 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the local part can be found in the client's network, by initialising the client state."""
+        """Raises an error if the tensors that stay with the client cannot be identified in its network; it tries this
+        by creating the client's private state.
+        """
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's local part with the weights that all clients draw from the run's seed."""
+        """Returns the client's private state before round 1: the tensors that stay with it, with initial weights drawn
+        from the run's seed, the same for all clients.
+        """
         assert client.model is not None
         initial_weights, net = initial_state(client.model, seed), cached_module(client.model, client.train.device)
         fill_module(net.module, initial_weights)
@@ -86,8 +92,8 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global part θ and the client's local part for `local_epochs`, and sends only the trained global
-        part θ_i.
+        """Trains the received global part θ and the client's local part for `local_epochs`; returns a reply with the
+        trained global part only, and the new private state.
         """
         net = self._load_with_local_part(message, client_state, client)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
@@ -98,7 +104,7 @@ class LocalPartMethod(Averaging, ValidatesNetworks, ABC):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network: the global part θ with the client's local part."""
+        """Returns the network to evaluate for the client: the global part θ together with the client's local part."""
         net = self._load_with_local_part(message, client_state, client)
         return recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
 

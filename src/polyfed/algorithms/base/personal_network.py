@@ -1,4 +1,4 @@
-"""Provides base classes of methods in which each client keeps a whole network of its own from round to round."""
+"""Provides base classes of methods in which each client keeps a whole personal network from round to round."""
 
 from abc import ABC
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from polyfed.core.nn.module_cache import cached_module, fill_module, initial_sta
 
 
 class PersonalNetworkMethod(ABC):
-    """Keeps a personal network W_i for each client, weights and buffers, as "model" in the client state."""
+    """Keeps a personal network W_i (weights and buffers) for each client, under "model" in the client's private state."""
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """Initialises the personal network W_i with the weights that all clients of its architecture draw from the
-        run's seed.
+        """Returns the client's private state before round 1: its personal network, with initial weights drawn from the
+        run's seed, the same for all clients of this architecture.
         """
         assert client.model is not None  # `requires` asks for one
         return {"model": initial_state(client.model, seed)}
@@ -27,13 +27,15 @@ class PersonalNetworkMethod(ABC):
         return self.load_personal_network(client_state, client)
 
     def load_personal_network(self, client_state: dict[str, Any], client: Client) -> nn.Module:
-        """Loads the personal network W_i into a module that is reused for all clients of the architecture."""
+        """Returns the client's personal network W_i, loaded into a module that all clients of this architecture use in
+        turn.
+        """
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["model"])
 
 
 class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
-    """Keeps a personal network for each client beside the global model, and evaluates both.
+    """Keeps a personal network for each client, next to the global model of all clients, and evaluates both.
 
     The client state has the personal network as "model", and as "trained" whether the client ever took part. The
     evaluated model is the personal network (for a client that never took part the global model), and next to it the
@@ -41,7 +43,9 @@ class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
     """
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """Initialises the personal network with the common initial weights, and marks it as not trained."""
+        """Returns the client's private state before round 1: a personal network with the common initial weights, marked
+        as not trained.
+        """
         return {**super().client_init(client, seed), "trained": False}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
@@ -55,7 +59,7 @@ class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
     def other_models(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model, for evaluation on the client's data."""
+        """Yields a further network to evaluate on the client's data, as (name, network): the global model."""
         yield "server", self._load_global_model(message, client_state, client)
 
     def _load_global_model(self, message: Message, client_state: dict[str, Any], client: Client) -> nn.Module:

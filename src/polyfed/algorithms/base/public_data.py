@@ -24,7 +24,8 @@ _RANGE_FACTOR = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class PublicDataMethod(LocalTraining, ABC):
-    """Sends public examples to the clients, which check that they are always the same and can keep them.
+    """Sends public examples, which belong to no client, to all clients, which check that these are always the same, and
+    can keep them.
 
     The server state has the examples as "public", and as "holders" the clients that already have them; a client keeps
     them as "public", or their hash as "pool_hash".
@@ -85,8 +86,8 @@ class PublicDataMethod(LocalTraining, ABC):
 
 
 def convert_public_examples_to_client_form(parts: StateDict, client: Client) -> Examples:
-    """Converts received public examples into the form of the client's own inputs, and checks that they are similar;
-    their labels are 0.
+    """Converts received public examples to the form of the client's inputs, with labels 0; raises a `UserError` if they
+    have another form, or values far outside the range of the client's.
 
     Raises:
         UserError: the examples have another form, or values far outside the range of the client's own, with which a server

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 @final
 @dataclass(frozen=True)
 class ProximalTerm:
-    """Penalises the squared distance of a network's parameters θ from anchor parameters θ̄: s/2·‖θ − θ̄‖², with
-    strength s.
+    """Penalises the distance of a network's parameters θ from anchor parameters θ̄ by s/2·‖θ − θ̄‖², with strength s.
 
     >>> import torch
     >>> ProximalTerm(3.0)([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 0.0])])
@@ -29,8 +28,7 @@ class ProximalTerm:
 
 
 def linear_loss_term(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
-    """Returns the inner product ⟨d, θ⟩ of parameters and a direction d, which is a loss term with the constant gradient
-    d.
+    """Returns the inner product of parameters and a direction, a loss term whose gradient is always this direction.
 
     >>> import torch
     >>> linear_loss_term([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, -1.0])])
@@ -41,5 +39,7 @@ def linear_loss_term(weights: Sequence[Tensor], direction: Sequence[Tensor]) -> 
 
 
 def clone_trained_parameters(module: nn.Module) -> list[Tensor]:
-    """Returns copies of a network's trainable parameters, in the order in which penalties get them."""
+    """Returns copies of a network's trainable parameters, in the order in which penalties such as `ProximalTerm` take
+    them.
+    """
     return [theta.detach().clone() for theta in module.parameters() if theta.requires_grad]

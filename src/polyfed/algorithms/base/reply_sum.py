@@ -11,7 +11,7 @@ from polyfed.core.state_dict import RunningMean, StateDict
 
 
 class ReplySum(Mapping[str, Message], ABC):
-    """Holds the weighted sum of a round's replies in place of the replies themselves.
+    """Holds the weighted sum of the clients' replies in a round, in place of the replies themselves.
 
     `Averaging.aggregate` gets it as a mapping from client ids to the replies that are stored singly: all replies if the
     method needs them, otherwise none.
@@ -35,11 +35,12 @@ class ReplySum(Mapping[str, Message], ABC):
     @property
     @abstractmethod
     def client_ids(self) -> Sequence[str]:
-        """Returns the ids of the clients whose replies were added, sorted."""
+        """Returns, sorted, the ids of the clients whose replies were added."""
 
     @abstractmethod
     def add(self, client_id: str, reply: Message) -> None:
-        """Adds the reply of one client to the sum.
+        """Adds one client's reply to the sum; raises a `ValueError` if its tensors differ in name or shape from those
+        of the first reply.
 
         Raises:
             ValueError: the reply's tensors differ in name or shape from those of the first reply.
@@ -47,12 +48,12 @@ class ReplySum(Mapping[str, Message], ABC):
 
     @abstractmethod
     def mean(self) -> Mapping[str, StateDict]:
-        """Returns the weighted mean of the replies, as tensors by name for each group."""
+        """Returns the weighted mean of the replies, as `{group: {tensor name: tensor}}`."""
 
 
 @final
 class PlainReplySum(ReplySum):
-    """Sums unencrypted replies, weighted by numbers of training examples, in the order of client ids.
+    """Sums the clients' unencrypted replies, weighted by numbers of training examples, in the order of client ids.
 
     Args:
         groups: the groups of a reply that are summed.
@@ -70,11 +71,12 @@ class PlainReplySum(ReplySum):
 
     @property
     def client_ids(self) -> Sequence[str]:
-        """Returns the ids of the clients whose replies were added, sorted."""
+        """Returns, sorted, the ids of the clients whose replies were added."""
         return self._mean.client_ids
 
     def add(self, client_id: str, reply: Message) -> None:
-        """Adds the reply of one client, times its number of examples: n_i·θ_i.
+        """Adds one client's reply, multiplied by its number of examples; raises an `IncompatibleTensorsError` if its
+        tensors differ in name or shape from those of the first reply.
 
         Raises:
             IncompatibleTensorsError: the reply's tensors differ in name or shape from those of the first reply.
@@ -85,7 +87,7 @@ class PlainReplySum(ReplySum):
             self._kept[client_id] = reply
 
     def mean(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the weighted mean of the replies, Σ_i n_i·θ_i / Σ_i n_i, as tensors by name for each group."""
+        """Returns the mean of the replies, weighted by numbers of examples, as `{group: {tensor name: tensor}}`."""
         mean: dict[str, dict[str, Tensor]] = {group: {} for group in self._groups}
         for key, tensor in self._mean.mean().items():
             group, _, name = key.partition("/")

@@ -1,5 +1,5 @@
-"""Provides base classes of methods in which clients share the head of their networks, and each keeps a body of any
-architecture.
+"""Provides base classes of methods in which clients share the head of their networks (the last layers), and each keeps
+a body (the other layers) of any architecture.
 """
 
 from abc import ABC
@@ -25,7 +25,8 @@ from polyfed.models.structure import tensor_names_by_position
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFromServerMethod(LocalTraining, ABC):
-    """Sends one common head to all clients, each of which combines it with its own body.
+    """Sends one common head (the last layers) to all clients, each of which combines it with the body (the other
+    layers) of its network.
 
     The server keeps the head as "head". It is empty before the first replies, from which the server learns its form; so in
     round 1 the server sends no head, and all clients draw the same first head from the run's seed.
@@ -46,11 +47,15 @@ class HeadFromServerMethod(LocalTraining, ABC):
         self._require(self.buffers == "local", "buffers", "'local', since bodies stay with their clients")
 
     def server_init(self, server: ServerContext) -> dict[str, Any]:
-        """Builds a server state without a head, whose shape the server learns from the first replies."""
+        """Returns the server state before round 1, without a head, whose shape the server learns from the clients'
+        first replies.
+        """
         return {"head": {}}
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Sends the common head, once the server has one, and the learning rate, the same to every client."""
+        """Returns the message to a client: the common head, once the server has one, and the learning rate, the same
+        for every client.
+        """
         return Message(
             {"head": server_state["head"]} if server_state["head"] else {},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -65,8 +70,8 @@ class HeadFromServerMethod(LocalTraining, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
-    """Averages the heads of networks whose bodies may have any architecture; each client trains its own body and the
-    received head.
+    """Averages the heads (last layers) of networks whose bodies may have any architecture; each client trains its body
+    together with the received head.
 
     A head's tensors are sent under the place of their layer counted from the output (`0.weight` is the last layer's), since
     names differ between architectures. The client keeps "body" and "head", the head as it trained it. A weight of the head
@@ -88,8 +93,8 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected names, shapes and dtypes of the head in a reply: those of the first head that a client
-        sent.
+        """Returns the names, shapes and dtypes that the head in a client's reply must have: those of the first head
+        that any client sent.
         """
         head = server_state["head"] or reply.tensors.get("head")
         if not head:
@@ -99,11 +104,11 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
         return {"head": state_dict_spec(head)}
 
     def reply_spec_is_known(self, server_state: dict[str, Any]) -> bool:
-        """Returns False in round 1, when the server does not know the shape of the head yet."""
+        """Returns False in round 1, when the server does not know the shape of the clients' heads yet; True later."""
         return bool(server_state["head"])
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for clients whose heads have different shapes, and so cannot be averaged."""
+        """Returns the error to raise if clients' heads have different shapes, and so cannot be averaged."""
         return UserError(
             f"{type(self).__name__}: the heads of {error.first_client!r} and {error.other_client!r} differ "
             f"({error.difference}); the last {self.head_layers} layers of all networks must have one form: change the "
@@ -113,8 +118,8 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's body φ_i by its architecture and the run's seed, and its head with the first common
-        head.
+        """Returns the client's private state before round 1: its body, drawn for its architecture from the run's seed,
+        with the first common head.
         """
         state = self._draw_weights(client, self.head_layers, partial(derive_seed, seed, "head"), seed)
         return self._split_body_and_head(state, self._head_tensor_names(client))
@@ -122,7 +127,9 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's body φ_i and the received head h for `local_epochs`, and sends only the trained head h_i."""
+        """Trains the client's body and the received head for `local_epochs`; returns a reply with the trained head
+        only, and the new private state.
+        """
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
         state_after = self._split_body_and_head(
@@ -148,7 +155,9 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the network as the client last trained it: its body φ_i with its own head h_i."""
+        """Yields a further network to evaluate, as (name, network): the client's body with the head as this client last
+        trained it.
+        """
         yield "trained", self.personal_model(Message(), client_state, client, seed)
 
     def _head_tensor_names(self, client: Client) -> dict[str, str]:

@@ -83,12 +83,12 @@ class FD(PersonalNetworkMethod, Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without class means."""
+        """Returns the server state before round 1, without mean outputs of the classes."""
         return {"classes": {}, "who": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the clients' mean output per class of the last round, the number of clients in that mean, and whether
-        this client is one of them.
+        """Returns the message to a client: the clients' mean output for each class in the last round, the number of
+        these clients, and whether this client is one of them.
         """
         scalars = {"lr": self.lr_at(client_info.round, client_info.rounds)}
         if not server_state["classes"] or client_info.purpose == "personal":
@@ -100,23 +100,25 @@ class FD(PersonalNetworkMethod, Averaging):
         return Message({"others": server_state["classes"]}, scalars | membership)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: sums of outputs and weights, one row per class."""
+        """Returns the shapes and dtypes that a client's reply must have: sums of outputs and their weights, one row per
+        class.
+        """
         return class_means_spec(
             reply, {"classes": state_dict_spec(server_state["classes"])} if server_state["classes"] else None
         )
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the server does not know the number of classes yet."""
+        """Returns False in round 1, when the server does not know the number of classes yet; True later."""
         return bool(server_state["classes"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Stores the clients' mean output per class, F̄ = (1/m)·Σ_i F_i, and the ids of these clients."""
+        """Returns the next server state: the mean output of the clients for each class, and the ids of these clients."""
         return {"classes": mean["classes"], "who": list(client_ids)}
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for clients whose networks have different numbers of outputs."""
+        """Returns the error to raise if clients' networks have different numbers of outputs."""
         return make_incompatible_class_means_error(self, error)
 
     # -- client ---------------------------------------------------------------------------------------------------
@@ -124,7 +126,9 @@ class FD(PersonalNetworkMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network for `local_epochs` (algorithm 1), and sends its mean output per class."""
+        """Trains the client's network for `local_epochs` (algorithm 1), and returns a reply with its mean output for
+        each class, and the new private state.
+        """
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(
             model,
@@ -168,7 +172,8 @@ class FD(PersonalNetworkMethod, Averaging):
 
 
 def class_means_of_others(message: Message, client_state: ClientState) -> ClassMeans:
-    """Computes the mean output per class over the other clients, and which classes have such a mean.
+    """Returns the mean output for each class over the other clients, and for each class whether any other client has
+    it.
 
     F̂_c = (Σ_j F_jc − F_ic)/(m_c − 1), where m_c is the number of clients that have class c, this one included.
 

@@ -114,7 +114,9 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without a teacher, whose weights come from the first replies."""
+        """Returns the server state before round 1, without a teacher network, whose weights come from the clients'
+        first replies.
+        """
         validate_network_name(self._teacher_options)
         teacher_rounds = self._num_teacher_rounds(server.rounds)
         if self.teacher_rounds is not None and teacher_rounds >= server.rounds:
@@ -125,7 +127,9 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": {}, "rounds_left": teacher_rounds, "taught": []}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the teacher to all clients in phase 1, and in phase 2 to the clients that do not have it yet."""
+        """Returns the message to a client: the teacher network in phase 1, and in phase 2 if the client does not have
+        it yet.
+        """
         teacher_rounds = self._num_teacher_rounds(client_info.rounds)
         if server_state["rounds_left"]:
             lr = replace(self, lr=self.teacher_lr, schedule="cosine").lr_at(client_info.round, teacher_rounds)
@@ -136,8 +140,8 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return Message({"model": server_state["model"]} if needs_teacher else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: in phase 1 a teacher with the shapes of the first one, in phase 2
-        none.
+        """Returns the shapes and dtypes that a client's reply must have: in phase 1 a teacher network like the first
+        one, in phase 2 no tensors.
         """
         if server_state["rounds_left"] == 0:
             return {}
@@ -148,21 +152,25 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the server does not know the teacher's number of outputs yet."""
+        """Returns False in round 1, when the server does not know the teacher network's number of outputs yet; True
+        later.
+        """
         return bool(server_state["model"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Averages the clients' teachers in phase 1, t ← Σ_i (n_i/n) t_i; in phase 2 records which clients have the
-        teacher.
+        """Returns the next server state: in phase 1 with the mean of the clients' teacher networks, in phase 2 with the
+        clients that have the teacher.
         """
         if server_state["rounds_left"] == 0:
             return {**server_state, "taught": sorted({*server_state["taught"], *client_ids})}
         return {**server_state, **mean, "rounds_left": server_state["rounds_left"] - 1}
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for clients whose first teachers have different shapes, and so cannot be averaged."""
+        """Returns the error to raise if clients' first teacher networks have different shapes, and so cannot be
+        averaged.
+        """
         return UserError(
             f"FedAvgKD: the teachers of clients {error.first_client!r} and {error.other_client!r} differ "
             f"({error.other_client!r}: {error.difference}); clients need inputs of one shape, and networks with the "
@@ -172,16 +180,18 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the teacher accepts the client's data, by initialising the client state."""
+        """Raises an error unless the teacher network accepts the client's data; it tries this by creating the client's
+        private state.
+        """
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
-        """Returns a factory that builds the teacher for the client's input shape and number of outputs."""
+        """Returns a factory that builds the teacher network for the client's input shape and number of outputs."""
         return client_with_shared_network(self._teacher_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the student, the client's own network, and determines the teacher's input shape and number of
-        outputs.
+        """Returns the client's private state before round 1: its network (the student), and the input shape and number
+        of outputs that the teacher network needs.
         """
         assert client.model is not None
         student = initial_state(client.model, seed)
@@ -266,5 +276,5 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the teacher with the client's buffers, for evaluation."""
+        """Yields a further network to evaluate, as (name, network): the teacher with the client's buffers."""
         yield "teacher", self._load_teacher(message, client_state, client)

@@ -93,8 +93,8 @@ class FedDF(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with an initial model θ^p for each architecture, after checking that all have the
-        same number of outputs.
+        """Returns the server state before round 1: an initial model for each architecture; raises a `UserError` if
+        these differ in their number of outputs.
         """
         assert server.architectures is not None  # `requires` names both
         assert server.public is not None
@@ -122,7 +122,7 @@ class FedDF(Averaging):
         return {"model": initial_models, "seed": server.seed, "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the current model θ^p of the client's architecture, and the learning rate of the round."""
+        """Returns the message to a client: the current model of its architecture, and the learning rate of the round."""
         return Message(
             {"model": server_state["model"][client_info.architecture]},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -131,8 +131,8 @@ class FedDF(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages the clients' models of each architecture, θ^p ← Σ_i (n_i/n) θ_i, and then distils into each average
-        for `server_steps`.
+        """Averages the clients' models of each architecture, then distils the mean output of all models into each
+        average for `server_steps`; returns the new server state.
         """
         assert server.architectures is not None
         assert server.public is not None

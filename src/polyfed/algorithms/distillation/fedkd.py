@@ -29,8 +29,8 @@ from polyfed.core.training.loop import ForwardPass
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedKD(MutualLearningMethod):
-    """Trains each client's own network and a small shared network, which teach each other; clients send only compressed
-    updates of the shared one.
+    """Trains each client's network together with a small shared network, which teach each other; clients send only
+    compressed updates of the shared one.
 
     Both the own network θ_i ("mentor") and the shared s ("mentee") minimise CE + (KL + H)/(CE_θ + CE_s): KL is the
     divergence of the other network's softmax from its own, and H the mean squared difference of their representations,
@@ -81,7 +81,8 @@ class FedKD(MutualLearningMethod):
             self._require(0 < getattr(self, field) <= 1, field, "above 0 and at most 1")
 
     def kept_energy_at(self, round_number: int, rounds: int) -> float:
-        """Returns the share of the squared singular values that compressed updates keep in a round (eq. 9).
+        """Returns the share of the squared singular values that compressed updates keep in a round (eq. 9), which
+        changes linearly from the first to the last round.
 
         T(t) = T_start + (T_end − T_start)·t, where t goes from 0 in the first round to 1 in the last.
 
@@ -92,12 +93,14 @@ class FedKD(MutualLearningMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without the shared network s, whose weights come from the first replies."""
+        """Returns the server state before round 1, without the shared network, whose weights come from the clients'
+        first replies.
+        """
         return {**super().server_init(server), "update": {}, "holders": [], "round": 0}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the shared network (to clients of the last round only a compressed update of it), and the share T(t) of
-        the squared singular values to keep.
+        """Returns the message to a client: the shared network (to clients of the last round only a compressed update of
+        it), and the share of the squared singular values that updates keep.
         """
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
@@ -108,8 +111,8 @@ class FedKD(MutualLearningMethod):
         return Message({"model": server_state["model"]} if server_state["model"] else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: in round 1 the whole shared network s, later a compressed update of
-        it.
+        """Returns the shapes and dtypes that a client's reply must have: in round 1 the whole shared network, later a
+        compressed update of it.
         """
         if not server_state["model"]:
             return super().reply_spec(server_state, message, reply)
@@ -118,7 +121,8 @@ class FedKD(MutualLearningMethod):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Adds the clients' mean update Δ to the shared network, s ← s + Δ (algorithm 1, lines 13 to 22).
+        """Adds the clients' mean update to the shared network (algorithm 1, lines 13 to 22), and returns the new server
+        state.
 
         Δ is compressed by T(t). In round 1 clients send the whole network, and the server averages it.
 
@@ -142,8 +146,8 @@ class FedKD(MutualLearningMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's own network, and the matrix W_i from the shared network's representations to its
-        own.
+        """Returns the client's private state before round 1: its network, and the matrix that converts the shared
+        network's representations to those of its network.
         """
         client_state = super().client_init(client, seed)
         return (
@@ -165,8 +169,8 @@ class FedKD(MutualLearningMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's own network and the shared one for `local_epochs`, and sends the compressed change of the
-        shared one.
+        """Trains the client's network and the shared one for `local_epochs`; returns a reply with the compressed change
+        of the shared one, and the new private state.
         """
         reply, state_after = super().local_update(message, client_state, client, seed)
         if not message.tensors:
@@ -179,8 +183,8 @@ class FedKD(MutualLearningMethod):
     def build_pair(
         self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client
     ) -> NetworkPair:
-        """Combines the client's own network and the shared one, with the matrix W_i between their representations, into
-        one module for training.
+        """Combines the client's network, the shared one, and the matrix between their representations into one module
+        for training.
         """
         return (
             build_bridged_pair(personal, shared, client_state["bridge"], client)

@@ -33,8 +33,8 @@ from polyfed.core.training.loop import fit, reply_scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
-    """Trains each client's own network first to match all clients' mean outputs on public examples, and then on the
-    client's own examples.
+    """Trains each client's network in each round first to match the mean outputs of all clients on public examples, and
+    then on the client's data.
 
     The first part ("digest") minimises |f_i(x) − f̃(x)|, where f̃ are mean logits on the public examples x of the
     round; the second ("revisit") is local training. Then the client sends its outputs on the public examples of the
@@ -90,7 +90,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the public examples, and without mean outputs."""
+        """Returns the server state before round 1, with the public examples, and without mean outputs."""
         return {
             "public": self._stored_public_tensors(server),
             "seed": server.seed,
@@ -100,8 +100,8 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the clients' mean outputs f̃ on the last public examples, and the row numbers of the public examples on
-        which the client computes outputs next.
+        """Returns the message to a client: the clients' mean outputs on the last public examples, and the row numbers
+        of the public examples for its next outputs.
         """
         if client_info.purpose == "personal":
             return Message()
@@ -121,8 +121,8 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         return draw_public_rows(server_state["seed"], round_number, pool_size, min(self.public_size, pool_size))
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensor of a reply: logits on the requested public examples, of the shape of the first
-        round's.
+        """Returns the shape and dtype that a client's reply must have: outputs (logits) for the requested public
+        examples, as many per example as in the first round.
         """
         average, logits = server_state["outputs"], reply.tensors.get("outputs", {}).get("logits")
         free = (None,) * (max(2, logits.dim()) - 1 if isinstance(logits, torch.Tensor) else 1)
@@ -130,13 +130,13 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         return {"outputs": {"logits": ((len(message.tensors["next"]["rows"]), *width), torch.float32)}}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the server does not know the number of outputs yet."""
+        """Returns False in round 1, when the server does not know the networks' number of outputs yet; True later."""
         return bool(server_state["outputs"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Stores the clients' mean outputs on the public examples, f̃(x) = (1/m)·Σ_i f_i(x) ("aggregate")."""
+        """Returns the next server state, with the mean of the clients' outputs for each public example."""
         return {
             **server_state,
             **mean,
@@ -145,7 +145,7 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
         }
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for clients whose networks have different numbers of outputs."""
+        """Returns the error to raise if clients' networks have different numbers of outputs."""
         return UserError(
             f"FedMD: the outputs of {error.first_client!r} and {error.other_client!r} differ ({error.difference}); "
             "give all networks the same number of outputs, one for each class of the federation"
@@ -156,8 +156,8 @@ class FedMD(PersonalNetworkMethod, PublicDataMethod, Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network on the mean outputs ("digest") and on its own examples ("revisit"), and sends its
-        outputs on the next public examples.
+        """Trains the client's network on the mean outputs ("digest") and on the client's examples ("revisit"); returns
+        a reply with its outputs on the next public examples.
 
         The paper calls sending "communicate".
         """

@@ -16,8 +16,8 @@ from polyfed.core.training.loop import ForwardPass
 @final
 @dataclass(frozen=True, kw_only=True)
 class FML(MutualLearningMethod):
-    """Trains each client's own network and a shared network ("meme model"), which teach each other; the server averages
-    the shared one.
+    """Trains each client's network together with a shared network (the "meme model"), which teach each other; the
+    server averages the shared one.
 
     The own network θ_i, of any architecture, minimises α·CE + (1−α)·KL(s ‖ θ_i), and the shared s minimises β·CE +
     (1−β)·KL(θ_i ‖ s); in each divergence the teacher has no gradient. With α = 1 it is Local, bit for bit, and with β =

@@ -11,7 +11,7 @@ _LEFT, _RIGHT = ":left", ":right"
 
 
 def compress_update(update: StateDict, kept_energy: float) -> dict[str, Tensor]:
-    """Compresses each matrix of a weight update by singular value decomposition to a product of two thin matrices.
+    """Compresses each matrix of a weight update to the product of two thin matrices, by singular value decomposition.
 
     A P×Q matrix becomes U·Σ, (P, K), and V, (K, Q), by its K largest singular values.
 
@@ -40,7 +40,8 @@ def compress_update(update: StateDict, kept_energy: float) -> dict[str, Tensor]:
 
 
 def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
-    """Reconstructs a weight update from its compressed form, with the tensor names and shapes of `like`.
+    """Reconstructs a weight update from the thin matrices of `compress_update`, with the tensor names and shapes of
+    `like`.
 
     >>> w = torch.outer(torch.arange(4.0), torch.ones(5))
     >>> torch.allclose(expand_update(compress_update({"w": w}, 0.95), {"w": w})["w"], w, atol=1e-6)
@@ -55,8 +56,8 @@ def expand_update(factors: StateDict, like: StateDict) -> dict[str, Tensor]:
 
 
 def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
-    """Returns the expected tensors of a compressed update, for `Algorithm.reply_spec`: each tensor whole, or as two
-    factors if the reply has factors.
+    """Returns the shapes and dtypes that a compressed update in a reply must have: each tensor whole, or as two
+    factors; raises a `ValueError` if two factors do not fit each other.
 
     Raises:
         ValueError: two factors do not fit each other.
@@ -76,7 +77,8 @@ def compressed_update_spec(tree: StateDict, like: StateDict) -> StateDictSpec:
 
 
 def subtract_state(new_state: StateDict, old_state: StateDict) -> dict[str, Tensor]:
-    """Computes the change of each tensor between two state dicts; for booleans it returns which entries differ.
+    """Returns the change of each tensor from the old state dict to the new one; for boolean tensors, which entries
+    differ.
 
     >>> subtract_state({"seen": torch.tensor([True, False])}, {"seen": torch.tensor([False, False])})
     {'seen': tensor([ True, False])}
@@ -85,6 +87,6 @@ def subtract_state(new_state: StateDict, old_state: StateDict) -> dict[str, Tens
 
 
 def apply_update(model: StateDict, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adds an update, compressed or not, to a model's weights, and returns the new weights."""
+    """Returns new weights: those of the model plus an update, which may be compressed or not."""
     change = expand_update(update, model)
     return {n: t ^ change[n] if t.dtype == torch.bool else t + change[n] for n, t in model.items()}

@@ -43,8 +43,8 @@ from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 
 @dataclass(frozen=True, kw_only=True)
 class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork, ABC):
-    """Trains two networks at each client, which learn from each other: the client's own, of any architecture, and a
-    shared one that the server averages.
+    """Trains two networks at each client, which learn from each other: the client's, of any architecture, and a shared
+    one that the server averages.
 
     The own network θ_i and the shared s are trained on the same minibatches. Subclasses define the loss
     (`build_joint_loss`).
@@ -79,7 +79,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
     @abstractmethod
     def build_joint_loss(self, pair: "NetworkPair", client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Builds the loss that trains both networks: the loss of the client's own network plus that of the shared one.
+        """Returns the function that computes the loss of a minibatch for both networks: the loss of the client's
+        network plus that of the shared one.
 
         In the loss of θ_i the shared s has no gradient, and in that of s θ_i has none.
 
@@ -89,19 +90,25 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without the shared network, whose weights come from the first replies."""
+        """Returns the server state before round 1, without the shared network, whose weights come from the clients'
+        first replies.
+        """
         validate_network_name(self._shared_options)
         return {"model": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the shared network, once the server has one, and the learning rate, the same to all clients."""
+        """Returns the message to a client: the shared network, once the server has one, and the learning rate, the same
+        for all clients.
+        """
         return Message(
             {"model": server_state["model"]} if server_state["model"] else {},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: the shared network, with the shapes of the first one."""
+        """Returns the shapes and dtypes that a client's reply must have: those of the first shared network that any
+        client sent.
+        """
         if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(
                 f"the reply holds the groups {sorted(reply.tensors)}; expected 'model', the trained network"
@@ -109,11 +116,15 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return {"model": state_dict_spec(server_state["model"] or reply.tensors["model"])}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the server does not know the number of outputs yet."""
+        """Returns False in round 1, when the server does not know the shared network's number of outputs yet; True
+        later.
+        """
         return bool(server_state["model"])
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for clients whose first shared networks have different shapes, and so cannot be averaged."""
+        """Returns the error to raise if clients' first shared networks have different shapes, and so cannot be
+        averaged.
+        """
         return UserError(
             f"{type(self).__name__}: the shared networks of clients {error.first_client!r} and {error.other_client!r} "
             f"differ ({error.other_client!r}: {error.difference}); clients need inputs of one shape, and as many "
@@ -123,7 +134,9 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the shared network accepts the client's data, by initialising the client state."""
+        """Raises an error unless the shared network accepts the client's data; it tries this by creating the client's
+        private state.
+        """
         self.client_init(client, 0)
 
     def auxiliary_network(self, client: Client) -> Architecture:
@@ -131,7 +144,9 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         return client_with_shared_network(self._shared_options, self.client_init(client, 0), client)[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's own network, and determines the shared network's input shape and number of outputs."""
+        """Returns the client's private state before round 1: its network, and the input shape and number of outputs
+        that the shared network needs.
+        """
         assert client.model is not None
         state = initial_state(client.model, seed)
         form = infer_shared_network_sizes(self._shared_options, state, client, type(self).__name__, "shared")
@@ -148,8 +163,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's own network and the shared one for `local_epochs` on the client's data, and sends the
-        shared one.
+        """Trains the client's network and the shared one on the client's data for `local_epochs`; returns a reply with
+        the shared one, and the new private state.
         """
         shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
@@ -205,7 +220,7 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the shared network with the client's buffers, for evaluation."""
+        """Yields a further network to evaluate, as (name, network): the shared network with the client's buffers."""
         shared_client, _ = client_with_shared_network(self._shared_options, client_state, client)
         net = load_client_model(
             shared_client, self._shared_weights(message, client_state, client), client_state, self.buffers
@@ -215,8 +230,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
 
 @final
 class NetworkPair(nn.Module):
-    """Runs a client's own network and the shared one on the same inputs, returns the output of the first, and stores
-    that of the second in `outputs`.
+    """Runs a client's network and the shared one on the same inputs, returns the output of the client's, and stores
+    that of the shared one in `outputs`.
 
     Args:
         personal, shared: the networks.
@@ -269,7 +284,7 @@ class NetworkPair(nn.Module):
 
 
 def build_bridged_pair(personal: nn.Module, shared: nn.Module, bridge: StateDict, client: Client) -> NetworkPair:
-    """Combines a client's own network and the shared one into one module, with a given matrix between their
+    """Combines a client's network and the shared one into one module for training, with the given matrix between their
     representations.
     """
     rows, columns = bridge["weight"].shape

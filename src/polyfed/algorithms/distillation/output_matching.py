@@ -14,8 +14,8 @@ from polyfed.core.training.loop import ForwardPass, fit
 def softened_kl_divergence(
     teacher: Tensor, student: Tensor, temperature: float, task: Task | str = DEFAULT_TASK
 ) -> Tensor:
-    """Computes the divergence KL(teacher ‖ student) of two networks' outputs at a temperature, averaged over the
-    minibatch (and over labels or outputs).
+    """Returns the Kullback-Leibler divergence of the student's outputs from the teacher's at a temperature, as a mean
+    over the minibatch (and over labels or outputs).
 
     Args:
         teacher, student: logits (outputs in regression), shape (batch, outputs).
@@ -39,7 +39,7 @@ def fit_to_targets(
     seed: int,
     distance: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Trains a network in place to produce given outputs on inputs without labels.
+    """Trains a network in place so that its outputs match the given targets on inputs without labels.
 
     Args:
         student: the network to train.

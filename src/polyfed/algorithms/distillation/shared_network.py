@@ -1,4 +1,4 @@
-"""Builds a network that a method provides for all clients besides their own: a teacher, or a network that learns
+"""Builds the network that a method provides for all clients next to their networks: a teacher, or a network that learns
 together with theirs.
 """
 
@@ -22,7 +22,7 @@ from polyfed.models.side_by_side import SideBySide
 @final
 @dataclass(frozen=True)
 class SharedNetworkFactory:
-    """Builds a method's shared network.
+    """Builds the network that a method provides for all clients, such as a teacher.
 
     Its type differs from that of users' factories, so that a client's own network of the same architecture has a
     separate cached module.
@@ -37,7 +37,8 @@ class SharedNetworkFactory:
 
 
 def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[int], outputs: int) -> ModelSpec:
-    """Returns the specification of a network with a given name, arguments, input shape and number of outputs.
+    """Returns the specification of a network from its name and arguments, its input shape and its number of outputs;
+    raises a `UserError` if the name is unknown.
 
     Raises:
         UserError: the name is unknown.
@@ -50,7 +51,8 @@ def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[i
 
 
 def validate_network_name(network_options: Mapping[str, Any]) -> None:
-    """Checks before a run starts that the network's factory can be imported, if its name is "module:factory".
+    """Raises a `UserError` if a network is named as "module:factory", and this factory cannot be imported; called
+    before a run starts.
 
     Raises a `UserError` if not.
     """
@@ -60,7 +62,9 @@ def validate_network_name(network_options: Mapping[str, Any]) -> None:
 
 @final
 class ClientWithSharedNetwork(NamedTuple):
-    """Holds a client with the shared network in place of its own, and the factory of the shared network."""
+    """Holds a copy of a client in which the method's shared network replaces the client's, and the factory that builds
+    the shared network.
+    """
 
     client: Client
     factory: SharedNetworkFactory
@@ -69,7 +73,8 @@ class ClientWithSharedNetwork(NamedTuple):
 def client_with_shared_network(
     network_options: Mapping[str, Any], client_state: Mapping[str, Any], client: Client
 ) -> ClientWithSharedNetwork:
-    """Returns the client with the shared network in place of its own, and the factory of the shared network.
+    """Returns a copy of the client in which the method's shared network replaces the client's, and the factory that
+    builds the shared network.
 
     `client_state` holds the shared network's `input_shape` and `outputs`.
     """
@@ -83,8 +88,8 @@ def client_with_shared_network(
 def infer_shared_network_sizes(
     network_options: Mapping[str, Any], weights: StateDict, client: Client, method: str, field: str
 ) -> dict[str, Any]:
-    """Finds the input shape and number of outputs that the shared network needs for a client, by running the client's
-    own network on an example.
+    """Returns the input shape and number of outputs that the shared network needs for a client, found by running the
+    client's network on an example.
 
     Args:
         network_options: name and arguments of the shared network.

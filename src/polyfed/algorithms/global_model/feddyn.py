@@ -62,7 +62,9 @@ class FedDyn(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model θ and the correction h = 0, which is stored as h/α."""
+        """Returns the server state before round 1: the initial global model θ, and the server's correction h = 0, which
+        is stored as h/α.
+        """
         state = super().server_init(server)
         zeros = {name: torch.zeros_like(theta) for name, theta in state["model"].items()}
         return {**state, "h": zeros, "clients": len(server.clients)}
@@ -71,7 +73,7 @@ class FedDyn(ServerUpdateMethod):
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """Updates the server's correction h from the clients' changes, and sets the global model to the clients' mean
-        minus h/α (algorithm 1).
+        minus h/α (algorithm 1); returns the new server state.
 
         h ← h − α/m·Σ_{i∈P} (θ_i − θ) over all m clients, and θ ← mean of θ_i − h/α.
         """
@@ -85,13 +87,14 @@ class FedDyn(ServerUpdateMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's stored gradient g_i to zero, which is represented by an empty dict."""
+        """Returns the client's private state before round 1: a stored gradient of zero, represented by an empty dict."""
         return {"gradient": {}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model with the dynamic regulariser (eq. 1), and updates the client's stored gradient.
+        """Trains the received model with the dynamic regulariser (eq. 1) in the loss; returns a reply with the trained
+        model, and the client's state with its updated gradient.
 
         g_i ← g_i − α(θ_i − θ̄).
 

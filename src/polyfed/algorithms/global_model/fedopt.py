@@ -85,7 +85,9 @@ class FedOpt(ServerUpdateMethod):
         return self.beta1 if self.beta1 is not None else 0.0 if self.server == "adagrad" else 0.9
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model θ and the optimiser's moments, m = 0 and v = τ²."""
+        """Returns the server state before round 1: the initial global model θ, and the optimiser's initial moments, m =
+        0 and v = τ².
+        """
         state = super().server_init(server)
         first_moment = {
             n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for n, t in state["model"].items()
@@ -98,7 +100,8 @@ class FedOpt(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Makes one step of the server's optimiser, with the clients' mean change as minus the gradient.
+        """Computes one step of the server's optimiser, which takes the clients' mean change as minus the gradient;
+        returns the new server state.
 
         θ ← θ + η·m/(√v + τ), with Δ = Σ_i (n_i/n) θ_i − θ.
         """

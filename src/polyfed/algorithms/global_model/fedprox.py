@@ -51,8 +51,8 @@ class FedProx(GlobalModelMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model θ̄ on the client's data, with a penalty on the distance from it, μ/2·‖θ − θ̄‖² (eq.
-        2).
+        """Trains the received model on the client's data, with a penalty on the distance from this model (eq. 2);
+        returns a reply with the result, and the client's new state.
         """
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         proximal_term = PerClientTerm(ProximalTerm(self.mu), clone_trained_parameters(net.module))

@@ -71,15 +71,17 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
         self._positive("tau")
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has a module whose input is the representation."""
+        """Raises a `UserError` unless the client's network has a module whose input can serve as the representation of
+        an example.
+        """
         if self.mu:
             check_has_representation(client, self.module)
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model with the contrastive loss for `local_epochs`, and keeps the result as the previous
-        model of the next round.
+        """Trains the received model with the contrastive loss for `local_epochs`; returns it as the reply, and keeps it
+        in the client's state for the next round's loss.
         """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         loss, name = None, None

@@ -29,8 +29,8 @@ _PLAIN_SGD_REASON = "since c_i is read off the way of plain SGD"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(ServerUpdateMethod):
-    """Trains one global model, with control variates that correct each local step, so that clients with different data
-    do not drift apart.
+    """Trains one global model, with correction terms (control variates) in each local step, so that clients with
+    different data do not drift apart.
 
     A local step is y ← y − η(g_i(y) − c_i + c), where g_i(y) is the gradient of client i.
 
@@ -82,7 +82,9 @@ class Scaffold(ServerUpdateMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model x and the server's control variate c = 0."""
+        """Returns the server state before round 1: the initial global model x, and the server's control variate
+        (correction term) c = 0.
+        """
         state = super().server_init(server)
         return {
             **state,
@@ -91,7 +93,9 @@ class Scaffold(ServerUpdateMethod):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the global model x and the server's control variate c; for evaluation x alone."""
+        """Returns the message to a client: the global model x and, for training, the server's control variate
+        (correction term) c.
+        """
         message = super().dispatch(server_state, client_info)
         variate = {} if client_info.purpose == "personal" else {"variate": server_state["variate"]}
         return Message({**message.tensors, **variate}, message.scalars)
@@ -100,7 +104,7 @@ class Scaffold(ServerUpdateMethod):
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """Updates the global model x and the server's control variate c by the clients' mean changes (algorithm 1,
-        lines 16 and 17).
+        lines 16 and 17); returns the new server state.
 
         x ← x + η_g/|S| Σ_{i∈S} (y_i − x) and c ← c + 1/N Σ_{i∈S} (c_i⁺ − c_i).
         """
@@ -113,14 +117,16 @@ class Scaffold(ServerUpdateMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's control variate c_i to zero, which is represented by an empty dict."""
+        """Returns the client's private state before round 1: a control variate (correction term) of zero, represented
+        by an empty dict.
+        """
         return {"variate": {}}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """Trains the received model by steps that the control variates correct, and updates the client's control
-        variate (lines 10 and 12).
+        variate (lines 10 and 12); returns the reply and the new private state.
 
         The K steps are y ← y − η(g_i(y) − c_i + c).
 

@@ -48,8 +48,8 @@ GraphForm = Literal["layers", "layers_and_norms"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FLHAGHN(Averaging, ResolvesAutoFields):
-    """Trains one graph hypernetwork (GHN) for all clients, which generates the weights of each client's network from
-    the graph of its layers.
+    """Trains one graph hypernetwork (GHN) for all clients, a network that generates the weights of each client's
+    network from the graph of its layers.
 
     The generated weights are θ_c(𝒜_c; W_G, W_H), where 𝒜_c is the client's graph. Clients train the GHN through their
     networks on their data, and the server averages it (algorithm 1). Neither the graph nor the network is sent, though
@@ -161,7 +161,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the hypernetwork's weights (W_G, W_H) for the layer types of the catalogue."""
+        """Returns the server state before round 1: the initial weights of the hypernetwork, for the layer types that
+        occur in the clients' networks.
+        """
         catalogue = server.layer_catalogue if self.catalogue is None else self._read_catalogue(self.catalogue)
         types = tuple(
             t if self.norms == "generate" else replace(t, norm=NONE, norm_bias=False)
@@ -209,8 +211,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return catalogue
 
     def resolved_fields(self, server_state: ServerState) -> dict[str, str]:
-        """Returns the value that was chosen for `head: auto`, if it is not "mlp" (the paper's): the field's name with a
-        description of the choice.
+        """Returns `{"head": description}` if the choice that was made for `head: auto` is not "mlp" (the paper's);
+        otherwise an empty dict.
         """
         config = self._ghn_config(catalogue_from_weights(server_state["ghn"]))
         return (
@@ -222,7 +224,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1, the initial values of all trained parameters.
+        """Returns the client's private state before round 1: the initial values of all trained parameters of its
+        network.
 
         Later, the values of those that the hypernetwork generates are ignored.
         """
@@ -235,7 +238,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """Trains the hypernetwork on the client's examples, by gradients through the weights that it generates for the
-        client's network.
+        client's network; returns a reply with it, and the new private state.
 
         This is SGD on eq. 5. Parameters that are not generated are trained with it and stay private.
         """
@@ -281,7 +284,9 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the client's network with generated weights, without refining its head."""
+        """Yields a further network to evaluate, as (name, network): the client's network with generated weights,
+        without training its head.
+        """
         _, cached, _ = self._generate_network(message, client_state, client)
         yield "generated", recompute_norm_statistics_if_needed(cached, client, client_state, self.buffers)
 
@@ -298,7 +303,7 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
 
     @property
     def contraction(self) -> Contraction:
-        """Returns the setting of which operations of a network are nodes of its graph."""
+        """Returns the setting that says which operations of a network become nodes of its graph."""
         if self.graph == "layers_and_norms":
             return Contraction("nodes", self.joins)
         return Contraction("layers" if self.norms == "generate" else "local", self.joins)

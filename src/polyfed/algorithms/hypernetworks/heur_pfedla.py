@@ -29,8 +29,8 @@ from polyfed.core.training.loop import fit, reply_scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeurPFedLA(LayerAggregationMethod):
-    """Mixes all clients' models layer by layer for each client, as pFedLA does, but each client keeps its own version
-    of k layers, which saves bytes.
+    """Mixes all clients' models layer by layer for each client, as pFedLA does, but k layers of each client's model are
+    not mixed, and so need not be sent to it.
 
     These are the k layers in which the client's own weight is largest; they are neither aggregated nor sent to it.
 
@@ -70,13 +70,13 @@ class HeurPFedLA(LayerAggregationMethod):
         return self.k
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply contains all layers of the model."""
+        """Returns the shapes and dtypes that a client's reply must have: those of all layers of the model."""
         return {"model": state_dict_spec(server_state["models"][server_state["clients"][0]])}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its model, with the common initial weights θ_i."""
+        """Returns the client's private state before round 1: its model θ_i, with the common initial weights."""
         assert client.model is not None
         buffers = cached_module(client.model).buffers
         return {"model": tensors_to_send(initial_state(client.model, seed), buffers, "local")}
@@ -84,7 +84,8 @@ class HeurPFedLA(LayerAggregationMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received layers together with the layers that the client retained, and sends all of them.
+        """Trains the layers received from the server together with those that the client retained; returns a reply with
+        all of them, and the new private state.
 
         The network is {Heurθ̄_i, θ_i^retain} (line 13).
         """
@@ -95,8 +96,8 @@ class HeurPFedLA(LayerAggregationMethod):
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network made of the received layers and the layers that the client retained, {Heurθ̄_i,
-        θ_i^retain}.
+        """Returns the network to evaluate for the client: the layers received from the server, together with those that
+        the client retained.
         """
         return recompute_norm_statistics_if_needed(
             self._load_with_retained_layers(message, client_state, client), client, client_state, self.buffers
@@ -105,7 +106,9 @@ class HeurPFedLA(LayerAggregationMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the client's model as it was after its last local training, θ_i."""
+        """Yields a further network to evaluate, as (name, network): the client's model θ_i as it was after its last
+        local training.
+        """
         if self.evaluate_trained:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)

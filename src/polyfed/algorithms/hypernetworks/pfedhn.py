@@ -119,7 +119,8 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the hypernetwork's weights φ and one embedding per client, v_1 to v_N.
+        """Returns the server state before round 1: the hypernetwork's initial weights φ, and one embedding v_i (a
+        vector) for each client.
 
         Biases of the heads that generate norm layers' parameters start at these layers' initial values (polyfed's
         choice), since scales near 0 would let no signal through.
@@ -163,7 +164,7 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         }
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Yields for each client a message with the weights that the hypernetwork generates for it, θ̄_i.
+        """Yields the message to each client: the weights θ̄_i that the hypernetwork generates for it.
 
         Clients of one architecture take one matrix product per tensor; the clients are processed in blocks.
         """
@@ -180,8 +181,8 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Updates the hypernetwork and the clients' embeddings by the chain rule from the changes that local training
-        made to the generated weights.
+        """Updates the hypernetwork and the clients' embeddings, by the chain rule, from the changes that local training
+        made to the generated weights; returns the new server state.
 
         φ ← φ − α Σ_i ∇_φ θ̄_iᵀ(θ̄_i − θ_i), and v_i likewise (algorithm 1, as a sum). The step is SGD with momentum and
         weight decay on all of φ and all embeddings.
@@ -204,25 +205,27 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         return {**server_state, "network": network, "velocity": velocity}
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply contains, for each tensor that was sent, how much local training changed it."""
+        """Returns the shapes and dtypes that a client's reply must have: for each tensor that the server sent, how much
+        local training changed it.
+        """
         return {"delta": state_dict_spec(message.tensors["model"])}
 
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Checks that all norm layers of the client's network can be recognised."""
+        """Raises a `UserError` if a norm layer of the client's network cannot be recognised."""
         assert client.model is not None
         norm_layer_tensor_names(cached_module(client.model).module)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns an empty private state."""
+        """Returns the client's private state before round 1, which is empty."""
         return {}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the generated weights for `local_steps` minibatches, and sends their difference before and after, θ̄_i
-        − θ_i.
+        """Trains the generated weights for `local_steps` minibatches; returns a reply with their values before minus
+        after training, and the new private state.
 
         The sign is that of the authors' code: descent along the reply leads to θ_i.
         """

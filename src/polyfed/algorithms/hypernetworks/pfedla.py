@@ -107,11 +107,13 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
         return 0
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the models, hypernetworks and embeddings of all clients (algorithms 1 and 2, line 1)."""
+        """Returns the server state before round 1: the initial models, hypernetworks and embeddings of all clients
+        (algorithms 1 and 2, line 1).
+        """
         return init_server_state(server, self, self._num_retained_layers)
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
-        """Yields for each client a message with its personalised model θ̄_i, without the layers that it retains.
+        """Yields the message to each client: its personalised model θ̄_i, without the layers that the client retains.
 
         The models of many clients take one matrix product per layer.
         """
@@ -123,8 +125,8 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Replaces the stored models of the round's clients by those that they sent, and updates the clients'
-        hypernetworks.
+        """Replaces the stored models of the clients that replied by those that they sent, updates their hypernetworks,
+        and returns the new server state.
 
         The models are θ_i, the hypernetworks v_i and ψ_i. These are lines 7 and 8 of algorithm 1, and lines 9 and 10 of
         algorithm 2.
@@ -135,7 +137,9 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
     def analysis(
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
-        """Returns the aggregation weights α_i of the round's clients after the round, for the report."""
+        """Returns, for the report, the weights with which the models of all clients are mixed for each client of the
+        round.
+        """
         return analyse_aggregation_weights(server_state, client_ids, self)
 
 
@@ -168,13 +172,14 @@ class PFedLA(LayerAggregationMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns an empty private state."""
+        """Returns the client's private state before round 1, which is empty."""
         return {}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's personalised model for `local_epochs` and sends the trained model θ_i (lines 10 to 14).
+        """Trains the client's personalised model for `local_epochs` (lines 10 to 14); returns a reply with the trained
+        model θ_i, and the new private state.
 
         The server computes Δθ_i = θ_i − θ̄_i from it. The paper sends Δθ_i, which is equivalent, but adding it to θ̄_i
         again would round.
@@ -193,7 +198,9 @@ class PFedLA(LayerAggregationMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the client's model after its last local training, θ_i, if it has taken part."""
+        """Yields a further network to evaluate, as (name, network): the client's model θ_i after its last local
+        training, if it has taken part.
+        """
         if self.evaluate_trained and "model" in client_state:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
@@ -203,7 +210,8 @@ class PFedLA(LayerAggregationMethod):
 
 
 def init_server_state(server: ServerContext, options: LayerAggregationMethod, k: int = 0) -> ServerState:
-    """Builds the server state before round 1.
+    """Returns the server state of pFedLA and HeurpFedLA before round 1; raises a `UserError` if the network has fewer
+    than `k` layers.
 
     Raises:
         UserError: there are fewer than `k` layers.
@@ -244,8 +252,8 @@ def _hypernetwork_sizes(server_state: ServerState, options: LayerAggregationMeth
 def iterate_hypernetworks(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
-    """Yields the hypernetworks (v_i and ψ_i) of the given clients, a few at a time, each group with the slice of
-    `clients` that it belongs to.
+    """Yields the hypernetworks of the given clients in groups, each as (slice, hypernetworks), where `clients[slice]`
+    are the clients of the group.
     """
     for group in hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options)):
         yield group, _hypernetworks_of(server_state, clients[group], options)
@@ -265,14 +273,15 @@ def _hypernetworks_of(
 
 
 def client_positions(server_state: ServerState, clients: Sequence[str]) -> list[int]:
-    """Returns the positions of the given clients among all N clients of the server state."""
+    """Returns the position of each of the given clients in the list of all clients of the server state."""
     return [server_state["clients"].index(client) for client in clients]
 
 
 def compute_aggregation_weights(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Tensor:
-    """Computes the aggregation weights α_i of the given clients, with which the server mixes all N clients' models.
+    """Returns the weights with which the server mixes all N clients' models for each given client, shape (clients,
+    layers, N); raises a `UserError` if hypernetworks have diverged.
 
     They have the shape (clients, layers, N). α_i is HN_i(v_i; ψ_i), or comes from the similarity of layers.
 
@@ -307,8 +316,8 @@ def compute_aggregation_weights(
 
 
 def retained_layer_mask(weights: Tensor, client_positions: Sequence[int], k: int) -> Tensor:
-    """Returns a mask of the layers that each client retains, bool (clients, layers): the k layers in which its own
-    model has the largest weights, AT_k (eq. 12).
+    """Returns for each client a mask of the layers that it retains, bool (clients, layers): the k layers in which its
+    model has the largest mixing weights (eq. 12).
 
     Of layers with equal weights, the earlier ones are retained.
     """
@@ -318,8 +327,8 @@ def retained_layer_mask(weights: Tensor, client_positions: Sequence[int], k: int
 
 
 def weights_with_layers_retained(weights: Tensor, client_positions: Sequence[int], retained_mask: Tensor) -> Tensor:
-    """Returns the aggregation weights with weight 1 for the client's own model, and 0 for all others, in the layers
-    that the client retains.
+    """Returns the mixing weights of all clients' models, changed in the layers that a client retains to 1 for the
+    client's model and 0 for all others.
 
     θ̄_i is computed with these weights.
     """
@@ -330,7 +339,9 @@ def weights_with_layers_retained(weights: Tensor, client_positions: Sequence[int
 def iterate_personalised_models(
     server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregationMethod, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
-    """Yields each client with its personalised model θ̄_i (eq. 5 and 6), without the k layers that it retains."""
+    """Yields (client, model) for each client: its personalised mixture of all clients' models (eq. 5 and 6), without
+    the k layers that it retains.
+    """
     models = [server_state["models"][client] for client in server_state["clients"]]
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
     for first in range(0, len(client_infos), size):
@@ -354,8 +365,8 @@ def iterate_personalised_models(
 def update_models_and_hypernetworks(
     server_state: ServerState, replies: Mapping[str, StateDict], options: LayerAggregationMethod, k: int = 0
 ) -> ServerState:
-    """Computes the server state after a round: the clients' newly trained models, and hypernetworks after a gradient
-    step (eq. 10 and 11).
+    """Returns the server state after a round: with the clients' newly trained models, and with their hypernetworks
+    after a gradient step (eq. 10 and 11).
 
     The server recomputes θ̄_i from its state at the start of the round, so that Δθ_i = θ_i − θ̄_i needs no stored
     copy. All θ_j are those of the round's start. Retained layers have a Δθ_i, too (algorithm 2), from which their
@@ -386,8 +397,8 @@ def update_models_and_hypernetworks(
 def analyse_aggregation_weights(
     server_state: ServerState, client_ids: Sequence[str], options: LayerAggregationMethod
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
-    """Returns the aggregation weights of the given clients, the names of their rows, layers and clients, and how many
-    rows had no positive score.
+    """Returns the mixing weights of the given clients, the names of their rows, layers and clients, and how many rows
+    had no positive score, as `{name: value}`.
     """
     alpha = compute_aggregation_weights(server_state, client_ids, options)
     uses_relu = options.weights == "hypernetwork" and options.normalise == "relu"

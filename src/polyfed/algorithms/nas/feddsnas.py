@@ -16,8 +16,8 @@ from polyfed.nas.supernet import SamplerContext, SamplingUnit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDSNAS(SupernetMethod):
-    """Searches one architecture for all clients, by averaging the weights of a supernet and the probabilities of its
-    operations over the clients (FedAvg).
+    """Searches one architecture for all clients: the server averages over the clients the weights of a supernet, which
+    contains all candidate operations, and the operations' probabilities (FedAvg).
 
     argmin_{W, Π} (1/M) Σ_i L_i(W, Π) (eq. 3). Each minibatch draws one architecture. Evaluated model: the most probable
     architecture, as it comes from the server.
@@ -48,7 +48,8 @@ class FedDSNAS(SupernetMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the supernet on the client's examples, with one random architecture per minibatch.
+        """Trains the supernet on the client's examples, with one random architecture per minibatch; returns a reply
+        with the trained supernet, and the new private state.
 
         These are steps on L_k(W, Π), with architectures drawn by eq. 2, and lead to θ^k.
         """
@@ -96,7 +97,8 @@ class CAFedDSNAS(SupernetMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the supernet on the client's examples, with a random architecture for each example.
+        """Trains the supernet on the client's examples, with a random architecture for each example; returns a reply
+        with the trained supernet, and the new private state.
 
         These are steps on L_k(W, Π), with architectures drawn by eq. 2, and lead to θ^k.
         """

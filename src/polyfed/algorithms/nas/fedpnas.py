@@ -25,8 +25,8 @@ InnerOptimizer = Literal["sgd", "adam"]
 
 @dataclass(frozen=True, kw_only=True)
 class MetaSupernetMethod(SupernetMethod, ABC):
-    """Implements FedPNAS's local update: trains a supernet so that it is good after one step of adapting its personal
-    cells to a client.
+    """Implements FedPNAS's local update: trains a supernet so that it is good after one step that adapts its personal
+    (last) cells to a client.
 
     The loss is L̃_i(θ_b, θ_p) = L_i(θ_b, θ̃_p) with θ̃_p = θ_p − η∇_{θ_p}L_i(θ_b, θ_p); its gradient takes two passes.
 
@@ -51,7 +51,8 @@ class MetaSupernetMethod(SupernetMethod, ABC):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the supernet on the client's examples by meta-learning steps (algorithm 1, CLIENTUPDATE).
+        """Trains the supernet on the client's examples by meta-learning steps (algorithm 1, CLIENTUPDATE); returns a
+        reply with the trained supernet, and the new private state.
 
         The personal stack is the server's at the start of the round; from then on each minibatch updates it.
         """
@@ -63,7 +64,7 @@ class MetaSupernetMethod(SupernetMethod, ABC):
         return self.build_reply_and_client_state(net, client, fit_result.loss)
 
     def build_meta_gradient(self, supernet: nn.Module) -> Callable[[Callable[[int], Tensor]], Tensor]:
-        """Builds the function that `fit` calls at each step: it writes the meta-gradient to the supernet's parameters
+        """Returns the function that `fit` calls at each step: it writes the meta-gradient to the supernet's parameters,
         and returns the loss after the inner step.
 
         The gradient is that of L̃, and the loss that at θ̃_p.

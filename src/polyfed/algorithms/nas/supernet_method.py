@@ -51,8 +51,8 @@ SMALL_SUPERNET: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SupernetMethod(Averaging, BringsNetwork, ABC):
-    """Averages a supernet over the clients and derives each client's network from it; subclasses define the local
-    update.
+    """Averages a supernet (a network that contains all candidate operations) over the clients, and derives each
+    client's network from it; subclasses define the local update.
 
     The personal cells are averaged, too: a client adapts its copy of them only before evaluation, and sends nothing of
     that adaptation.
@@ -175,9 +175,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         )
 
     def sampler_lr_factor(self, name: str) -> float:
-        """Returns the factor by which the learning rate of the named parameter differs from the learning rate of the
-        weights (see `fit`).
-        """
+        """Returns the factor by which the learning rate of the named parameter differs from that of the weights."""
         return 1.0 if self.sampler_lr is None or ".samplers." not in name else self.sampler_lr / self.lr
 
     @property
@@ -195,7 +193,8 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the supernet's base and personal stacks, each with weights and the samplers' parameters.
+        """Returns the server state before round 1: the supernet's base and personal stacks of cells, each with initial
+        weights and probabilities of operations.
 
         θ = {θ_b, θ_p}; weights are W, and the samplers' parameters Π.
         """
@@ -206,8 +205,8 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         )
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the same message to all clients: both stacks of the supernet (θ_b and θ_p), and the round's learning
-        rate and temperature.
+        """Returns the message to a client, the same for all: both stacks of the supernet's cells, and the round's
+        learning rate and temperature.
         """
         scalars = {
             "lr": self.lr_at(client_info.round, client_info.rounds),
@@ -218,9 +217,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def load_supernet(self, message: Message, client_state: ClientState, client: Client) -> CachedModule:
-        """Loads the message's weights into a supernet, whose numbers of input channels and outputs are read from these
-        weights.
-        """
+        """Returns a supernet with the message's weights, from which its numbers of input channels and outputs are read."""
         base, personal = (message.tensors[group] for group in STACKS)
         plan = self.supernet_plan(base["base.stem.weight"].shape[1], len(personal["personal.classifier.bias"]))
         net = fill_client_model(
@@ -232,7 +229,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     def build_reply_and_client_state(
         self, net: CachedModule, client: Client, loss: float
     ) -> tuple[Message, ClientState]:
-        """Builds the reply with both trained stacks, and the client state with the buffers that stay private."""
+        """Builds a client's reply, with both trained stacks of the supernet's cells, and its new state, with the
+        buffers that stay private.
+        """
         model, buffer_state = extract_sent_tensors_and_client_state(net, self)
         return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
 
@@ -252,7 +251,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the network that the client derives from the supernet without adaptation."""
+        """Yields a further network to evaluate, as (name, network): the one that the client derives from the supernet
+        without adaptation.
+        """
         if self.finetune_epochs:
             yield (
                 "server",
@@ -288,7 +289,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return self.supernet_plan(data.inputs[0], data.outputs)
 
     def build_from_description(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds the network that a description from `describe_network` stands for; its weights are not yet loaded."""
+        """Builds the network that a description made by `describe_personal_network` describes; its weights are not
+        loaded yet.
+        """
         return rebuild_network(description)
 
     def describe_personal_network(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
@@ -318,8 +321,8 @@ def adapt_personal_stack(
     trains_samplers: bool = True,
     trains_base_stack: bool = False,
 ) -> None:
-    """Trains the supernet's personal stack in place on the client's training examples; the base stack does not change
-    unless `trains_base_stack` is true.
+    """Trains the supernet's personal (last) cells in place on the client's training examples; the base cells change
+    only if `trains_base_stack` is True.
 
     This is the fine-tuning phase.
 

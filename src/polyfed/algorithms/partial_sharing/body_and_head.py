@@ -1,5 +1,5 @@
-"""Provides the base class of methods that average the body of a network, while each client keeps its own head (FedRep,
-FedPAC).
+"""Provides the base class of methods that average the body of a network (all but the last layers), while each client
+keeps its head (the last layers), such as FedRep and FedPAC.
 """
 
 import warnings
@@ -38,7 +38,8 @@ from polyfed.models.structure import split_body_and_head
 
 @dataclass(frozen=True, kw_only=True)
 class BodyAndHeadMethod(LocalPartMethod, ABC):
-    """Averages the body of a network over all clients, while each client keeps its own head, and trains both together.
+    """Averages the body of a network over all clients, while each client keeps a personal head (the last layers);
+    clients train both together.
 
     φ is the body, of one architecture, and h_i the head of client i.
 
@@ -62,19 +63,23 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the whole initial network, since only clients can find which part is the head."""
+        """Returns the server state before round 1: the whole initial network, since only clients can determine which
+        part of it is the head.
+        """
         assert server.model is not None  # `requires` names "one_architecture"
         draw = initial_state(server.model, server.seed)
         return {"draw": tensors_to_send(draw, cached_module(server.model).buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the body φ, or in round 1 the whole initial network, and the learning rate, the same to every client."""
+        """Returns the message to a client, the same for every client: the body φ, or in round 1 the whole initial
+        network, and the learning rate.
+        """
         group = "draw" if "draw" in server_state else "model"
         return Message({group: server_state[group]}, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: those of the body, or in round 1, when the server does not know the
-        body yet, any tensors of the network.
+        """Returns the shapes and dtypes that a client's reply must have: those of the body; in round 1, when the server
+        does not know the body yet, any tensors of the network.
 
         In round 1 the server does not know which part of the network is the body.
         """
@@ -91,7 +96,8 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Replaces the body by the mean of the clients' bodies, φ ← Σ_i (n_i/n) φ_i.
+        """Returns the next server state, in which the body is the mean of the clients' bodies, weighted by numbers of
+        examples.
 
         The first replies settle which tensors φ has.
         """
@@ -100,7 +106,7 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         return {"model": mean["model"]}
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for two clients that find different heads in the same architecture.
+        """Returns the error to raise if two clients identify different layers as the head of the same architecture.
 
         They do only if the network takes another path on another client's data.
         """
@@ -117,14 +123,16 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         return split_body_and_head(module, self._find_head_modules(module, example))[1]
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's head h_i with the common initial weights, and marks the client as not trained."""
+        """Returns the client's private state before round 1: its head with the common initial weights, and a mark that
+        the client is not trained.
+        """
         return {**super().client_init(client, seed), "trained": False}
 
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received body φ and the client's head h_i together for `local_epochs`, and sends only the trained
-        body φ_i.
+        """Trains the received body and the client's head together for `local_epochs`; returns a reply with the trained
+        body only, and the new private state.
         """
         reply, state_after = super().local_update(message, client_state, client, seed)
         return reply, {**state_after, "trained": True}
@@ -153,7 +161,8 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
 def train_head_then_body(
     module: nn.Module, head: Container[str], fit_head: Callable[[], FitResult], fit_body: Callable[[], FitResult]
 ) -> float:
-    """Trains the head with the body frozen, then the body with the head frozen, and returns the last training loss.
+    """Trains the head of a network with the body frozen, then the body with the head frozen, and returns the last
+    training loss.
 
     A part without parameters is left out.
 
@@ -182,12 +191,14 @@ def _head_tensors(message: Message, client_state: ClientState) -> StateDict:
 
 
 def spec_of_sent_tensors(network_spec: StateDictSpec, reply: Message, group: str) -> StateDictSpec:
-    """Returns the shapes and dtypes of those tensors of a network that one group of a reply contains."""
+    """Returns the shapes and dtypes of those tensors of a network that occur in the named group of tensors of a reply."""
     return {name: network_spec[name] for name in reply.tensors.get(group, ()) if name in network_spec}
 
 
 def describe_empty_body(method: Averaging) -> str:
-    """Returns the text of the warning for a network that consists of its head alone."""
+    """Returns the text of the warning for a network of which every layer counts as its head, so that no layer is left
+    to share.
+    """
     return f"{type(method).__name__}: the head is the whole network, so nothing travels: each client trains alone"
 
 

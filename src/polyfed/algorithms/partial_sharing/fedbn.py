@@ -21,8 +21,8 @@ from polyfed.models.structure import norm_layer_tensor_names, split_body_and_hea
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedBN(LocalPartMethod):
-    """Averages the clients' models without their normalisation layers, whose parameters and statistics each client
-    keeps for itself.
+    """Averages the clients' models except for their normalisation layers, whose parameters and statistics stay with
+    each client.
 
     Norm layers are found by type (batch, instance, layer, group and RMS norms), wherever they are. One architecture.
     Evaluated model: the average with the client's own norm layers; a client that never took part has the initial norm
@@ -68,7 +68,7 @@ class FedBN(LocalPartMethod):
             object.__setattr__(self, "norms", tuple(self.norms))  # a list, where it comes from a file
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial global model θ, without its normalisation layers."""
+        """Returns the server state before round 1: the initial global model θ, without its normalisation layers."""
         assert server.model is not None  # `requires` names "one_architecture"
         if not self._find_local_tensors(cached_module(server.model).module, None):
             warnings.warn("FedBN: the network has no norm layer, so only buffers stay local: this is FedAvg with "

@@ -110,17 +110,21 @@ class FedPAC(BodyAndHeadMethod):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Returns True only if the server mixes no heads; for mixing it needs each client's head."""
+        """Returns True if the server mixes no heads; False if it mixes them, since it then needs each client's head."""
         return not self.collaborate
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial network, and without class prototypes and mixed heads."""
+        """Returns the server state before round 1: the initial network, without class prototypes (mean representations)
+        and mixed heads.
+        """
         return {**super().server_init(server), "prototypes": {}, "heads": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the body φ, the head that was mixed for the client, and for training the class prototypes p̄."""
+        """Returns the message to a client: the body φ, the head that was mixed for the client and, for training, the
+        mean representation of each class.
+        """
         common, groups = (
             super().dispatch(server_state, client_info),
             {"head": server_state["heads"].get(client_info.id)},
@@ -130,8 +134,8 @@ class FedPAC(BodyAndHeadMethod):
         return Message({**common.tensors, **{group: tree for group, tree in groups.items() if tree}}, common.scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: the body φ and class means; if heads are mixed, also the head and
-        the statistics h and V.
+        """Returns the shapes and dtypes that a client's reply must have: the body and class means; if the server mixes
+        heads, also the head and the statistics h and V.
         """
         classes = class_means_spec_for_prototypes(server_state["prototypes"], reply)
         specs = {**super().reply_spec(server_state, message, reply), **classes}
@@ -144,7 +148,8 @@ class FedPAC(BodyAndHeadMethod):
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Replaces the body and the class prototypes by their means over the clients of the round.
+        """Returns the next server state, in which the body and the class prototypes are the means over the clients of
+        the round.
 
         φ ← Σ_i (n_i/n) φ_i and p̄_c ← Σ_i n_ic μ_ic / Σ_i n_ic.
         """
@@ -158,8 +163,8 @@ class FedPAC(BodyAndHeadMethod):
     def update_state_from_single_replies(
         self, server_state: ServerState, replies: Mapping[str, Message]
     ) -> ServerState:
-        """Mixes a new head for each client that replied, from the heads of all of them, and stores it in the server
-        state.
+        """Mixes a new head for each client that replied, from the heads of all clients that replied, and returns the
+        server state with these heads.
 
         The head of client i is Σ_j α_ij g_j.
         """
@@ -175,8 +180,8 @@ class FedPAC(BodyAndHeadMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's head g_i with the common initial weights, after checking that this layer computes
-        the outputs.
+        """Returns the client's private state before round 1: its head with the common initial weights; raises a
+        `UserError` if this layer does not compute the outputs.
         """
         assert client.model is not None
         find_replaceable_head(cached_module(client.model, client.train.device).module, client, "FedPAC")
@@ -188,8 +193,8 @@ class FedPAC(BodyAndHeadMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's head with the body frozen, then the body with the head frozen, and sends the body and its
-        class means; if heads are mixed, also the head and its statistics.
+        """Trains the client's head with the body frozen, then the body with the head frozen; returns a reply with the
+        body and class means (if heads are mixed, also the head and its statistics).
 
         The statistics V and h are computed by the received body φ, the class means by the trained φ_i.
         """

@@ -88,8 +88,8 @@ class FedRep(BodyAndHeadMethod):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state with the initial body φ, or with the whole initial network if only clients can find
-        the head.
+        """Returns the server state before round 1: the initial body φ, or the whole initial network if only clients can
+        determine which part is the head.
         """
         state = super().server_init(server)
         if self.head is None and self.head_layers > 0:
@@ -114,8 +114,8 @@ class FedRep(BodyAndHeadMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's head h_i for `local_epochs` with the body frozen, then the body for `body_epochs` with
-        the head frozen (algorithm 1).
+        """Trains the client's head for `local_epochs` with the body frozen, then the body for `body_epochs` with the
+        head frozen (algorithm 1); returns a reply with the body.
         """
         net = self._load_with_local_part(message, client_state, client)
         fit_net = partial(fit, net.module, client, lr=message.scalars["lr"])

@@ -16,7 +16,8 @@ _RIDGE = 1e-9
 
 
 def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
-    """Returns the non-negative weights with sum 1 that minimise a quadratic form, exactly and in float64.
+    """Returns the non-negative weights α with sum 1 that minimise the quadratic form αᵀPα of a matrix P, exactly and in
+    float64.
 
     α = argmin αᵀPα over α ≥ 0 with Σα = 1.
 
@@ -39,7 +40,8 @@ def minimize_quadratic_on_simplex(matrix: Tensor) -> Tensor:
 
 
 def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -> dict[str, Tensor]:
-    """Computes the statistics of a client's representations from which the weights for mixing heads follow.
+    """Returns the statistics of a client's representations from which the server computes the weights for mixing
+    clients' heads.
 
     They are h_c = p_c·μ_c, (C, d), the mean representation of each class times its share of the examples, and the
     variance V = (1/n)·[Σ_c p_c·E(‖f‖² | c) − Σ_c p_c²·‖μ_c‖²].
@@ -55,7 +57,8 @@ def head_mixing_statistics(features: Tensor, labels: Tensor, num_classes: int) -
 
 
 def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> StateDictSpec:
-    """Returns the expected shapes and dtypes of the statistics in a reply, given those of its class means.
+    """Returns the shapes and dtypes that the head-mixing statistics in a client's reply must have, given its class
+    means; raises a `ValueError` if the variance V is negative.
 
     Raises:
         ValueError: V is negative.
@@ -67,8 +70,8 @@ def head_mixing_statistics_spec(reply: Message, classes: StateDictSpec) -> State
 
 
 def head_mixing_weights(statistics: Mapping[str, StateDict]) -> dict[str, dict[str, float]]:
-    """Computes for each client the weights α_ij of all clients' heads in its mixed head, which minimise the head's
-    variance plus bias.
+    """Returns the weights with which all clients' heads are mixed for each client, as `{client id: {client id:
+    weight}}`; they minimise the mixed head's variance plus bias.
 
     Returns client id i -> client id j -> α_ij.
 

@@ -33,7 +33,8 @@ from polyfed.core.vectorized.stacked_module import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class APFL(Averaging):
-    """Gives each client a mixture of its local model and the global model, and learns the mixing weight.
+    """Gives each client a mixture of its local model and the global model, with a mixing weight that is learnt for each
+    client.
 
     The mixture is v̄_i = α_i·v_i + (1 − α_i)·w. FedAvg trains w, and the loss of the mixture trains v_i and α_i. All
     clients have one architecture. Evaluated model: v̄_i (w for a client that never took part); next to it w, as
@@ -76,7 +77,7 @@ class APFL(Averaging):
         self._require(0 <= self.alpha <= 1, "alpha", "from 0 to 1")
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its local model, with the common initial weights, and its
+        """Returns the client's private state before round 1: a local model with the common initial weights, and its
         mixing weight.
 
         They are v_i and α_i.
@@ -89,8 +90,8 @@ class APFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model and sends it; trains the client's local model and mixing weight, which stay private
-        (algorithm 1).
+        """Trains the global model, the client's local model and its mixing weight (algorithm 1); returns a reply with
+        the global model only, and the new private state.
         """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         parameters = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
@@ -123,7 +124,7 @@ class APFL(Averaging):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model w with the client's own buffers."""
+        """Yields a further network to evaluate, as (name, network): the global model with the client's buffers."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

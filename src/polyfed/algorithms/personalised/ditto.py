@@ -66,7 +66,8 @@ class Ditto(PersonalBesideGlobalMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model and sends it; trains the client's personal model, which stays private.
+        """Trains the global model, and the client's personal model, which is pulled towards it; returns a reply with
+        the global model only, and the new private state.
 
         The personal step is v_i ← v_i − η(∇L_i(v_i) + λ(v_i − w)).
         """

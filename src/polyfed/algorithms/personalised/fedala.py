@@ -28,8 +28,8 @@ from polyfed.models.structure import find_head_modules, split_body_and_head
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
-    """Starts each client's local training from a mixture of its own model and the global model, with a learnt mixing
-    weight for each parameter.
+    """Starts each client's local training from a mixture of the client's last model and the global model, with a learnt
+    mixing weight for each parameter.
 
     The mixture is Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i, of the client's model Θ_i and the global Θ. W_i is learnt between 0 and
     1 for each weight of the upper layers, and is 1 below, so that the lower layers are the global model's. Everything
@@ -78,11 +78,13 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
         self._at_least(1, "start_epochs")
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has as many layers as are to be mixed, by building its private state."""
+        """Raises an error if the client's network has fewer layers than are to be mixed; it tries this by creating the
+        client's private state.
+        """
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its model, with the common initial weights, and mixing
+        """Returns the client's private state before round 1: a model with the common initial weights, and mixing
         weights of 1 for its upper layers.
 
         They are Θ_i and W.
@@ -99,8 +101,8 @@ class FedALA(PersonalBesideGlobalMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's model, starting from the mixture with the global model, for `local_epochs` and sends it;
-        the mixing weights stay private.
+        """Trains the client's model for `local_epochs`, starting from its mixture with the global model; returns a
+        reply with the trained model, while the mixing weights stay private.
         """
         learns_weights = bool(client_state["trained"] and self.weight_lr)  # before, Θ_i is Θ
         weights = (

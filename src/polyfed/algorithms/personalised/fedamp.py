@@ -27,8 +27,8 @@ ClientState = dict[str, Any]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
-    """Trains each client's own model, pulled towards a mixture of all clients' models in which similar models weigh
-    more.
+    """Trains a personal model for each client, pulled towards a mixture of all clients' models in which similar models
+    weigh more.
 
     Minimises Σ_i L_i(w_i) + λ·Σ_{i<j} A(‖w_i − w_j‖²) over w_1..w_N, with A(x) = 1 − e^(−x/σ). The server takes a
     gradient step on A, from which each client gets u_i = ξ_ii·w_i + Σ_j ξ_ij·w_j with ξ_ij = α·A'(‖w_i − w_j‖²), so
@@ -78,7 +78,7 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state before round 1: the common initial weights, and an empty entry for each client's
+        """Returns the server state before round 1: the common initial weights, and an empty entry for each client's
         model.
         """
         assert server.model is not None  # `requires` names "one_architecture"
@@ -93,8 +93,8 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the client its mixture u_i and the strength λ/α with which it pulls; for evaluation the message is
-        empty, since each client has its own model.
+        """Returns the message to a client: the mixture of models towards which it is pulled, and the strength of the
+        pull; empty for evaluation, since each client has its model.
         """
         if client_info.purpose == "personal":
             return Message()
@@ -116,13 +116,13 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
         return Message({"cloud": _mix_models(w_i, server_state["models"], xi)}, {**lr, "pull": pull_strength})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply contains the client's parameters."""
+        """Returns the shapes and dtypes that a client's reply must have: those of the network's parameters."""
         return {"model": state_dict_spec(server_state["model"])}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Stores the last model of each client; nothing is averaged."""
+        """Stores the newest model of each client that replied, without averaging, and returns the new server state."""
         new_models = {i: dict(reply.tensors["model"]) for i, reply in replies.items()}
         return {**server_state, "models": {i: new_models.get(i, model) for i, model in server_state["models"].items()}}
 
@@ -131,7 +131,8 @@ class FedAMP(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, Client
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's own model with a penalty for its distance from the mixture that the server sent.
+        """Trains the client's personal model with a penalty on its distance from the mixture that the server sent;
+        returns a reply with the trained model, and the new private state.
 
         The objective is L_i(w) + λ/(2α)·‖w − u_i‖², starting from the client's own w_i.
         """

@@ -37,8 +37,8 @@ _MODEL_PREFIX = "model/"  # prefix of a sent model's group, followed by its owne
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
-    """Lets each client mix its model with other clients' models that do better on its held-out examples, and then train
-    locally.
+    """Lets each client mix its model with those models of other clients that do better on the client's held-out
+    examples, and then train the mixture.
 
     θ_i ← θ_i' + Σ_j w_ij(θ_j − θ_i'). θ_i' is the model from which client i started its last local training (the
     paper's θ_i^(t−1)), and the result of that training is among the θ_j, so that the client's own work has a weight
@@ -98,7 +98,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds the server state before round 1, without models or requests.
+        """Returns the server state before round 1, which holds no client's model or request for models yet.
 
         `models` has an entry for every client: a client's position is its rank in the order of ids. The common initial
         weights are kept for their shapes.
@@ -111,8 +111,8 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         return {"model": initial_model, "models": {client: {} for client in client_ids}, "requests": {}}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the models that the client requested; for evaluation the message is empty, since each client has its
-        own model.
+        """Returns the message to a client: the models of other clients that it requested; empty for evaluation, since
+        each client has its model.
         """
         if client_info.purpose == "personal":
             return Message()
@@ -132,7 +132,9 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Stores the last model and request of each client that replied; nothing is averaged."""
+        """Stores the newest model of each client that replied, and its request for other models, without averaging;
+        returns the new server state.
+        """
         models, requests = dict(server_state["models"]), dict(server_state["requests"])
         for client, reply in sorted(replies.items()):
             models[client] = reply.tensors["model"]
@@ -145,8 +147,8 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         }
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply contains the client's parameters and the positions of the min(M, N−1) other clients
-        whose models it requests.
+        """Returns the shapes and dtypes that a client's reply must have: its parameters, and the positions of the
+        min(M, N−1) other clients whose models it requests.
         """
         number = min(self.num_models, len(server_state["models"]) - 1)
         request_tensor = reply.tensors.get("request", {}).get("clients", torch.zeros(0))
@@ -185,8 +187,8 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Mixes the client's model with the received ones (eq. 3), trains the mixture for `local_epochs`, and sends it
-        with the next request.
+        """Mixes the client's model with the received ones (eq. 3), trains the mixture for `local_epochs`, and returns a
+        reply with it and the next request for models.
         """
         num_clients, position = int(message.scalars["clients"]), int(message.scalars["position"])
         training, holdout = _split_holdout(client, client_state)

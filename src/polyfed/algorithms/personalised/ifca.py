@@ -25,8 +25,8 @@ _MODEL_PREFIX = "model/"  # prefix of the group of a cluster's model, followed b
 @final
 @dataclass(frozen=True, kw_only=True)
 class IFCA(Averaging):
-    """Clusters clients: the server sends k models, and each client trains the model that has the least loss on its
-    training examples.
+    """Groups clients into k clusters: the server sends k models, and each client trains the model that has the lowest
+    loss on its training examples.
 
     Each model becomes the mean over the clients that trained it. All clients have one architecture. With k = 1 it is
     FedAvg, bit for bit. Evaluated model: the one with the least loss on the client's training examples at that time.
@@ -66,17 +66,19 @@ class IFCA(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the k models with different seeds."""
+        """Returns the server state before round 1: k models, each initialised with a different seed."""
         assert server.model is not None  # `requires` names "one_architecture"
         seeds = [server.seed, *(derive_seed(server.seed, "cluster", j) for j in range(1, self.k))]
         return {f"{_MODEL_PREFIX}{j}": initial_state(server.model, seed) for j, seed in enumerate(seeds)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends all k models and the learning rate of the round."""
+        """Returns the message to a client: all k models, and the learning rate of the round."""
         return Message(dict(server_state), {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Specifies that a reply contains one of the k models, in the shapes that were sent."""
+        """Returns the shapes and dtypes that a client's reply must have: those of one of the k models that the server
+        sent.
+        """
         if len(model_groups := [group for group in reply.tensors if group in server_state]) != 1:
             raise ValueError(
                 f"it holds {len(model_groups)} of the {self.k} models; a client sends the one that it trained"
@@ -86,7 +88,9 @@ class IFCA(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages each model over the clients that chose it; a model that no client chose does not change."""
+        """Averages each model over the clients that trained it, leaves a model that no client trained unchanged, and
+        returns the new server state.
+        """
         new_state = dict(server_state)
         for group in server_state:
             members = {i: reply for i, reply in replies.items() if group in reply.tensors}
@@ -100,7 +104,9 @@ class IFCA(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the model that has the least loss on the client's examples for `local_epochs`, and sends it."""
+        """Trains for `local_epochs` the model that has the lowest loss on the client's examples; returns a reply with
+        it, and the new private state.
+        """
         group = self._group_of_least_loss(message, client)
         net = load_client_model(client, message.tensors[group], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)

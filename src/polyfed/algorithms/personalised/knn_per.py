@@ -31,8 +31,8 @@ _NUM_GRID_STEPS = 10  # λ is chosen among 0, 1/10, ..., 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
-    """Mixes the global model's class probabilities with the labels of the client's training examples that are nearest
-    in its representation.
+    """Mixes the global model's class probabilities with the labels of those training examples of the client whose
+    representations are nearest.
 
     h(x) = λ·h_kNN(x) + (1 − λ)·h_global(x). The neighbours are the k training examples of the client whose
     representations by the global model are nearest, each with the weight exp(−distance). Training is FedAvg, bit for
@@ -78,12 +78,14 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         object.__setattr__(self, "traits", self.traits | ({"fits_validation"} if self.lam is None else set()))
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has a module whose input is the representation φ(x)."""
+        """Raises a `UserError` unless the client's network has a module whose input can serve as the representation of
+        an example.
+        """
         check_has_representation(client, self.module)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the global model mixed with the client's nearest neighbours, with the mixing weight λ that suits the
-        client best.
+        """Returns the global model mixed with the labels of the client's nearest training examples, with the mixing
+        weight that suits the client best.
         """
         network, data = (
             restore_all_but_weights_and_set_eval(super().personal_model(message, client_state, client, seed)),
@@ -98,22 +100,26 @@ class KNNPer(GlobalModelMethod, WrapsNetwork, ValidatesNetworks):
         return neighbours.eval()
 
     def wrap_network(self, network: nn.Module, weights: StateDict) -> nn.Module:
-        """Wraps a client's network in the mixture that `personal_model` returns; its weights are still to be loaded."""
+        """Wraps a client's network in the mixture with nearest neighbours that `personal_model` returns; its weights
+        are not loaded yet.
+        """
         name = self.module if self.module is not None else _decode_name(weights["name"])
         return NearestNeighbourMixture(network, weights["features"], weights["labels"], self.k, name)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model alone, and the mean of the last cohort's models if it differs from the global model."""
+        """Yields further networks to evaluate, as (name, network): the global model, and the mean of the last round's
+        models if that differs.
+        """
         yield "server", super().personal_model(message, client_state, client, seed)
         yield from super().other_models(message, client_state, client, seed)
 
 
 @final
 class NearestNeighbourMixture(nn.Module):
-    """Wraps a classifier and mixes its probabilities with the labels of the stored examples that are nearest to the
-    input in its representation.
+    """Wraps a classifier, and mixes its class probabilities with the labels of the stored examples whose
+    representations are nearest to the input's.
 
     Outputs are the logarithms of λ·h_kNN + (1 − λ)·softmax, bounded below by that of the smallest positive float.
     `features` has the representations, shape (n, width).
@@ -136,7 +142,9 @@ class NearestNeighbourMixture(nn.Module):
         return self.mix(*self.class_probabilities(*parts, **kwargs))
 
     def mix(self, global_probabilities: Tensor, knn_probabilities: Tensor) -> Tensor:
-        """Returns the logarithms of the mixture of both probabilities by the present λ."""
+        """Returns the logarithms of the mixture of the network's class probabilities and those of the nearest
+        neighbours, with the present mixing weight.
+        """
         probabilities: Tensor = self.lam * knn_probabilities + (1 - self.lam) * global_probabilities
         return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 

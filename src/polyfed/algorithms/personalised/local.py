@@ -26,7 +26,7 @@ _SAME_FOR_ALL = frozenset({"by_client", "buffers", "local_epochs", "local_steps"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientState]):
-    """Trains each client alone, with any architecture.
+    """Trains each client's network, of any architecture, on the client's data only, without a federation.
 
     A client trains only in the rounds of its cohorts, so that it makes as many local steps as in the method it is
     compared with; the optimiser is reset each round, as it is there.
@@ -85,18 +85,19 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
                 raise UserError(f"{error} (by_client[{client!r}])") from error
 
     def options_for(self, client: str) -> "Local":
-        """Returns the training settings of one client."""
+        """Returns a copy of this method with the training settings of one client, from `by_client`."""
         fields = (self.by_client or {}).get(client)
         return self if fields is None else dataclasses.replace(self, by_client=None, **fields)
 
     def criterion(self, client: Client) -> Loss:
-        """Returns the training loss with the client's own class weights and label smoothing."""
+        """Returns the training loss of a client, with the class weights and label smoothing set for this client."""
         return LocalTraining.criterion(self.options_for(client.id), client)
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns an empty server state.
+        """Returns the server state before round 1, which is empty; raises a `UserError` if `by_client` names an id that
+        no client has.
 
         Raises:
             UserError: `by_client` names an id that no client has.
@@ -109,7 +110,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
         return {}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends only the learning rate of the round."""
+        """Returns the message to a client: only the learning rate of the round."""
         return Message({}, {"lr": self.options_for(client_info.id).lr_at(client_info.round, client_info.rounds)})
 
     def aggregate(
@@ -123,7 +124,9 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's own network for `local_epochs` on its own data; the reply contains no weights."""
+        """Trains the client's network on the client's data for `local_epochs`; returns a reply without weights, and the
+        new private state.
+        """
         model = self.personal_model(message, client_state, client, seed)
         fit_result = fit(model, client, self.options_for(client.id), lr=message.scalars["lr"], seed=seed)
         return Message({}, {"train_loss": fit_result.loss, "num_examples": len(client.train)}), {

@@ -81,7 +81,8 @@ class PerFedAvg(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the global model on the client's examples by meta-learning steps, each with a trial step inside.
+        """Trains the global model on the client's examples by meta-learning steps, each of which includes a trial step;
+        returns a reply with the trained model, and the new private state.
 
         w ← w − β(I − α∇²f(w; D''))∇f(w̃; D'), with w̃ = w − α∇f(w; D).
         """
@@ -149,7 +150,7 @@ class PerFedAvg(Averaging):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model w without adaptation."""
+        """Yields a further network to evaluate, as (name, network): the global model without adaptation."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

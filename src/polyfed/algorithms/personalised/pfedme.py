@@ -91,7 +91,8 @@ class PFedMe(ServerUpdateMethod):
     def server_update(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Moves the global model towards the mean of the cohort's replies by the factor β (algorithm 1, last line).
+        """Moves the global model by the factor β towards the mean of the clients' replies (algorithm 1, last line), and
+        returns the new server state.
 
         w ← (1−β)w + β Σ_i w_i/S over the S clients of the cohort.
         """
@@ -104,8 +105,8 @@ class PFedMe(ServerUpdateMethod):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's copy of the global model and sends it; the personal model, which is trained at each step,
-        stays private.
+        """Trains the client's copy of the global model and, at each step, its personal model; returns a reply with the
+        copy only, and the new private state.
 
         The copy w_i takes steps w ← w − ηλ(w − θ̃), one per minibatch; the personal model is θ_i.
         """
@@ -154,7 +155,7 @@ class PFedMe(ServerUpdateMethod):
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the global model w with the client's own buffers."""
+        """Yields a further network to evaluate, as (name, network): the global model with the client's buffers."""
         yield (
             "server",
             load_model_for_eval(client, message.tensors["model"], client_state, self.buffers),

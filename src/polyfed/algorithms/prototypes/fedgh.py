@@ -42,8 +42,8 @@ ClientState = dict[str, Any]  # "model": W_i with the head that the client train
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algorithm[ServerState, ClientState]):
-    """Trains each client's own network, of any architecture, and at the server one head on the clients' class means,
-    which replaces all clients' heads.
+    """Trains each client's network, of any architecture, and at the server one head on the clients' class means, which
+    replaces the heads (last layers) of all clients.
 
     Each client trains its network, whose head is replaced by the server's φ before each round, and sends the mean
     representation of its examples of each class. The server trains φ on these means, with their classes as labels. If φ
@@ -98,12 +98,14 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without a head, whose shape the server learns from the first replies."""
+        """Returns the server state before round 1, without a head, whose shape the server learns from the clients'
+        first replies.
+        """
         return {**super().server_init(server), "seed": server.seed, "round": 0}
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: class means, with the number of classes and the width that the head
-        φ takes.
+        """Returns the shapes and dtypes that a client's reply must have: class means, with the number of classes and
+        the width that the server's head takes.
         """
         if not server_state["head"]:
             return class_means_spec(reply, None)
@@ -113,7 +115,9 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Trains the server's head φ on all clients' class means by cross-entropy."""
+        """Trains the server's head on the class means of all clients by cross-entropy, and returns the new server
+        state.
+        """
         means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
             return {**server_state, "round": round_number}
@@ -129,11 +133,15 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
     # -- client ---------------------------------------------------------------------------------------------------
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has a head that can be replaced, by initialising the client state."""
+        """Raises a `UserError` unless the client's network has a head (last layer) that can be replaced; it tries this
+        by creating the client's private state.
+        """
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Initialises the client's network W_i by its architecture and the run's seed, with the server's first head φ."""
+        """Returns the client's private state before round 1: a network drawn for its architecture from the run's seed,
+        with the server's first head.
+        """
         client_state = {
             "model": self._draw_weights(client, 1, lambda _: derive_seed(seed, "head"), seed)  # the seed of φ
         }
@@ -143,8 +151,8 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's network with the server's head φ for `local_epochs`, and sends its mean representation of
-        each class.
+        """Trains the client's network with the server's head for `local_epochs`; returns a reply with its mean
+        representation of each class, and the new private state.
         """
         model = self._load_with_global_head(message, client_state, client, seed)
         fit_result = fit(model, client, self, lr=message.scalars["lr"], seed=seed)
@@ -172,14 +180,18 @@ class FedGH(HeadFromServerMethod, PersonalNetworkMethod, ValidatesNetworks, Algo
         return model
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network W_i with its own head or the server's, as `evaluate` chooses."""
+        """Returns the client's network with the head of the client or of the server, whichever the setting `evaluate`
+        chooses.
+        """
         load_model = self._load_with_global_head if self.evaluate == "global" else super().personal_model
         return load_model(message, client_state, client, seed)
 
     def other_models(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the client's network W_i with the head that `evaluate` does not choose."""
+        """Yields a further network to evaluate, as (name, network): the client's network with the head that the setting
+        `evaluate` does not choose.
+        """
         if self.evaluate == "global":
             yield "trained", super().personal_model(message, client_state, client, seed)
         else:

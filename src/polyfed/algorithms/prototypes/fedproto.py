@@ -16,8 +16,8 @@ from polyfed.core.state_dict import IncompatibleTensorsError, StateDict
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedProto(PrototypeMethod, Averaging):
-    """Trains each client's own network, of any architecture, with its representations pulled towards all clients' mean
-    representation of the same class.
+    """Trains each client's network, of any architecture, and pulls its representation of each example towards the mean
+    representation of the example's class over all clients.
 
     Each client minimises CE + λ/d·‖f(x) − p̄_y‖² and sends p_ic, the mean of f over its examples of class c; the server
     averages them to the prototype p̄_c. λ = 0 is Local, bit for bit, as far as training goes. Evaluated model: the
@@ -59,22 +59,23 @@ class FedProto(PrototypeMethod, Averaging):
             object.__setattr__(self, "discloses", self.discloses | {"class_counts"})
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without prototypes."""
+        """Returns the server state before round 1, without class prototypes (mean representations)."""
         return {"prototypes": {}}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, when the server does not know the shape of the prototypes yet."""
+        """Returns False in round 1, when the server does not know the shape of the class prototypes yet; True later."""
         return bool(server_state["prototypes"])
 
     def server_step(
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
-        """Replaces each class's prototype p̄_c by the mean over the clients that have the class (eq. 6).
+        """Returns the next server state, in which each class's prototype is the mean over the clients that have the
+        class (eq. 6).
 
         p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic.
         """
         return {"prototypes": update_prototypes(server_state["prototypes"], mean["classes"])}
 
     def make_incompatible_replies_error(self, error: IncompatibleTensorsError) -> UserError:
-        """Builds the error for clients whose class means have different shapes."""
+        """Returns the error to raise if clients' class means have different shapes."""
         return make_incompatible_class_means_error(self, error)

@@ -30,8 +30,8 @@ ClientState = dict[str, Any]  # "model": W_i and buffers
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
-    """Trains each client's own network, of any architecture, with its representations pulled towards class prototypes
-    that the server trains to be far apart.
+    """Trains each client's network, of any architecture, and pulls its representations towards class prototypes,
+    vectors that the server trains to be far apart.
 
     Clients minimise CE + λ/d·‖f(x) − p̂_y‖², and send p_ic, the mean of f over their examples of class c. The server
     does not average: it trains p̂_c = F(p̊_c), two layers on a trained vector, so that each p_ic is nearer to p̂_c than
@@ -82,13 +82,15 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
         self._require(self.server_batch_size >= 0, "server_batch_size", "at least 1, or 0 for all class means")
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Builds a server state without prototypes, whose shape the server learns from the first replies."""
+        """Returns the server state before round 1, without class prototypes, whose shape the server learns from the
+        clients' first replies.
+        """
         return {"generator": {}, "prototypes": {}, "seed": server.seed, "round": 0}
 
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Trains the class prototypes p̂_c on the class means p_ic of all clients (eq. 10)."""
+        """Trains the class prototypes on the class means of all clients (eq. 10), and returns the new server state."""
         means, round_number = class_means_as_examples(replies), server_state["round"] + 1
         if not len(means):
             return {**server_state, "round": round_number}
@@ -136,20 +138,17 @@ class TrainablePrototypes(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
 
     def compute_prototypes(self) -> Tensor:
-        """Computes the prototypes p̂ of all classes, shape (classes, width)."""
+        """Returns the prototypes of all classes, shape (classes, width)."""
         vectors: Tensor = self.mlp(self.embedding)
         return vectors
 
     def forward(self, representations: Tensor) -> Tensor:
-        """Returns the negative distance −‖f − p̂_c‖ of each representation f to each class's prototype, shape (batch,
-        classes).
-        """
+        """Returns the negative distance of each representation to each class's prototype, shape (batch, classes)."""
         return -torch.cdist(representations, self.compute_prototypes(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def largest_distance_between_classes(means: Examples, num_classes: int) -> float:
-    """Returns the largest distance between the mean representations of two classes, ‖Q_c − Q_c'‖; 0 if there is only
-    one class.
+    """Returns the largest distance between the mean representations of any two classes; 0 if there is only one class.
 
     Q_c is the plain mean of the clients' means of class c (eq. 9).
 

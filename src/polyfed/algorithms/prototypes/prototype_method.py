@@ -33,8 +33,8 @@ _NEVER_PREDICTED = -1e9
 
 @dataclass(frozen=True, kw_only=True)
 class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, ABC):
-    """Trains each client's own network, of any architecture, with its representations pulled towards a common prototype
-    of each class.
+    """Trains each client's network, of any architecture, and pulls its representations towards one prototype (a vector)
+    for each class, common to all clients.
 
     Each client minimises CE + λ/d·‖f(x) − p̄_y‖², the mean over a minibatch, f being the input of its last linear layer,
     of width d. An example of a class without a prototype adds nothing to the second term. After training, the client sends
@@ -60,22 +60,26 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         self._require(self.buffers == "local", "buffers", "'local', since networks stay with their clients")
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Sends the class prototypes, once the server has them, and the learning rate, the same to every client."""
+        """Returns the message to a client, the same for every client: the class prototypes, once the server has them,
+        and the learning rate.
+        """
         tensors = {"prototypes": server_state["prototypes"]} if server_state["prototypes"] else {}
         return Message(tensors, {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the expected tensors of a reply: class means, with the number of classes and the width of the
-        prototypes.
+        """Returns the shapes and dtypes that a client's reply must have: class means, with the number of classes and
+        the width of the prototypes.
         """
         return class_means_spec_for_prototypes(server_state["prototypes"], reply)
 
     def validate_network(self, client: Client) -> None:
-        """Checks that the client's network has a head that prototypes can replace, by initialising the client state."""
+        """Raises a `UserError` unless the client's network has a head (last layer) that prototypes can replace; it
+        tries this by creating the client's private state.
+        """
         self.client_init(client, 0)
 
     def client_init(self, client: Client, seed: int) -> dict[str, Any]:
-        """Initialises the client's network W_i by its architecture and the run's seed.
+        """Returns the client's private state before round 1: a network drawn for its architecture from the run's seed.
 
         If prototypes are evaluated, it also checks that they can replace the network's head.
         """
@@ -89,8 +93,8 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """Trains the client's network W_i, with representations pulled towards prototypes, and sends its mean
-        representation of each class.
+        """Trains the client's network with its representations pulled towards the prototypes; returns a reply with its
+        mean representation of each class, and the new private state.
 
         The training has `local_epochs`.
         """
@@ -123,8 +127,8 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
         )
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """Returns the client's network W_i, with the prototypes as its head or with its own head, as `evaluate`
-        chooses.
+        """Returns the client's network, with the prototypes as its head (last layer) or with the head that it trained,
+        as the setting `evaluate` chooses.
         """
         model = super().personal_model(message, client_state, client, seed)
         if self.evaluate == "head" or "prototypes" not in message.tensors:
@@ -136,14 +140,16 @@ class PrototypeMethod(PersonalNetworkMethod, LocalTraining, ValidatesNetworks, A
     def other_models(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the client's network W_i with its own head, if the evaluated network has the prototypes as its head."""
+        """Yields a further network to evaluate, as (name, network): the client's network with the head that it trained,
+        if `personal_model` has the prototypes as its head.
+        """
         if self.evaluate == "prototypes":
             yield "head", super().personal_model(message, client_state, client, seed)
 
 
 def overwrite_head_with_prototypes(model: nn.Module, head: nn.Linear, prototypes: StateDict) -> nn.Module:
-    """Replaces a network's head in place, so that the network predicts the class of the nearest prototype, and returns
-    the network.
+    """Replaces a network's head (last layer) in place, so that the network predicts the class of the nearest prototype,
+    and returns the network.
 
     ‖f‖² − ‖f − p_c‖² = 2·p_c·f − ‖p_c‖² is linear in f, and its softmax is that of −‖f − p_c‖². So the network keeps its
     architecture and file format.
@@ -166,8 +172,8 @@ def overwrite_head_with_prototypes(model: nn.Module, head: nn.Linear, prototypes
 
 
 def class_means_spec_for_prototypes(prototypes: StateDict, reply: Message) -> Mapping[str, StateDictSpec]:
-    """Returns the expected shapes and dtypes of the class means in a reply: those of the prototypes, or any if there
-    are no prototypes yet.
+    """Returns the shapes and dtypes that the class means in a client's reply must have: those of the prototypes, or any
+    if there are no prototypes yet.
     """
     if not prototypes:
         return class_means_spec(reply, None)
@@ -176,7 +182,8 @@ def class_means_spec_for_prototypes(prototypes: StateDict, reply: Message) -> Ma
 
 
 def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tensor]:
-    """Computes new prototypes from the clients' class means; a class that no client has keeps its old prototype.
+    """Returns new prototypes, computed from the clients' class means; a class that no client has keeps its old
+    prototype.
 
     p̄_c ← Σ_i w_ic p_ic / Σ_i w_ic over the clients that have class c.
 
@@ -194,8 +201,8 @@ def update_prototypes(prototypes: StateDict, mean: StateDict) -> dict[str, Tenso
 def build_prototype_loss(
     label_loss: Loss, prototypes: StateDict | None, lam: float, device: torch.device
 ) -> Callable[[ForwardPass], Tensor] | None:
-    """Builds a loss that penalises the distance of representations from their class's prototype; None if λ is 0 or
-    there are no prototypes.
+    """Returns a loss function that penalises the distance of each representation from its class's prototype; None if
+    the weight `lam` is 0 or there are no prototypes.
 
     The loss of a minibatch is CE + λ/d·‖f(x) − p_y‖².
 

@@ -32,8 +32,8 @@ _RATIO_PREFIX = "rate of "  # prefix of a layer's name in a message's scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeteroFL(Averaging):
-    """Trains one global model, of which each client trains a submodel as wide as it can afford: the leading units of
-    each layer.
+    """Trains one global model, of which each client trains a submodel, the leading units of each layer, as wide as the
+    client can afford.
 
     Client i has the submodel θ[:r·rows, :r·columns] of each tensor of the global model θ. The client's network gives
     the widths. Each entry of θ becomes the mean over the clients of the round that have it, and does not change if none
@@ -84,8 +84,8 @@ class HeteroFL(Averaging):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Initialises the global model θ: each architecture's initial weights are written into its submodel, the widest
-        architecture last.
+        """Returns the server state before round 1: the global model, into which each architecture's initial weights are
+        written as its submodel, the widest architecture last.
         """
         assert server.architectures is not None  # `requires` names "architectures"
         shapes, networks = widest_shape_by_tensor(server.architectures), server.architectures
@@ -109,8 +109,8 @@ class HeteroFL(Averaging):
         }
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
-        """Sends the client its submodel of the global model, and the share r of each layer's units that the submodel
-        has.
+        """Returns the message to a client: its submodel of the global model, and for each layer the share of the global
+        model's units that the submodel has.
         """
         shapes, ratios = (server_state[part][client_info.architecture] for part in ("forms", "rates"))
         model = {
@@ -123,7 +123,8 @@ class HeteroFL(Averaging):
     def aggregate(
         self, server_state: ServerState, replies: Mapping[str, Message], server: ServerContext
     ) -> ServerState:
-        """Averages each entry of the global model over the clients whose submodels contain it.
+        """Averages each entry of the global model over the clients whose submodels contain it, and returns the new
+        server state.
 
         θ[e] ← Σ_i w_i θ_i[e] / Σ_i w_i over the clients with the entry e. This is the paper's equation for its
         complexity levels.
@@ -145,7 +146,9 @@ class HeteroFL(Averaging):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the client's submodel for `local_epochs` on its data."""
+        """Trains the client's submodel on its data for `local_epochs`; returns a reply with the trained submodel, and
+        the new private state.
+        """
         net, ratios = (
             load_client_model(client, message.tensors["model"], client_state, self.buffers),
             _width_ratios_of(message),
@@ -175,7 +178,9 @@ class HeteroFL(Averaging):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's submodel, with the scaling of its layers' outputs multiplied into the weights."""
+        """Returns the client's submodel as a plain network, with the factors that scale its layers' outputs multiplied
+        into the weights.
+        """
         tree = fold_scaling_into_weights(message.tensors["model"], _width_ratios_of(message))
         return load_model_for_eval(client, tree, client_state, self.buffers)
 

@@ -20,7 +20,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns a view of the leading entries of a tensor in each dimension, W[:r_1, :r_2, ...].
+    """Returns a view of the first entries of a tensor in each dimension, as many as `shape` says.
 
     >>> import torch
     >>> leading_slice(torch.arange(6).view(2, 3), (1, 2))
@@ -30,7 +30,8 @@ def leading_slice(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def widest_shape_by_tensor(networks: Mapping[str, Architecture]) -> dict[str, tuple[int, ...]]:
-    """Returns, for the name of each tensor, its largest size in each dimension over the given networks.
+    """Returns `{tensor name: shape}` with the largest size in each dimension over the given networks; raises a
+    `UserError` if they differ in more than the width of layers.
 
     Args:
         networks: architectures by the names that errors use, such as a client's id.
@@ -89,8 +90,8 @@ def _no_family_error(first: str, second: str, reason: str) -> UserError:
 
 
 def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-    """Returns, for each layer that is narrower than in the widest network, the share r of that network's units that it
-    has.
+    """Returns `{layer name: share}` for each layer that is narrower than in the widest network: the share of that
+    network's units that it has.
 
     >>> width_ratio_by_layer(lambda: nn.Linear(2, 3), {"weight": (4, 2), "bias": (4,)})
     {'': 0.75}
@@ -107,7 +108,8 @@ def width_ratio_by_layer(factory: Architecture, shapes: Mapping[str, tuple[int, 
 
 
 def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client: Client) -> None:
-    """Checks that a network's last layer is as wide as the widest network's, since its units are the classes.
+    """Raises a `UserError` if a network's last layer is narrower than the widest network's, since the units of this
+    layer are the classes.
 
     Raises:
         UserError: the last layer is narrower.
@@ -121,7 +123,8 @@ def validate_head_width(network: nn.Module, ratios: Mapping[str, float], client:
 
 @contextmanager
 def divide_layer_outputs_by_ratio(network: nn.Module, ratios: Mapping[str, float]) -> Iterator[None]:
-    """Divides, inside the block, the outputs of each named layer by its share r of the widest network's units.
+    """Divides, inside a `with` block, the outputs of each named layer by the share of the widest network's units that
+    the layer has.
 
     >>> import torch
     >>> net = nn.Linear(1, 1, bias=False)
@@ -142,7 +145,7 @@ def divide_layer_outputs_by_ratio(network: nn.Module, ratios: Mapping[str, float
 
 
 def fold_scaling_into_weights(weights: StateDict, ratios: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns weights that give a network the same outputs as the original weights give inside
+    """Returns new weights with which a network gives the outputs that it gives with `weights` inside
     `divide_layer_outputs_by_ratio`.
 
     >>> import torch

@@ -1,5 +1,5 @@
-"""Fits the reference models of a comparison for every seed: simple models of each client alone, and a network on the
-pooled data.
+"""Fits the reference models of a comparison for every seed: simple models on each client's own data, and a network on
+the pooled data of all clients.
 
 Simple models are fitted again for each split of the data, on the examples that the client's network may use. A method
 is therefore compared with them as with training alone: on the same test examples, paired example by example.
@@ -34,7 +34,8 @@ Scores = dict[str, float | None]
 @final
 @dataclass(frozen=True, eq=False)
 class FittedReferences:
-    """Holds the scores and outputs of the reference models of a comparison, with which its methods are compared.
+    """Holds the scores and outputs of the reference models (simple models, and a network on pooled data) with which the
+    methods of a comparison are compared.
 
     Attributes:
         references: the entry `references` of `comparison.json`, before statistics.
@@ -51,8 +52,8 @@ class FittedReferences:
 def fit_references(
     plan: ComparisonPlan, methods: Mapping[str, Method], fingerprint_by_seed: Mapping[str, str]
 ) -> FittedReferences:
-    """Fits the simple models of each client alone, trains a network on the pooled data of all clients, and returns
-    their scores and outputs.
+    """Fits simple models on each client's own data, trains a network on the pooled data of all clients, and returns the
+    scores and outputs of these reference models.
 
     Args:
         plan: the plan of the comparison.

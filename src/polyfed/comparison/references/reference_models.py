@@ -57,8 +57,8 @@ class ReferenceModel:
 
 
 def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[ReferenceModel]:
-    """Fits the models that each client can have without a network: a constant and, for inputs that are rows of numbers,
-    simple models.
+    """Fits models that need no network on each client's own data: a constant and, if the inputs are rows of numbers,
+    simple models such as ridge regression. Returns one `ReferenceModel` of each kind.
 
     Each client has its own, as if it were alone. The constant is the share of each class or label, or the mean, of its
     training examples. Simple models are fitted on its training and validation examples (module `simple_models`): logistic
@@ -85,8 +85,9 @@ def fit_client_references(clients: Sequence[Client], *, seed: int = 0) -> list[R
 def fit_client_references_with_notes(
     clients: Sequence[Client], *, seed: int = 0
 ) -> tuple[list[ReferenceModel], tuple[str, ...]]:
-    """Fits the same models as `fit_client_references`, and also returns sentences about the models that could not be
-    fitted."""
+    """Fits the same models as `fit_client_references`, and returns them together with sentences about the models that
+    could not be fitted.
+    """
     requirements.check_clients(clients)
     if any(c.loss is not None for c in clients):
         return [], (
@@ -106,7 +107,8 @@ def fit_client_references_with_notes(
 
 
 def fit_pooled_references(clients: Sequence[Client], *, seed: int = 0) -> list[ReferenceModel]:
-    """Fits to the examples of all clients together those simple models for which the task asks it, as Cox regression.
+    """Fits to the examples of all clients together those simple models for which the task asks this (Cox regression,
+    for example); returns an empty list if there are none.
 
     Args:
         clients: of one task.
@@ -128,8 +130,8 @@ def fit_pooled_references(clients: Sequence[Client], *, seed: int = 0) -> list[R
 def train_pooled_reference(
     clients: Sequence[Client], method: LocalTraining, *, rounds: int, seed: int, device: str = "auto"
 ) -> ReferenceModel | None:
-    """Trains one network per client architecture on the pooled training examples of all clients, which no real
-    participant could do; None if the clients' data cannot be pooled.
+    """Trains one network per architecture on the pooled training examples of all clients, which no real participant
+    could do; returns None if the clients' data cannot be pooled.
 
     Their score is what a method can hope for. It is no strict upper bound: clients that differ much may do better with
     networks of their own. Each architecture is trained on the examples of all clients together, from the clients'

@@ -30,7 +30,7 @@ _NUMBERS = 20_000_000  # most examples x features x outputs of a client in a lin
 @final
 @dataclass(frozen=True)
 class SimpleModelOutputs:
-    """Holds the outputs of every client's simple models on its test examples.
+    """Holds the outputs of every client's simple models, such as logistic regression, for the client's test examples.
 
     Attributes:
         outputs_by_model: name -> (description, client id -> outputs on its test examples, shape (n, outputs), in the
@@ -43,8 +43,8 @@ class SimpleModelOutputs:
 
 
 def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: int) -> SimpleModelOutputs:
-    """Fits the simple models of the clients' task on each client's own examples, and returns their outputs on the test
-    examples.
+    """Fits the simple models of the clients' task, such as logistic regression, on each client's own examples, and
+    returns their outputs for the client's test examples.
 
     Args:
         clients: of one task.
@@ -94,7 +94,8 @@ def fit_simple_models(clients: list[Client], outputs: Mapping[str, int], seed: i
 def fit_pooled_simple_models(
     clients: list[Client], num_outputs: int, seed: int
 ) -> dict[str, tuple[str, dict[str, Floats]]]:
-    """Fits those simple models of the clients' task that are to be fitted to the examples of all clients together, too.
+    """Fits to the examples of all clients together those simple models for which the task asks this, and returns
+    `{model name: (description, {client id: outputs for its test examples})}`.
 
     Args:
         clients: of one task.

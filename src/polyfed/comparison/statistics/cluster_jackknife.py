@@ -23,7 +23,7 @@ _PAIRS = 1_000_000  # positive x negative examples up to which all pairs are com
 
 
 def number_groups(groups: NDArray[Any] | None, num_examples: int) -> Groups | None:
-    """Returns the group of each example as a number from 0; None if no two examples are of one group.
+    """Returns the group of each example as a number from 0; None if every example is the only one of its group.
 
     >>> number_groups(np.array([7, 9, 7]), 3), number_groups(np.array([7, 9, 8]), 3)
     (array([0, 1, 0]), None)
@@ -37,7 +37,8 @@ def number_groups(groups: NDArray[Any] | None, num_examples: int) -> Groups | No
 def group_pseudo_values(
     metric: Metric, outputs: Tensor, targets: Tensor, groups: Groups, max_blocks: int
 ) -> tuple[float, Values]:
-    """Returns the score of a network's outputs, and one pseudo-value for each group.
+    """Returns the score of a network's outputs, and one jackknife pseudo-value (a contribution to the score) for each
+    group of test examples.
 
     Args:
         metric: the score.
@@ -67,7 +68,7 @@ def group_pseudo_values(
 
 
 def classes_of_groups(targets: Tensor, groups: Groups) -> NDArray[np.int64]:
-    """Returns the class of each group; 0 for all unless every group is of one class."""
+    """Returns the class of each group if every group has examples of one class only; otherwise 0 for all groups."""
     none = np.zeros(int(groups.max()) + 1, dtype=np.int64)
     if targets.dim() != 1 or targets.is_floating_point():
         return none
@@ -78,7 +79,7 @@ def classes_of_groups(targets: Tensor, groups: Groups) -> NDArray[np.int64]:
 
 
 def count_groups_of_classes(positive: NDArray[np.bool_], groups: Groups) -> tuple[int, int]:
-    """Returns in how many groups there is a positive example, and in how many a negative one."""
+    """Returns two numbers: how many groups have a positive example, and how many have a negative one."""
     return len(np.unique(groups[positive])), len(np.unique(groups[~positive]))
 
 

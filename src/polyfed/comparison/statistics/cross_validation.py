@@ -37,7 +37,8 @@ TRAINING_VARIANCE_RATIO = 0.8
 @final
 @dataclass(frozen=True, eq=False)
 class FoldDifferences:
-    """Holds the differences of two methods at one client, or the scores of one, from repeated k-fold cross-validation.
+    """Holds, for one client, the differences of two methods' scores (or the scores of one method) from a repeated
+    k-fold cross-validation.
 
     Attributes:
         value: mean over repeats.
@@ -55,49 +56,54 @@ class FoldDifferences:
 
     @property
     def num_folds(self) -> int:
-        """Returns K, the number of folds of a repeat."""
+        """Returns K, the number of folds in one repeat of the cross-validation."""
         return int(self.folds.shape[1])
 
     @property
     def num_networks(self) -> int:
-        """Returns K·R, the number of networks of each method."""
+        """Returns the number of networks that each method trained: K folds times R repeats."""
         return int(self.folds.size)
 
     @property
     def example_variance(self) -> float:
-        """Returns the variance of `value` due to test examples."""
+        """Returns the part of the variance of the mean difference `value` that is due to the choice of test examples."""
         return float((self.influence.mean(axis=0) ** 2).sum()) + self.min_example_variance
 
     @property
     def repeat_variance(self) -> float:
-        """Returns the variance of the difference of one repeat due to test examples."""
+        """Returns the part of the variance of a single repeat's difference that is due to the choice of test examples."""
         return float((self.influence**2).sum(axis=1).mean()) + self.min_example_variance
 
     @property
     def test_and_training_variance(self) -> float:
-        """Returns the variance of `value` due to test and training examples."""
+        """Returns the part of the variance of the mean difference `value` that is due to the choice of test and
+        training examples.
+        """
         return self.example_variance + TRAINING_VARIANCE_RATIO * self.repeat_variance
 
     @property
     def network_variance(self) -> float:
-        """Returns the variance between networks of different folds beyond that of their test examples; it may be estimated
-        below 0."""
+        """Returns the variance between the networks of different folds that their different test examples do not
+        explain; the estimate may be below 0.
+        """
         between = float(self.folds.var(axis=1, ddof=1).mean())
         return between - self.num_folds * self.repeat_variance
 
     @property
     def network_freedom(self) -> int:
-        """Returns the degrees of freedom of `network_variance`, R·(K − 1)."""
+        """Returns the degrees of freedom of the estimate `network_variance`: R·(K − 1) for R repeats of K folds."""
         return int(self.folds.size - len(self.folds))
 
     @property
     def freedom(self) -> float:
-        """Returns the degrees of freedom of `example_variance`."""
+        """Returns the degrees of freedom of the variance estimate `example_variance`."""
         return degrees_of_freedom(self.influence.mean(axis=0), self.classes)
 
 
 def difference_over_folds(ours: FoldScores, theirs: FoldScores | None) -> FoldDifferences:
-    """Returns the paired difference of two methods, positive where `ours` is better; with None, the scores of `ours`."""
+    """Returns the cross-validated difference of two methods on the same examples, positive where `ours` is better; if
+    `theirs` is None, the scores of `ours`.
+    """
     if theirs is None:
         values, folds, influence, sign = ours.values, ours.folds, ours.influence, 1.0
     else:
@@ -110,7 +116,8 @@ def difference_over_folds(ours: FoldScores, theirs: FoldScores | None) -> FoldDi
 
 
 def pooled_network_variance(clients: Sequence[FoldDifferences]) -> float:
-    """Returns the variance between networks that all clients have in common, at least 0.
+    """Returns one estimate for all clients of the variance between networks of different folds, pooled over the
+    clients' estimates; at least 0.
 
     A few folds give a poor estimate at one client, so that clients pool it, weighed by the precision of their estimates.
     """
@@ -122,8 +129,8 @@ def pooled_network_variance(clients: Sequence[FoldDifferences]) -> float:
 def estimate_clients_from_folds(
     clients: Sequence[FoldDifferences], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> list[Estimate]:
-    """Estimates each client's difference with simultaneous confidence intervals for all clients and `num_tests` methods
-    (Bonferroni).
+    """Estimates the difference of two methods at each client, with confidence intervals that hold simultaneously for
+    all clients and `num_tests` methods (Bonferroni).
 
     Args:
         clients: of the same runs, at least one.
@@ -154,7 +161,8 @@ def estimate_clients_from_folds(
 def estimate_mean_from_folds(
     clients: Sequence[FoldDifferences], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> Estimate:
-    """Estimates the mean over clients with a confidence interval; the clients are taken as fixed, not as a sample.
+    """Estimates the difference of two methods as a mean over clients, with a confidence interval; the clients are taken
+    as fixed, not as a sample of more clients.
 
     Args:
         clients: of the same runs, at least one.
@@ -179,8 +187,9 @@ def estimate_mean_from_folds(
 
 
 def common_network_variance(clients: Sequence[FoldDifferences]) -> float:
-    """Returns the variance of the mean over clients between the runs of different folds, beyond that of their test
-    examples; at least 0."""
+    """Returns the variance, between the runs of different folds, of the mean over clients, as far as their test
+    examples do not explain it; at least 0.
+    """
     means = np.mean([client.folds for client in clients], axis=0)
     noise = sum(client.repeat_variance for client in clients) / len(clients) ** 2
     return max(float(means.var(axis=1, ddof=1).mean()) - clients[0].num_folds * noise, 0.0)

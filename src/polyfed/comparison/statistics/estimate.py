@@ -31,7 +31,7 @@ class Estimate:
 
 
 def t_quantile(alpha: float, degrees_of_freedom: float) -> float:
-    """Returns the two-sided quantile of Student's t distribution at error rate `alpha`."""
+    """Returns the two-sided quantile of Student's t distribution: the value that |t| exceeds with probability `alpha`."""
     from scipy.special import stdtrit  # scipy.stats would take half a second to import
 
     return float(stdtrit(degrees_of_freedom, 1 - alpha / 2))
@@ -40,8 +40,8 @@ def t_quantile(alpha: float, degrees_of_freedom: float) -> float:
 def estimate_from_half_width(
     value: float, centre: float, half_width_at_error_rate: Callable[[float], float], alpha: float
 ) -> Estimate:
-    """Builds an estimate with its interval and p-value from a function that returns the interval's half-width at an
-    error rate.
+    """Builds an estimate with its confidence interval and p-value, from a function that returns half the width of the
+    interval for a given error rate.
 
     Args:
         value: the point estimate.

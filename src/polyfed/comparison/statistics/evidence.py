@@ -61,7 +61,7 @@ class MethodEvidence:
 @final
 @dataclass(frozen=True)
 class GainOverRivals:
-    """Holds the estimated gain of a method over the best of several rival methods.
+    """Holds the estimated gain of a method over the best of several rival methods, and over each of them.
 
     Attributes:
         estimate: the gain over the best rival, whichever it is.
@@ -76,7 +76,8 @@ class GainOverRivals:
 
 @final
 class GainsOverBestRival(NamedTuple):
-    """Holds the gains of a method over its best rival; a gain is None if it cannot be estimated.
+    """Holds the gain of a method over its best rival, for the mean over clients and for each client; a gain is None if
+    it cannot be estimated.
 
     Attributes:
         for_mean: the gain for the mean over clients.
@@ -173,7 +174,9 @@ class Evidence:
         )
 
     def clients_scored_with_every_seed(self, label: str, rival: str | None) -> list[str]:
-        """Returns the clients for which the method, and `rival` if it is not None, has a score with every seed."""
+        """Returns the ids of the clients that have a score with every seed, both for the method `label` and, unless it
+        is None, for `rival`.
+        """
         if self.folds is not None:
             return list(self.folds.differences(label, rival))
         tables = [self.scores[name][seed] for name in (label, rival) if name is not None for seed in self.seeds]
@@ -224,8 +227,8 @@ class Evidence:
         return dict(zip(clients, estimate_client_means_over_resplits(sites, num_tests=tests), strict=True))
 
     def model_sites(self, label: str, rival: str) -> tuple[list[str], RandomEffects] | None:
-        """Models the gains of the method `label` over `rival` as a mean over sites and a deviation of each; returns the
-        clients and the model.
+        """Models the clients' gains of the method `label` over `rival` as a mean and a deviation of each client;
+        returns the client ids and the model, or None if there are too few clients.
 
         Returns None for few clients, and where an id names another client with each seed.
         """
@@ -313,8 +316,9 @@ def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None
 
 
 def clip_interval_to_metric_range(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:
-    """Returns the two ends of an interval, clipped to the values that the metric can take; None if there is no finite
-    interval."""
+    """Returns `[low, high]`, the interval of the estimate clipped to the values that the metric, or a difference of two
+    scores, can take; None if there is no finite interval.
+    """
     if estimate is None or not math.isfinite(estimate.low):
         return None
     if metric.unit == "%" or metric.name in _AT_MOST_ONE:

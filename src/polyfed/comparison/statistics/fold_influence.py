@@ -70,7 +70,8 @@ def score_folds(
     units: Sequence[NDArray[Any]],
     num_folds: int,
 ) -> FoldScores | None:
-    """Returns the cross-validated scores of one method at one client; None if the score is not defined.
+    """Computes the cross-validated scores of one method at one client, from the outputs of each run's network; returns
+    None if the score is not defined.
 
     Args:
         metric: the metric.

@@ -12,7 +12,9 @@ _DIGITS = 12  # digits after the decimal point of a difference; what is beyond i
 
 
 def describe_folds(tests: FoldTests | None, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `comparison.json` that describe a cross-validation; none without one."""
+    """Returns the entries of `comparison.json` that describe its cross-validation, such as the number of folds; an
+    empty dict if there is no cross-validation.
+    """
     if tests is None:
         return {}
     return {
@@ -24,7 +26,8 @@ def describe_folds(tests: FoldTests | None, description: Mapping[str, Any]) -> d
 
 
 def use_cross_validated_scores(content: dict[str, Any], folds: FoldEvidence) -> None:
-    """Replaces means over runs by cross-validated scores in the statistics of methods and references.
+    """Replaces, in the dict `content`, the means over runs of each method and reference model by the scores over all
+    folds together.
 
     A run tests a fifth of the examples, say, and may have no score at a client: its AUC without a positive example, for
     instance. Over all folds there is one.

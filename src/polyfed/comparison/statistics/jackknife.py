@@ -27,7 +27,9 @@ FloatArray = NDArray[np.float64]
 
 @final
 class ScoreWithPseudoValues(NamedTuple):
-    """Holds the score of a network's outputs, and the jackknife pseudo-value of each test example (or group of them)."""
+    """Holds the score of a network's outputs, and the jackknife pseudo-value (the contribution to the score) of each
+    test example or group of test examples.
+    """
 
     score: float
     pseudo_values: FloatArray
@@ -36,8 +38,8 @@ class ScoreWithPseudoValues(NamedTuple):
 def score_with_pseudo_values(
     metric: Metric, outputs: Tensor, targets: Tensor, groups: Groups | None = None
 ) -> ScoreWithPseudoValues | None:
-    """Returns the score of a network's outputs, and the jackknife pseudo-value of each test example; None if the score
-    is not defined, or is not without one of the examples.
+    """Returns the score of a network's outputs and the jackknife pseudo-value of each test example; None if the score
+    is not defined, or not without one of the examples.
 
     For n examples these have shape (n,), one per example, or (NUM_GROUPS,), one per group of examples. Groups depend
     on the targets alone, so that the values of two networks on the same examples can be compared one by one. With `groups`

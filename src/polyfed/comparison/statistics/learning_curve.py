@@ -18,8 +18,8 @@ class CurvePoint:
 
 
 def build_learning_curve(history: Sequence[Mapping[str, Any]], metric_name: str) -> list[CurvePoint]:
-    """Builds the learning curve of a run: the mean score and the costs of each evaluated round, from the records of its
-    `metrics.jsonl`.
+    """Returns the learning curve of a run from the records of its `metrics.jsonl`: a `CurvePoint`, with mean score and
+    costs so far, for each evaluated round.
 
     Seconds are those of clients and server: evaluation is no cost of the method.
 
@@ -37,7 +37,7 @@ def build_learning_curve(history: Sequence[Mapping[str, Any]], metric_name: str)
 
 @final
 class RecordWithCosts(NamedTuple):
-    """Holds the record of a round with the bytes and seconds that the run has spent up to it."""
+    """Holds the record of a round, and the bytes and seconds that the run had spent by the end of that round."""
 
     record: Mapping[str, Any]
     bytes_so_far: int
@@ -65,8 +65,8 @@ def mean_metric_by_round(history: Sequence[Mapping[str, Any]], metric_name: str)
 
 
 def last_point_within_budget(points: Sequence[CurvePoint], cost_name: str, limit: float | None) -> CurvePoint | None:
-    """Returns the last point of a learning curve within `limit` bytes or seconds (the last of all without a limit);
-    None if no point is within it.
+    """Returns the last point of a learning curve whose cost is at most `limit` bytes or seconds (the last of all if
+    `limit` is None); None if no point is within the limit.
 
     >>> last_point_within_budget([CurvePoint(1, 0.5, 10, 1.0), CurvePoint(2, 0.6, 20, 2.0)], "bytes", 15).round
     1

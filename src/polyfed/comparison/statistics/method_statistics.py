@@ -14,8 +14,9 @@ _DIGITS = 12  # digits after the decimal point of a difference; what is beyond i
 
 
 def add_method_statistics(content: dict[str, Any], evidence: Evidence) -> list[str]:
-    """Adds the entry `statistics` to each method in `content`, and returns the clients for which no interval could be
-    computed."""
+    """Adds the entry `statistics` to each method in `content`, and returns the ids of the clients for which no
+    confidence interval could be computed.
+    """
     methods, reference = content["methods"], content["reference"]
     scored = [label for label in methods if label in evidence.scores]
     evidence_by_label = evidence.estimate_scores_and_gains(
@@ -129,13 +130,13 @@ def _client_gains(run: Mapping[str, Any], base_run: Mapping[str, Any], sign: int
 
 
 def mean_if_all_defined(values: Sequence[float | None]) -> float | None:
-    """Returns the mean of the values; None if a value is None, since means over different seeds cannot be compared."""
+    """Returns the mean of the values; None if any of them is None, since means over different seeds cannot be compared."""
     defined = [value for value in values if value is not None]
     return fmean(defined) if defined and len(defined) == len(values) else None
 
 
 def mean_validation_score(record: Mapping[str, Any], metric: Metric, few: Sequence[str]) -> float | None:
-    """Returns the mean over clients of the validation score of a round; None if it is not defined.
+    """Returns the mean over clients of the validation score in the record of a round; None if it is not defined.
 
     Args:
         record: of `metrics.jsonl`.

@@ -45,8 +45,8 @@ from polyfed.tasks.score_functions import split_into_binary_problems
 @final
 @dataclass(frozen=True)
 class VarianceComponents:
-    """Holds the scores of one client by seed, or the differences of two methods, with their variance due to seeds and
-    due to examples.
+    """Holds, for one client, a method's score by seed (or the difference of two methods), with its variance due to
+    seeds and its variance due to test examples.
 
     Attributes:
         values: score or difference of each seed, shape (S,).
@@ -68,12 +68,12 @@ class VarianceComponents:
 
     @property
     def mean(self) -> float:
-        """Returns the mean over seeds of the scores or differences."""
+        """Returns the mean over seeds of the scores, or of the differences of two methods."""
         return float(self.values.mean())
 
     @property
     def variance(self) -> float:
-        """Returns the variance of the mean, due to seeds and examples."""
+        """Returns the variance of the mean over seeds that is due to seeds and test examples together."""
         return max(self.seed_variance, 0.0) + self.residual_variance + self.example_variance
 
 
@@ -157,8 +157,8 @@ def score_seeds(
 
 
 def variance_components_of_difference(scores: SeedScores, rival_scores: SeedScores | None) -> VarianceComponents:
-    """Estimates the variance components of the paired difference of two methods, positive where the first is
-    better than its rival.
+    """Estimates the variance, due to seeds and due to test examples, of the difference of two methods; the difference
+    is positive where the first is better than its rival.
 
     If `rival_scores` is None, they are those of the score of the first method.
     """
@@ -232,7 +232,7 @@ def _components_of_table(
 
 
 def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float:
-    """Returns the degrees of freedom of the part of the variance that is due to examples.
+    """Returns the degrees of freedom of that part of a score's variance which is due to test examples.
 
     They are Welch's over classes, bounded by the number of examples that contribute less one: few contribute where two
     networks mostly agree ((Σ|c|)²/Σc² is their number if all contribute alike).
@@ -253,8 +253,8 @@ def degrees_of_freedom(centred: FloatArray, classes: NDArray[np.int64]) -> float
 def estimate_client_means(
     components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> list[Estimate]:
-    """Estimates each client's mean over seeds, with simultaneous confidence intervals for all clients and `num_tests`
-    methods (Bonferroni).
+    """Estimates each client's mean score or difference over seeds, with confidence intervals that hold simultaneously
+    for all clients and `num_tests` methods (Bonferroni).
 
     A few seeds give a poor estimate of their variance. The clients therefore pool it, as in an analysis of variance; a
     client whose own seeds vary more uses its own variance. No interval is narrower than the client's own at the level
@@ -290,7 +290,8 @@ def estimate_client_means(
 def estimate_mean_over_clients(
     components_by_client: Sequence[VarianceComponents], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> Estimate:
-    """Estimates the mean over clients with a confidence interval; the clients are taken as fixed, not as a sample.
+    """Estimates the mean score or difference over clients, with a confidence interval; the clients are taken as fixed,
+    not as a sample of more clients.
 
     The variance due to seeds is that of the means over clients, since one seed affects all clients.
 
@@ -325,7 +326,8 @@ def estimate_mean_over_clients(
 
 @final
 class GainOverRival(NamedTuple):
-    """Holds the estimated gain over one rival, with two intervals.
+    """Holds the estimated gain of a method over one rival with two intervals: one for this rival alone, and one that
+    holds for all rivals simultaneously.
 
     Attributes:
         alone: the estimate as if this were the only rival.
@@ -373,8 +375,8 @@ def mean_score_with_interval(
     level: float = CONFIDENCE_LEVEL,
     groups: NDArray[Any] | None = None,
 ) -> ValueWithInterval | None:
-    """Returns the score of one method on these examples, as a mean over seeds, and the two ends of its confidence
-    interval; None if the score is not defined.
+    """Returns one method's score on these examples, as a mean over seeds, with the two ends of its confidence interval;
+    None if the score is not defined.
 
     Args:
         metric, targets, groups: as for `estimate_variance_components`.
@@ -395,8 +397,8 @@ def mean_gain_with_interval(
     level: float = CONFIDENCE_LEVEL,
     groups: NDArray[Any] | None = None,
 ) -> ValueWithInterval | None:
-    """Returns the difference of the scores of two methods on the same examples, and the two ends of its confidence
-    interval; None if a score is not defined.
+    """Returns the difference of two methods' scores on the same examples, as a mean over seeds, with the two ends of
+    its confidence interval; None if a score is not defined.
 
     It is positive where the first method is better than its rival.
     """

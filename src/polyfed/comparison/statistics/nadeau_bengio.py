@@ -10,8 +10,8 @@ from polyfed.core.errors import UserError
 
 
 def variance_of_mean_over_resplits(differences: Sequence[float], num_train: float, num_test: float) -> float:
-    """Returns the variance of the mean of differences over K random splits of one data set, corrected for the overlap
-    of the training sets.
+    """Returns the variance of the mean difference over several random splits of one data set, corrected for overlapping
+    training sets; raises a `UserError` for fewer than two differences.
 
     It is (1/K + test/train)·s², where s² is the sample variance of the differences.
 

@@ -17,7 +17,8 @@ _Z_POWER = 0.8416  # the standard normal quantile of POWER
 @final
 @dataclass(frozen=True)
 class PilotVariances:
-    """Holds where the difference of two methods varies, estimated from two networks of each on the same test examples.
+    """Holds the sources of variance of the difference of two methods, estimated from two networks of each method on the
+    same test examples.
 
     Attributes:
         examples: for each client, the variance between examples that networks of other seeds share.
@@ -33,7 +34,7 @@ class PilotVariances:
 @final
 @dataclass(frozen=True)
 class ComparisonDesign:
-    """Describes how often, and on how many examples, a comparison tests.
+    """Describes the design of a comparison: how many runs each method has, and on how many examples they are tested.
 
     Attributes:
         kind: "seeds" (the same test examples with each seed), "resplit" or "folds".
@@ -51,7 +52,8 @@ class ComparisonDesign:
 
 
 def estimate_pilot_variances(differences: Sequence[FoldDifferences]) -> PilotVariances:
-    """Estimates the variances from two networks of each method, tested on the same examples.
+    """Estimates the sources of variance of the difference of two methods, from two networks of each method that were
+    tested on the same examples.
 
     Args:
         differences: for each client, with the two networks as two repeats of one fold.
@@ -71,8 +73,8 @@ def estimate_pilot_variances(differences: Sequence[FoldDifferences]) -> PilotVar
 
 
 def smallest_decidable_gain(pilot: PilotVariances, design: ComparisonDesign) -> tuple[float, float]:
-    """Returns the smallest true gain of the mean over clients, and of a typical client, that this design decides with a
-    probability of `POWER`.
+    """Returns the smallest true gain that this design decides with a probability of `POWER`: first for the mean over
+    clients, then for a typical client.
 
     >>> pilot = PilotVariances((0.2, 0.2), (0.05, 0.05), 0.0)
     >>> once, twice = (ComparisonDesign("folds", runs, 5, (200, 200), (40, 40)) for runs in (5, 10))

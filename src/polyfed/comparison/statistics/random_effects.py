@@ -23,7 +23,8 @@ MIN_SITES = 4
 @final
 @dataclass(frozen=True)
 class RandomEffects:
-    """Holds the mean gain over sites like these, the standard deviation between sites, and the gains by partial pooling.
+    """Holds a random-effects model of gains: the mean gain over sites like these, the standard deviation between sites,
+    and each site's gain by partial pooling.
 
     Attributes:
         mean: with sites as units.
@@ -39,7 +40,7 @@ class RandomEffects:
 @final
 @dataclass(frozen=True)
 class SiteGain:
-    """Holds the estimated gain of one site.
+    """Holds the estimated gain of one site, and the variance of this estimate.
 
     Attributes:
         value: the gain.
@@ -65,7 +66,8 @@ class SharedError:
 def fit_random_effects(
     gains: Sequence[SiteGain], shared: SharedError | None = None, *, alpha: float = ALPHA
 ) -> RandomEffects | None:
-    """Fits the model to the gains of sites; None for fewer than `MIN_SITES` sites, or variances that are not positive.
+    """Fits a random-effects model (a mean gain, and a deviation of each site) to the gains of sites; returns None for
+    fewer than `MIN_SITES` sites, or variances that are not positive.
 
     τ² is DerSimonian and Laird's (1986). The interval of the mean is Hartung and Knapp's, never narrower than with the
     estimated variances taken as known.

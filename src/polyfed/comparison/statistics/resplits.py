@@ -16,7 +16,8 @@ from polyfed.comparison.statistics.nadeau_bengio import variance_of_mean_over_re
 @final
 @dataclass(frozen=True)
 class ResplitDifferences:
-    """Holds the differences of two methods over repeated random splits, for one client or for the mean over clients.
+    """Holds the difference of two methods for each of several random splits of the data, at one client or as a mean
+    over clients.
 
     Attributes:
         values: difference of each split, at least two.
@@ -30,8 +31,9 @@ class ResplitDifferences:
 
     @property
     def mean_variance_factor(self) -> float:
-        """Returns the factor from the variance of one difference to the variance of their mean: 1/K + test/train for K
-        splits; 0 if all differences are equal."""
+        """Returns the factor that converts the variance of one difference to the variance of their mean: 1/K +
+        test/train for K splits; 0 if all differences are equal.
+        """
         return (
             variance_of_mean_over_resplits(self.values, self.num_train, self.num_test) / self.sample_variance
             if self.sample_variance
@@ -40,7 +42,7 @@ class ResplitDifferences:
 
     @property
     def sample_variance(self) -> float:
-        """Returns the sample variance of the differences."""
+        """Returns the sample variance of the differences over the splits."""
         return float(np.var(self.values, ddof=1))
 
 

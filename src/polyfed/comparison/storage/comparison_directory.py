@@ -78,21 +78,22 @@ class Comparison:
 
     @property
     def verdicts(self) -> Sequence[str]:
-        """Returns the conclusions in sentences: those that the confidence intervals support."""
+        """Returns the conclusions of the comparison as sentences, only those that the confidence intervals support."""
         return list(self.results["verdicts"])
 
     @property
     def skipped(self) -> Mapping[str, str]:
-        """Returns, for each method that was not run, the reason why it does not suit the clients."""
+        """Returns `{method label: reason}` for each method that was not run because it does not suit the clients."""
         return dict(self.results["skipped"])
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Returns, for each method with a run that failed, the error message."""
+        """Returns `{method label: error message}` for each method with a run that failed."""
         return dict(self.results.get("failed", {}))
 
     def cross_site(self, method: str) -> CrossSiteScores:
-        """Returns every client's model at every client, of one method: the mean over its runs, made with `cross_site=True`.
+        """Returns the scores of every client's model on every client's test examples, for one method, as the mean over
+        its runs; raises a `UserError` if the runs were made without `cross_site=True`.
 
         Raises:
             UserError: there is no such method, or its runs have no such scores.
@@ -141,7 +142,8 @@ class Comparison:
 
 
 def load_comparison(folder: str | Path) -> Comparison:
-    """Loads the results of a finished comparison from its directory.
+    """Loads the results of a finished comparison from its directory; raises a `UserError` if the directory holds no
+    comparison, or one that is unfinished or damaged.
 
     Raises:
         UserError: `folder` holds no comparison, or it is not finished or damaged.
@@ -169,12 +171,15 @@ def load_comparison(folder: str | Path) -> Comparison:
 
 
 def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes `comparison.json` atomically: a reader finds either the old file or the new one."""
+    """Writes `content` to the file `comparison.json` in the folder, atomically: a reader finds either the old file or
+    the new one.
+    """
     write_file_atomically(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
-    """Reads the description of a comparison, the content of its `comparison.yaml`.
+    """Returns the content of `comparison.yaml`, which describes a comparison, from its directory; raises a `UserError`
+    if the file is missing or damaged.
 
     Raises:
         UserError: it is missing or damaged.
@@ -189,15 +194,16 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 
 
 def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
-    """Returns the budget and target with which the results of a comparison were last computed, from the content of
-    `comparison.yaml`."""
+    """Returns the budget and target with which the results of a comparison were last computed, as they stand in the
+    content of its `comparison.yaml`.
+    """
     stored = description.get("reading") or {}
     return ResultCriteria(Budget.from_text(stored.get("budget", "best")), stored.get("target"))
 
 
 def write_description(folder: Path, description: Mapping[str, Any], criteria: ResultCriteria) -> None:
-    """Writes the description of a comparison to `comparison.yaml`, after a check that earlier runs in the directory
-    stay valid.
+    """Writes the description of a comparison to `comparison.yaml`; raises a `UserError` if the folder holds something
+    else, or a comparison whose runs would become invalid.
 
     Raises:
         UserError: `folder` holds something else, or a comparison of something else.
@@ -229,7 +235,8 @@ def write_description(folder: Path, description: Mapping[str, Any], criteria: Re
 def load_history_if_finished(
     folder: Path, rounds: int, client_ids: Sequence[str], seed: int, method: Mapping[str, Any], data_fingerprint: str
 ) -> list[dict[str, Any]] | None:
-    """Returns the records of each round of a finished run; None if rounds, models or predictions are missing.
+    """Returns the records of a finished run, one per round; None if rounds, models or predictions are missing. Raises a
+    `UserError` if the folder holds another run or changed files.
 
     Args:
         folder: the run directory.

@@ -9,8 +9,8 @@ _MAY_GROW = ("methods", "evaluated", "skipped", "fingerprints")  # by label or s
 
 
 def find_invalidating_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """Returns a text that names the first setting that differs between two descriptions of a comparison so that finished
-    runs are no longer valid; None if they stay valid.
+    """Returns a text that names the first changed setting, between two descriptions of a comparison, by which finished
+    runs become invalid; None if they stay valid.
 
     Title, references, further methods and further seeds at the end change nothing of finished runs.
 

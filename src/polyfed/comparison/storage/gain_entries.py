@@ -17,7 +17,7 @@ class GainEntry(TypedDict, total=False):
 
 
 class ClientTestsEntry(TypedDict, total=False):
-    """Holds how many examples of a client are tested, by all folds of a repeat together."""
+    """Holds the number of a client's examples that all folds of one repeat test together."""
 
     test: Required[int]
     rarest: tuple[int, int] | None
@@ -27,7 +27,9 @@ class ClientTestsEntry(TypedDict, total=False):
 
 
 class SiteModelEntry(TypedDict, total=False):
-    """Holds a random-effects model of the gain of the leader over the best that sites have alone in the mean."""
+    """Holds a random-effects model of the clients' gains: the best method against the alternative without federation
+    that is best in the mean.
+    """
 
     over: Required[str]
     gain: Required[float]

@@ -208,7 +208,7 @@ class TuningEntry(TypedDict, total=False):
 
 
 class BudgetEntry(TypedDict, total=False):
-    """Holds the budget, which decides the round at which each run is compared."""
+    """Holds the budget, the rule that decides at which round each run is compared."""
 
     kind: str
     """One of "best", "steps", "bytes" and "seconds"."""
@@ -314,7 +314,7 @@ class ExperimentEntry(TypedDict):
 
 
 class CriteriaEntry(TypedDict, total=False):
-    """Holds the budget and target with which the results were last computed."""
+    """Holds the budget and the target score with which the results of a comparison were last computed."""
 
     budget: str
     target: Score
@@ -343,7 +343,8 @@ class ComparisonDescription(TypedDict, total=False):
 
 
 def results_error(content: Mapping[str, Any]) -> str:
-    """Returns why `content` is not valid content of a `comparison.json`, or an empty text if it is.
+    """Returns the reason why `content` is not valid as the content of a `comparison.json`; an empty text if it is
+    valid.
 
     Checks all types, and that labels, seeds and rounds refer to something in it.
     """

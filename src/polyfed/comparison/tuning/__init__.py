@@ -1,1 +1,1 @@
-"""Searches hyper-parameters, and finds the best number of rounds for each client that trains alone."""
+"""Searches hyper-parameters, and finds the best number of rounds for each client that trains on its own data only."""

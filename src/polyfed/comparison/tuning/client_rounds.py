@@ -1,4 +1,4 @@
-"""Compares each client that trains alone at the round that is best for this client."""
+"""Compares each client that trains on its own data only at the round that is best for this client."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,8 @@ History = Sequence[Mapping[str, Any]]
 
 
 def lowest_loss_round_by_client(history: History, num_validation: Mapping[str, int]) -> dict[str, int]:
-    """Returns, for each client, the round with the lowest validation loss (smoothed as in the module `ranking`).
+    """Returns `{client id: round}` with the round of each client's lowest validation loss, where each loss is averaged
+    with its neighbours.
 
     A client without validation examples gets the round of the lowest pooled loss.
 
@@ -64,7 +65,8 @@ def compared_rounds_of_local_runs(
     sizes_by_seed: Mapping[str, Any],
     tuning_entry: Mapping[str, Any] | None,
 ) -> dict[tuple[str, int], dict[str, int]]:
-    """Returns, for each run (label, seed) in which clients train alone, the round at which each client is compared.
+    """Returns `{(label, seed): {client id: round}}`, the round at which each client is compared, for the runs in which
+    clients train on their own data only.
 
     Args:
         plan: the plan of the comparison; with a fixed budget the result is empty.
@@ -94,7 +96,7 @@ def compared_rounds_of_local_runs(
 
 
 def freeze_history_after(history: History, last_round_by_client: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns a run's records of all rounds as if each client had stopped training after its round in
+    """Returns a copy of a run's records of all rounds, as if each client had stopped training after its round in
     `last_round_by_client`.
 
     Args:

@@ -16,8 +16,8 @@ EXTENDED_GRID = f"{GRID},{EXTEND}"
 
 
 def resolve_search_values(method: Method, name: str, values: Any) -> Any:
-    """Returns the distinct values that a search tries for the hyper-parameter `name` of a method; a range is returned
-    unchanged.
+    """Returns the distinct values that a search tries for the hyper-parameter `name` of a method; returns a range
+    unchanged. Raises a `UserError` if multiples of a default are needed that is not positive.
 
     The mark `...`, which extends the grid, is left out.
     """
@@ -41,8 +41,9 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
 
 
 def values_to_validate(name: str, values: Any) -> tuple[Any, ...]:
-    """Returns the values with which a hyper-parameter is validated before the search: all of a list, or the two ends of
-    a range."""
+    """Returns the values with which to validate a hyper-parameter before the search: all of a list, or the two ends of
+    a range; raises a `UserError` if `values` is neither.
+    """
     if isinstance(values, str):
         search_range = SearchRange.from_low_to_high(values)
         return search_range.low, search_range.high
@@ -54,8 +55,8 @@ def values_to_validate(name: str, values: Any) -> tuple[Any, ...]:
 
 
 def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -> Any:
-    """Returns the next value to try beyond the edge of the grid if `best` is its smallest or largest value; None if it
-    is not.
+    """Returns the next value to try beyond the values tried so far, if `best` is the smallest or largest of them; None
+    if it is not.
 
     It is as far from `best` as the neighbour of `best`, on a log scale.
 
@@ -80,7 +81,7 @@ def next_value_beyond_edge(values: Sequence[Any], best: Any, is_integer: bool) -
 
 
 def may_extend_grid(values: Any) -> bool:
-    """Returns whether the search may try values beyond the given ones, which the mark `...` in `values` allows."""
+    """Returns True if `values` contains the mark `...`, which allows the search to try values beyond the listed ones."""
     if isinstance(values, str):
         return values == EXTENDED_GRID
     return isinstance(values, Sequence) and any(isinstance(value, str) and value == EXTEND for value in values)
@@ -108,5 +109,5 @@ def check_grid_extension(name: str, values: Any, trials: int | None) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether the value is an int or a float; True and False are no numbers."""
+    """Returns True if the value is an int or a float, and False for all else, also for the booleans True and False."""
     return isinstance(value, int | float) and not isinstance(value, bool)

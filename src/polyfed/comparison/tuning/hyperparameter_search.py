@@ -55,7 +55,7 @@ _EACH = "by_client"  # field of `local` with the choice of each client
 
 
 def trials_without_fields_error(trials: int) -> str:
-    """Returns the error message for `--trials` without any hyper-parameter to search."""
+    """Returns the error message for a user who gave `--trials` without any hyper-parameter to search."""
     return (
         f"trials={trials} searches nothing without fields and their values or ranges; give them too, as in "
         "tune={'lr': '0.001..0.3'} (--tune lr=0.001..0.3)"
@@ -63,8 +63,9 @@ def trials_without_fields_error(trials: int) -> str:
 
 
 def validate_search(plan: ComparisonPlan) -> None:
-    """Raises a `UserError` if the search is impossible: no validation examples, or a hyper-parameter that cannot be
-    searched."""
+    """Raises a `UserError` if the hyper-parameter search is impossible: there are no validation examples, or a
+    hyper-parameter cannot be searched.
+    """
     trials, space = plan.num_trials, plan.search_space
     if space is None:
         if trials is not None:
@@ -108,8 +109,8 @@ def validate_search(plan: ComparisonPlan) -> None:
 
 
 def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Sequence[Any] | str] | None:
-    """Returns the hyper-parameters to search, each with its values, from the arguments of `compare`; None for no
-    search.
+    """Returns the hyper-parameters to search as `{name: values}`, from the arguments `tune` and `trials` of `compare`;
+    None for no search. Raises a `UserError` for invalid arguments.
 
     Raises:
         UserError: an unknown word, or `trials` without fields.
@@ -135,7 +136,8 @@ def parse_search_space(tune: Any, trials: int | None = None) -> Mapping[str, Seq
 
 
 def run_search(plan: ComparisonPlan, methods: Mapping[str, Method], *, has_same_clients: bool) -> SearchResult:
-    """Runs the hyper-parameter search of all methods, and returns its runs and choices.
+    """Runs the hyper-parameter search of all methods, and returns a `SearchResult` with its runs, which chooses the
+    best hyper-parameters.
 
     Args:
         plan: the plan of the comparison.

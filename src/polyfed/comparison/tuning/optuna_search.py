@@ -12,8 +12,8 @@ _START = 4  # random trials before Optuna's estimator takes over; few, since sea
 @final
 @dataclass(frozen=True)
 class SearchRange:
-    """Holds a range of numbers to search, from `low` to `high` inclusive; only whole numbers if both ends are whole
-    numbers.
+    """Holds a range of numbers to search, from `low` to `high` inclusive; if both are whole numbers, it contains whole
+    numbers only.
 
     If both are positive the range is sampled on a log scale, as learning rates need it; otherwise uniformly.
 
@@ -29,7 +29,9 @@ class SearchRange:
 
     @classmethod
     def from_low_to_high(cls, text: str) -> "SearchRange":
-        """Parses a range that is written as "LOW..HIGH"."""
+        """Parses a text of the form "LOW..HIGH" as a range; raises a `UserError` if it has another form, or LOW is not
+        below HIGH.
+        """
         low, dots, high = text.partition("..")
         first, last = parse_number_or_text(low), parse_number_or_text(high)
         if not dots or isinstance(first, str) or isinstance(last, str):
@@ -76,14 +78,15 @@ class OptunaSearch:
         self._failed = optuna.trial.TrialState.FAIL
 
     def suggest_fields(self) -> dict[str, Any]:
-        """Returns the hyper-parameter values that Optuna suggests to try next."""
+        """Returns the values that Optuna suggests to try next, as `{hyper-parameter: value}`."""
         self._trial = self._study.ask(self._space)
         parameters = self._trial.params.items()
         return {n: v if isinstance(self._values[n], str) else self._values[n][v] for n, v in parameters}
 
     def report_score(self, validation_score: float | None) -> None:
-        """Reports to Optuna the validation score of the values suggested last (higher is better); None if their run has
-        no score."""
+        """Reports to Optuna the validation score (higher is better) of the values that it suggested last, or None if
+        their run has no score.
+        """
         if validation_score is None:
             self._study.tell(self._trial, state=self._failed)
         else:

@@ -53,8 +53,8 @@ def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
 def mean_of_last_losses(
     curve: LossCurve, cost_by_round: Mapping[int, float], limit: float | None
 ) -> LossAtRound | None:
-    """Returns the mean loss of the last `SMOOTHED_ROUNDS` evaluated rounds within the budget, and the last of these
-    rounds; None for an empty curve.
+    """Returns the mean loss of the last `SMOOTHED_ROUNDS` evaluated rounds whose cost is within `limit`, with the last
+    of these rounds; None for an empty curve.
 
     If no round is within the budget, these are the first round's.
 
@@ -83,8 +83,8 @@ def shrink_client_loss_to_pooled_loss(
     pooled_loss_curve: LossCurve,
     weight: float = POOLED_LOSS_WEIGHT,
 ) -> list[tuple[int, float]]:
-    """Returns a client's loss by round as a weighted mean of its own loss and the loss on the validation examples of
-    all clients.
+    """Returns (round, loss) pairs in which a client's loss is averaged, with weights, with the loss on the validation
+    examples of all clients.
 
     Args:
         client_loss_by_round: round -> loss of the client on its `num_examples` validation examples.
@@ -106,8 +106,8 @@ def shrink_client_loss_to_pooled_loss(
 def cap_losses(
     losses_by_client: Mapping[str, Mapping[int, float]], max_loss_by_client: Mapping[str, float]
 ) -> dict[str, dict[int, float]]:
-    """Returns the losses of all clients, each loss at most the client's entry in `max_loss_by_client`, since one
-    diverging client would outweigh all others.
+    """Returns a copy of all clients' losses in which no loss exceeds the client's entry in `max_loss_by_client`, so
+    that one diverging client does not outweigh all others.
 
     >>> cap_losses({"a": {1: 1.0, 2: 1e9}}, {"a": 1.0})
     {'a': {1: 1.0, 2: 1.0}}
@@ -130,7 +130,7 @@ def first_loss(loss_by_round: Mapping[int, float]) -> float:
 def losses_with_clients_stopped(
     losses_by_client: Mapping[str, Mapping[int, float]], last_round_by_client: Mapping[str, int]
 ) -> dict[str, dict[int, float]]:
-    """Returns the losses of all clients by round as if each client had stopped training after its round in
+    """Returns a copy of all clients' losses by round, as if each client had stopped training after its round in
     `last_round_by_client`.
 
     >>> losses_with_clients_stopped({"a": {1: 0.5, 2: 0.75}, "b": {1: 0.5, 2: 0.25}}, {"a": 1, "b": 2})
@@ -148,7 +148,8 @@ def losses_with_clients_stopped(
 
 
 def format_chosen_fields(tuning_entry: Mapping[str, Any]) -> str:
-    """Formats the hyper-parameters that a search chose for a method or for each of its clients; empty if it chose none.
+    """Formats as a text the hyper-parameters that a search chose for a method, or for each of its clients; returns an
+    empty text if it chose none.
 
     Args:
         tuning_entry: the method's search result, as in `comparison.json`.
@@ -173,7 +174,7 @@ def _format_fields(fields: Fields) -> str:
 @final
 @dataclass(frozen=True, eq=False)
 class SearchRun:
-    """Describes one run of a search: the hyper-parameters that it tried, and its losses.
+    """Describes one run of a hyper-parameter search: the values that it tried, and its validation losses.
 
     Attributes:
         label: of the method.
@@ -211,12 +212,14 @@ class SearchRun:
 
     @cached_property
     def pooled_loss_curve(self) -> LossCurve:
-        """Returns the loss on the validation examples of all clients together, for each evaluated round."""
+        """Returns (round, loss) pairs: the mean loss on the validation examples of all clients together, for each
+        evaluated round.
+        """
         return pool_losses(self.validation_losses_by_client, self.num_validation)
 
     def deciding_loss_of_curve(self, curve: LossCurve) -> LossAtRound | None:
-        """Returns the loss by which the run is ranked if `curve` is its loss by round, with the round of this loss;
-        None for an empty curve.
+        """Returns the loss (with its round) by which this run would be ranked if `curve` were its loss by round; None
+        for an empty curve.
         """
         if self.budget.is_fixed:
             return mean_of_last_losses(curve, self.cost_by_round, self.budget.limit)
@@ -224,17 +227,18 @@ class SearchRun:
 
     @cached_property
     def deciding_loss(self) -> LossAtRound | None:
-        """Returns the loss by which the run is ranked, with the round of this loss; None if the run has no loss."""
+        """Returns the validation loss by which this run is ranked, with its round; None if the run has no loss."""
         return self.deciding_loss_of_curve(self.pooled_loss_curve)
 
     @property
     def deciding_round(self) -> int | None:
-        """Returns the round of `deciding_loss`; None if the run has no loss."""
+        """Returns the round whose validation loss ranks this run (see `deciding_loss`); None if the run has no loss."""
         return None if self.deciding_loss is None else self.deciding_loss.round
 
     @property
     def mean_validation_score(self) -> float | None:
-        """Returns the mean over clients of the validation score after `deciding_round`; None if it is not defined.
+        """Returns the mean over clients of the validation score after the round `deciding_round`; None if it is not
+        defined.
 
         It is reported only, and does not change the ranking.
         """
@@ -247,8 +251,8 @@ class SearchRun:
 
 
 def rank_runs_by_pooled_loss(runs: Sequence[SearchRun], clients_with_loss: frozenset[str]) -> list[SearchRun]:
-    """Returns the runs that have a loss for every client in `clients_with_loss`, best first: by lowest loss, then by
-    steadier curve, then by smaller learning rate.
+    """Ranks the runs that have a loss for every client in `clients_with_loss`, best first: by lowest loss, then by
+    steadier loss curve, then by smaller learning rate.
     """
     complete_runs = [
         run
@@ -262,15 +266,15 @@ def rank_runs_by_pooled_loss(runs: Sequence[SearchRun], clients_with_loss: froze
 
 @final
 class RunWithBestRound(NamedTuple):
-    """Holds a run of a search, and the round of it that is best for one client."""
+    """Holds a run of a hyper-parameter search, and the round of this run that is best for one client."""
 
     run: SearchRun
     best_round: int
 
 
 def rank_runs_for_one_client(runs: Sequence[SearchRun], client: str) -> list[RunWithBestRound]:
-    """Returns the runs in which a client that trains alone has a loss, each with the client's best round, best run
-    first.
+    """Ranks, best first, the search runs in which a client that trains on its own data only has a loss, and returns
+    each run with the client's best round.
 
     In the pooled loss each client is capped at its first loss (the median over the runs), which also stands in where
     its training failed. So every run averages over the same clients, and one that diverges does not decide for the

@@ -29,7 +29,9 @@ MAX_EXTENSIONS = 2  # values that a grid is extended by, on either side
 
 @final
 class ChoiceKey(NamedTuple):
-    """Identifies a choice of hyper-parameters: that of a method, or of one client if its clients choose alone."""
+    """Identifies whose hyper-parameters a search chose: those of a method, or those of one client if each of the
+    method's clients has its choice.
+    """
 
     label: str
     client: str | None
@@ -37,8 +39,9 @@ class ChoiceKey(NamedTuple):
 
 @final
 class TunedMethods(NamedTuple):
-    """Holds the methods with the hyper-parameters that a search chose, by label, and the entry `tuning` of
-    `comparison.json`."""
+    """Holds the methods, by label, with the hyper-parameters that a search chose, and the entry `tuning` of
+    `comparison.json`.
+    """
 
     methods: dict[str, Method]
     tuning_entry: dict[str, Any]
@@ -66,7 +69,7 @@ class SearchResult:
     has_same_clients: bool
 
     def with_runs_added(self, runs: Sequence[SearchRun]) -> "SearchResult":
-        """Returns a copy of this result with `runs` added."""
+        """Returns a copy of this search result with `runs` added to its runs."""
         tried = {
             label: [*earlier_runs, *(run for run in runs if run.label == label)]
             for label, earlier_runs in self.runs_by_label.items()
@@ -75,7 +78,9 @@ class SearchResult:
 
     @cached_property
     def clients_with_loss(self) -> frozenset[str]:
-        """Returns the clients over which the loss is averaged: those of the run in which the most clients have a loss."""
+        """Returns the ids of the clients over which a run's loss is averaged: those of the run in which the most
+        clients have a loss.
+        """
         return max(
             (frozenset(run.validation_losses_by_client) for runs in self.runs_by_label.values() for run in runs),
             key=len,
@@ -84,14 +89,16 @@ class SearchResult:
 
     @cached_property
     def ranked_runs_by_label(self) -> Mapping[str, Sequence[SearchRun]]:
-        """Returns, for each method label, the runs that have a loss for all `clients_with_loss`, best first."""
+        """Returns `{method label: search runs, best first}`, without runs that lack a loss for one of the
+        `clients_with_loss`.
+        """
         return {
             label: rank_runs_by_pooled_loss(runs, self.clients_with_loss) for label, runs in self.runs_by_label.items()
         }
 
     @cached_property
     def ranked_runs_by_label_and_client(self) -> Mapping[str, Mapping[str, Sequence[RunWithBestRound]]]:
-        """Ranks the runs for each client separately, for the methods whose clients train alone.
+        """Ranks the search runs for each client separately, for the methods whose clients train on their own data only.
 
         Returns:
             label -> client id -> the runs in which the client has a loss, each with the client's best round, best first. A
@@ -112,8 +119,8 @@ class SearchResult:
         }
 
     def best_fields_of_method_or_each_client(self, label: str) -> list[Fields]:
-        """Returns the best hyper-parameters of a method, as a list of one; if its clients choose alone, those of each
-        client.
+        """Returns the best hyper-parameters of a method as a list of one dict, or, if each of its clients has its
+        choice, a list with one dict for each client.
 
         The client with most validation examples comes first.
         """
@@ -126,7 +133,7 @@ class SearchResult:
 
     @property
     def failed_methods(self) -> dict[str, Failure]:
-        """Returns the methods whose search runs all failed, with the first failure of each."""
+        """Returns `{method label: first failure}` for the methods of which every search run failed."""
         failures = dict[str, Failure]()
         for label, runs in self.runs_by_label.items():
             if runs and not self.ranked_runs_by_label[label]:
@@ -137,8 +144,8 @@ class SearchResult:
     def choice_to_replace_after_failure(
         self, label: str, failure: Failure, rank_by_choice: Mapping[ChoiceKey, int]
     ) -> ChoiceKey | None:
-        """Returns the key of the choice that must be replaced by the next best one after a final run failed; None if no
-        further run is left.
+        """Returns the key of the choice of hyper-parameters to replace by the next best one, after a final run failed
+        with it; None if no search run is left.
 
         It is that of the failed client where clients choose alone, else that of the method.
         """
@@ -151,8 +158,9 @@ class SearchResult:
         return choice if rank_by_choice.get(choice, 0) + 1 < num_runs else None
 
     def subfolder_of_final_runs(self, label: str, rank_by_choice: Mapping[ChoiceKey, int]) -> str:
-        """Returns the name of the subfolder, below the method's folder, for final runs with these choices; empty for
-        the best choices."""
+        """Returns the name of the subfolder, below the method's folder, for final runs with these choices of
+        hyper-parameters; an empty text for the best choices.
+        """
         if rank := rank_by_choice.get(ChoiceKey(label, None), 0):
             return safe_file_name(join_as_name_equals_value(self.ranked_runs_by_label[label][rank].fields))
         later = sum(rank for (name, _), rank in rank_by_choice.items() if name == label)

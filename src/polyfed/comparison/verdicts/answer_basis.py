@@ -16,7 +16,7 @@ methods: with one negative example it would be decided by this example, and outv
 @final
 @dataclass(frozen=True)
 class AnswerBasis:
-    """Holds the number of test examples behind an answer, and a sentence about it.
+    """Holds the number of test examples on which an answer rests, and a sentence about it.
 
     Attributes:
         num_examples: number of test examples.
@@ -30,7 +30,8 @@ class AnswerBasis:
 
 
 def count_client_examples(clients: Sequence[Client], class_names: Sequence[str] | None) -> dict[str, Any]:
-    """Counts each client's training, validation and test examples, for the entry `data` of `comparison.json`.
+    """Counts each client's training, validation and test examples, and returns the numbers as the entry `data` of
+    `comparison.json`.
 
     Args:
         clients: of one task.
@@ -70,12 +71,15 @@ def _count_groups(client: Client) -> dict[str, list[int]]:
 
 
 def tested_examples(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Returns the numbers of test examples by client, of each seed; of all folds together if the runs are folds."""
+    """Returns one mapping for each seed, from client ids to numbers of test examples; if the runs are folds of a
+    cross-validation, a single mapping for all folds together.
+    """
     return [content["tested"]] if content.get("tested") else list(content["data"].values())
 
 
 def count_examples_behind_answer(content: Mapping[str, Any], clients: Sequence[str], *, by_class: bool) -> AnswerBasis:
-    """Counts the test examples of the given clients, for the seed with the fewest, and those of the rarest class.
+    """Counts the test examples of the given clients, with the seed that has the fewest, and, if `by_class` is True,
+    those of their rarest class.
 
     Args:
         content: `comparison.json`.

@@ -5,7 +5,9 @@ from typing import Any
 
 
 def describe_fold_coverage(content: Mapping[str, Any]) -> list[str]:
-    """Returns sentences on what the intervals cover if the runs are folds, from the content of `comparison.json`."""
+    """Returns sentences that say what the confidence intervals of a cross-validation cover, from the content of its
+    `comparison.json`.
+    """
     folds, repeats = content["folds"], content["fold_repeats"]
     repeated = f", {repeats} times over" if repeats > 1 else ""
     sentences = [

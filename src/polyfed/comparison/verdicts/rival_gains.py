@@ -1,4 +1,6 @@
-"""Estimates the gain of the best federated method over what a client can have alone: its own network or a simple model."""
+"""Estimates the gain of the best federated method over what a client can have without federation: its own network or a
+simple model.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from polyfed.core.evaluation.metric import Metric
 
 
 def bracketed_simple_model_name(name: str) -> str:
-    """Returns the name of a simple model in brackets, a key that never equals a method's label.
+    """Returns the name of a simple model in brackets, such as "(ridge)", so that it never equals a method's label.
 
     >>> bracketed_simple_model_name("ridge")
     '(ridge)'
@@ -22,8 +24,8 @@ def bracketed_simple_model_name(name: str) -> str:
 
 
 def name_of_method_or_reference(key: str) -> str:
-    """Returns the name to show for a key: a simple model's key such as "(ridge)" loses its brackets, and a method's
-    label stays as it is.
+    """Returns the name to show for a key: a simple model's key, such as "(ridge)", without its brackets, and a method's
+    label unchanged.
 
     >>> name_of_method_or_reference("(ridge)"), name_of_method_or_reference("local")
     ('ridge', 'local')
@@ -32,7 +34,9 @@ def name_of_method_or_reference(key: str) -> str:
 
 
 def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
-    """Returns the scores of the simple models that each client can fit alone: key -> seed -> client id -> score."""
+    """Returns the scores of the simple models that clients fit on their own data only, as `{key: {seed: {client id:
+    score}}}`.
+    """
     return {
         bracketed_simple_model_name(name): {int(seed): scores for seed, scores in entry["runs"].items()}
         for name, entry in references.items()
@@ -43,8 +47,8 @@ def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
 def leader_gain_over_alternatives(
     content: Mapping[str, Any], evidence: Evidence, leader: str | None
 ) -> GainsOverBestRival:
-    """Estimates the gain of the method `leader` over the best alternative without federation, for the mean over clients
-    and for each client.
+    """Estimates the gain of the method `leader` over the best alternative without federation (a network or simple model
+    on a client's own data only), for the mean over clients and each client.
 
     Args:
         content: `comparison.json`, with statistics.
@@ -65,8 +69,9 @@ def leader_gain_over_alternatives(
 
 
 def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
-    """Adds to each simple model in `content["references"]` its gain over the network trained alone, with simultaneous
-    confidence intervals."""
+    """Adds to each simple model in `content["references"]` its gain over the network that clients train on their own
+    data only, with simultaneous confidence intervals.
+    """
     simple, reference = _simple_model_keys(content), content["reference"]
     evidence_by_key = (
         evidence.estimate_scores_and_gains([*simple, reference], reference, None)

@@ -1,4 +1,4 @@
-"""Describes the gains of sites as a mean over sites like these and a deviation of each site."""
+"""Describes the gains of sites by a random-effects model: a mean over sites like these, and a deviation of each site."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ MANY_SITES = 10
 def build_site_model(
     mean_answer: Mapping[str, Any] | None, evidence: Evidence, metric: Metric
 ) -> dict[str, Any] | None:
-    """Builds the entry `site_model` of `comparison.json`: the gain of the leader over the rival that the mean's answer
-    names.
+    """Builds the entry `site_model` of `comparison.json`, a random-effects model of the best method's gain over the
+    rival that the answer for the mean names; None if it cannot be fitted.
 
     Returns:
         None without an answer, with fewer than four sites, or where a client's name stands for other data with each seed.
@@ -44,7 +44,9 @@ def build_site_model(
 
 
 def describe_site_model(content: Mapping[str, Any]) -> list[str]:
-    """Returns the sentence on the mean gain over sites like these, if there are at least `MANY_SITES`."""
+    """Returns a list with the sentence on the mean gain over sites like these; an empty list for fewer than
+    `MANY_SITES` sites.
+    """
     model = content.get("site_model")
     if model is None or model["interval"] is None or len(model["clients"]) < MANY_SITES:
         return []

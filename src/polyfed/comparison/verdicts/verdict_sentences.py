@@ -56,7 +56,8 @@ def _better_or_worse(value: float, unit: str, label: str) -> str:
 
 
 def decide_answer(gain: float | None, interval: Sequence[float] | None, may_decide: bool) -> str:
-    """Decides from the interval of a gain whether to join the federation; returns "join", "stay" or "undecided".
+    """Returns "join", "stay" or "undecided": whether a client should join the federation, decided from its gain and the
+    gain's confidence interval.
 
     With `may_decide` false the answer is always "undecided".
 
@@ -73,8 +74,8 @@ def build_answers(
     content: Mapping[str, Any], leader: str | None, reason_undecided: str,
     leader_gains: tuple[GainOverRivals | None, Mapping[str, GainOverRivals | None]], metric: Metric, *, by_class: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:  # fmt: skip
-    """Builds the answer of each client, and the answer for the mean over clients: join the federation, stay alone, or
-    undecided.
+    """Returns the answer for each client, and the answer for the mean over clients or None; each says to join the
+    federation, to stay without it, or that it is undecided.
 
     The answer for the mean is None if there is none.
 
@@ -185,7 +186,8 @@ def _answer_sentence(content: Mapping[str, Any], row: Mapping[str, Any], why_not
 
 
 def describe_alternative(name: str, reference: str | None, task: TaskSpec) -> str:
-    """Describes in words an alternative to federation that a client has alone: training alone, or a simple model.
+    """Describes in words an alternative to federation: the client's network, or a simple model, trained on its own data
+    only.
 
     >>> describe_alternative("ridge", "local", "regression"), describe_alternative("local", "local", "regression")
     ('ridge regression alone', 'training alone')
@@ -255,7 +257,9 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def coverage_sentences(content: Mapping[str, Any]) -> list[str]:
-    """Returns sentences that explain what the results estimate, and what they do not cover."""
+    """Returns sentences that explain, from the content of `comparison.json`, what the results estimate and what they do
+    not cover.
+    """
     return [*_estimation_sentences(content), *_alternatives_sentences(content)]
 
 
@@ -373,7 +377,7 @@ def _format_fields(fields: Mapping[str, Any]) -> str:
 
 
 def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validated: bool) -> str:
-    """Returns a sentence that says at which round each method was compared.
+    """Returns a sentence that says at which round each method was compared, from the parts of the budget.
 
     Args:
         kind: of the budget.
@@ -393,7 +397,9 @@ def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validate
 
 
 def target_sentence(target: float | None, reference: str | None) -> str:
-    """Returns a sentence that says where the target score comes from."""
+    """Returns a phrase that says where the target score comes from: the user asked for it, or a reference method
+    reaches it.
+    """
     if target is not None:
         return "asked for"
     if reference is None:

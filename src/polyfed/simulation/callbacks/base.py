@@ -8,7 +8,7 @@ from polyfed.core.errors import UserError
 
 
 class Callback(ABC):
-    """Follows a run round by round, and can stop it; a subclass overrides the methods that it needs.
+    """Follows a run round by round, and can stop it; a user's subclass overrides the methods that it needs.
 
     A record is the object that `metrics.jsonl` gets for a round: scores, losses and bytes by client, and their summary. No
     hook receives examples, networks or messages. Hooks must not change the records.
@@ -25,7 +25,7 @@ class Callback(ABC):
     """
 
     def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
-        """Runs once when a run starts and again each time it is resumed, before the next round; a callback resets here
+        """Runs once when a run starts, and again each time it is resumed, before the next round. A callback resets here
         what it keeps from round to round.
 
         Args:
@@ -38,7 +38,8 @@ class Callback(ABC):
         return
 
     def on_round(self, record: Mapping[str, Any]) -> bool | None:
-        """Runs when a round is complete, after its evaluation if it has one; returns True to stop the run.
+        """Runs when a round is complete, after its evaluation if it has one; a callback returns True here to stop the
+        run.
 
         Returns:
             True to stop the run after this round. (Between real sites the next round has begun by then; it is the last.)
@@ -46,12 +47,15 @@ class Callback(ABC):
         return None
 
     def on_end(self) -> None:
-        """Runs once after the last round, or after a callback has stopped the run, when all results are written."""
+        """Runs once at the end, when all results are written: after the last round, or after a callback has stopped the
+        run.
+        """
         return
 
 
 def validate_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Checks the callbacks that a user gave, and returns them as a tuple.
+    """Returns the callbacks that a user gave as a tuple; raises a `UserError` unless they are a list of objects whose
+    classes are subclasses of `Callback`.
 
     Raises:
         UserError: it is no list, or an entry is no object of a subclass of `Callback`.

@@ -15,8 +15,8 @@ from polyfed.simulation.storage.directory import read_config
 
 @final
 class CheckpointSaver(Callback):
-    """Saves a checkpoint of a run every `checkpoint_every` rounds, after the last round, and after each round that the
-    setting `keep` selects.
+    """Saves a checkpoint of a run every `checkpoint_every` rounds, after the last round, and after the round whose
+    models the setting `keep` selects.
 
     A run without a directory saves nothing; the state after its best round is kept in memory.
     """
@@ -28,7 +28,7 @@ class CheckpointSaver(Callback):
         self._binding: integrity.Binding = {}
 
     def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
-        """Loads the checkpoint of the round that the setting `keep` selects, if the run is resumed."""
+        """Loads, if the run is resumed, the checkpoint of the round whose models the setting `keep` selects."""
         run, directory = self._run, self._run.directory
         if directory is None:
             return
@@ -40,7 +40,9 @@ class CheckpointSaver(Callback):
             directory.add_to_manifest({name: {} for name in outdated})
 
     def on_aggregated(self, round_number: int) -> None:
-        """Saves a checkpoint if one is due after this round."""
+        """Saves a checkpoint if one is due: every `checkpoint_every` rounds, after the last round, and after the round
+        that the setting `keep` selects.
+        """
         run = self._run
         state, keep = run.checkpoint, run.settings.keep
         kept_round = keep if isinstance(keep, int) else run.history[-1]["best_round"] if run.history else None
@@ -52,7 +54,9 @@ class CheckpointSaver(Callback):
             self.save_newest_state()
 
     def save_newest_state(self) -> None:
-        """Saves the run's newest state as a checkpoint, unless it is saved already or the run has no directory."""
+        """Saves the run's newest state as a checkpoint; does nothing if it is saved already, or the run has no
+        directory.
+        """
         run, directory, state = self._run, self._run.directory, self._run.checkpoint
         if directory is None or state.round <= self._saved_round:
             return
@@ -68,8 +72,9 @@ class CheckpointSaver(Callback):
         run.changed_clients.clear()
 
     def on_end(self) -> None:
-        """Writes the clients' personal models, after the round that the setting `keep` names, and their predictions to the
-        run directory."""
+        """Writes the clients' personal models and their predictions to the run directory, as they were after the round
+        that the setting `keep` selects.
+        """
         run, directory, keep = self._run, self._run.directory, self._run.settings.keep
         if run.best is None and keep in ("best", "loss"):
             criterion = "score" if keep == "best" else "loss"

@@ -9,7 +9,7 @@ from polyfed.simulation.rounds.training_round import evaluate_clients, is_evalua
 
 @final
 class RoundEvaluator(Callback):
-    """Evaluates the clients' personal models every `evaluate_every` rounds and after round `rounds`.
+    """Evaluates the clients' personal models every `evaluate_every` rounds, and after the last round (number `rounds`).
 
     Where the engine overlaps evaluation with training, only the last round is evaluated here; each other round waits for
     the training of the next one, and its record stays incomplete until then.
@@ -19,8 +19,9 @@ class RoundEvaluator(Callback):
         self._run = run
 
     def on_aggregated(self, round_number: int) -> None:
-        """Evaluates all clients after this round, or postpones that to the training of the next round if the engine does
-        both at once."""
+        """Evaluates all clients after this round, or leaves that to the training of the next round, if the engine
+        evaluates and trains at once.
+        """
         run, after = self._run, self._run.aggregated
         if not is_evaluation_round(run.settings, round_number):
             run.finish_round(after, None)

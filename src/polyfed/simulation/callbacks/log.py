@@ -24,7 +24,7 @@ class ProgressReporter(Callback):
             run.write_plot_arrays_and_return_numbers(run.checkpoint, run.federation.client_registry.ids)
 
     def on_round(self, record: Mapping[str, Any]) -> None:
-        """Shows the record of the round, and warns once when training losses become infinite or NaN."""
+        """Shows the record of the round, and warns the first time that training losses become infinite or NaN."""
         progress, history = self._run.progress, self._run.history
         progress.finish_round(record)
         for sentence in record["warnings"]:

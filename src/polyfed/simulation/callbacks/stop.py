@@ -20,7 +20,7 @@ class UserCallbackRunner(Callback):
         self._run, self._callbacks = run, callbacks
 
     def on_start(self, earlier_records: Sequence[Mapping[str, Any]]) -> None:
-        """Calls `on_start` of every user callback with the records of the rounds before."""
+        """Calls `on_start` of every user callback with the records of all earlier rounds."""
         for callback in self._callbacks:
             self._call(callback, "on_start", tuple(earlier_records))
 
@@ -30,8 +30,9 @@ class UserCallbackRunner(Callback):
             self._call(callback, "on_aggregated", round_number)
 
     def on_round(self, record: Mapping[str, Any]) -> None:
-        """Calls `on_round` of every user callback with the round's record, and stops the run after this round if one
-        returns True. The first callback that returns True is recorded as the one that stopped the run."""
+        """Calls `on_round` of every user callback with the round's record; if one returns True, stops the run after
+        this round. The first that returns True is recorded as the one that stopped the run.
+        """
         for callback in self._callbacks:
             if self._call(callback, "on_round", record):
                 self._run.request_stop_after_round(type(callback).__name__)

@@ -13,8 +13,8 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def check_client_init(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Checks that the method can create the initial private state of the clients, by creating one for each architecture and
-    shape of inputs.
+    """Raises a `UserError` unless the method can create the clients' initial private state; it creates one for each
+    architecture and shape of inputs.
 
     Raises:
         UserError: the method refuses this network: its last layer has no bias, say.

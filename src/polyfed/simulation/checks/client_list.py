@@ -8,7 +8,8 @@ from polyfed.core.errors import UserError
 
 
 def list_clients(clients: Any) -> list[Client]:
-    """Returns the clients as a list, from any iterable of them (list, generator, `dict.values()`, array of objects).
+    """Returns the clients as a list, from any iterable of them (list, generator, `dict.values()`, array of objects);
+    raises a `UserError` if it is empty or holds anything else.
 
     Raises:
         UserError: one client, a mapping, something that cannot be iterated, an empty iterable, or one that holds anything

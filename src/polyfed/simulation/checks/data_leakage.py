@@ -114,8 +114,8 @@ def warn_of_test_leakage(clients: Sequence[Client]) -> None:
 
 @contextmanager
 def limit_leak_warnings() -> Iterator[None]:
-    """Limits the warnings of data leakage to one within this context. A comparison needs this: it splits the same data
-    several times, and holds out parts of them.
+    """Limits the warnings of data leakage to one in total inside a `with` block. A comparison uses this, since it
+    splits the same data several times and holds out parts of them.
 
     >>> import warnings
     >>> x, y = torch.randn(40, 2), torch.arange(40) % 2

@@ -46,8 +46,9 @@ def _describe_loss(client: Client) -> str:
 
 
 def former_version_error(run_fingerprint: str, clients: Sequence[Client], public: Examples | None) -> str | None:
-    """Returns an error message if an earlier version of polyfed started the run with these clients, so that it cannot be
-    resumed; None if not."""
+    """Returns an error message if the run was started with these clients by an earlier version of polyfed, and so
+    cannot be resumed; None if it was not.
+    """
     modules = {c.id: cached_module(c.model).module for c in clients if c.model is not None}
     further_names_of = next(filter(None, map(first_name_by_alias, modules.values())), None)
     if not further_names_of:
@@ -66,7 +67,8 @@ def former_version_error(run_fingerprint: str, clients: Sequence[Client], public
 def data_fingerprint(
     clients: Sequence[Client], public: Examples | None = None, architecture_by_client: Mapping[str, str] | None = None
 ) -> str:
-    """Returns a short hash of all clients (ids, tasks, architectures, every example) and of the public examples.
+    """Returns a short hash of all clients (ids, tasks, architectures and every example) and of the public examples; a
+    run can be resumed only with the same.
 
     A run may only be resumed with the same.
 

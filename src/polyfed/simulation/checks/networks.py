@@ -20,8 +20,9 @@ _SENT = frozenset({"weights", "hypernetwork"})
 
 
 def cached_module_of(client: Client) -> CachedModule:
-    """Returns the cached copy of a client's network, after checking that its whole state can be sent. Raises a `UserError`
-    if a part of its state cannot be sent."""
+    """Returns the cached copy of a client's network; raises a `UserError` if any part of the network's state cannot be
+    sent.
+    """
     assert client.model is not None
     try:
         return cached_module(client.model)
@@ -38,8 +39,9 @@ def cached_module_of(client: Client) -> CachedModule:
 
 
 def check_network_tensors_and_layers(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Checks that all tensors of the clients' networks can be sent, and that the networks have the layers that the method
-    needs. Raises a `UserError` if not."""
+    """Raises a `UserError` if a tensor of a client's network cannot be sent, or if the network lacks a layer that the
+    method needs.
+    """
     checked_keys: set[tuple[str, str]] = set()
     for client in clients:
         cached = cached_module_of(client)
@@ -78,8 +80,8 @@ def check_single_example_batches(
     examples_by_field: Mapping[str, Examples | None],
     factory: Architecture | None = None,
 ) -> None:
-    """Checks that no network that needs larger minibatches (because of BatchNorm, say) would be trained on a minibatch of
-    one example. Raises a `UserError` if one would be.
+    """Raises a `UserError` if a network that needs larger minibatches (because of BatchNorm, say) would be trained on a
+    minibatch of one example.
 
     Args:
         clients: their networks are tried.

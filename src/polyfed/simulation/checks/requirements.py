@@ -50,8 +50,8 @@ from polyfed.simulation.checks.trial_forward import check_trains_on_one_example,
 
 
 def check_clients(clients: Sequence[Client]) -> None:
-    """Checks that there are clients, that their ids differ and their task is the same, and warns of test examples that are
-    training examples, and of clients whose targets cannot serve (`Task.target_warning`).
+    """Raises a `UserError` if there are no clients, two have the same id, or their tasks differ; warns of test examples
+    that are also training examples, and of unusable targets (`Task.target_warning`).
 
     Raises:
         UserError: no clients, something that is no client, an id that occurs twice, or several tasks.
@@ -72,8 +72,9 @@ def check_clients(clients: Sequence[Client]) -> None:
 
 
 def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
-    """Checks that the clients and public examples meet all requirements of the method (`algorithm.requires`). Raises a
-    `UserError` that names the clients at fault, and methods that would suit them."""
+    """Raises a `UserError` if the clients or public examples fail a requirement of the method (`algorithm.requires`);
+    the error names these clients, and methods that would suit them.
+    """
     if "public_data" in algorithm.requires and public is None:
         raise UserError(
             f"{registry_name(algorithm)} needs public examples that are no client's data; give public=... (federate) "
@@ -89,8 +90,9 @@ def check_requirements(clients: Sequence[Client], algorithm: Algorithm[Any, Any]
 
 
 def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Checks that the clients' networks and the form of their data suit the method; public examples are not checked
-    here."""
+    """Raises a `UserError` if the clients' networks or the form of their data do not suit the method; does not check
+    public examples.
+    """
     requirements, name = algorithm.requires, registry_name(algorithm)
     check_declared_words_are_known(algorithm, type(algorithm).__name__)
     check_table_schemas(clients, algorithm)
@@ -172,7 +174,9 @@ def check_clients_suit_method(clients: Sequence[Client], algorithm: Algorithm[An
 
 
 def representation_width(client: Client) -> int:
-    """Returns the width of a network's representation: the number of inputs of its last linear layer."""
+    """Returns the width of a network's representation, which is the number of inputs of its last linear layer; raises a
+    `UserError` if the network has none.
+    """
     assert client.model is not None
     network = cached_module(client.model).module
     try:
@@ -182,7 +186,8 @@ def representation_width(client: Client) -> int:
 
 
 def client_data_spec(client: Client) -> DataSpec:
-    """Returns the shape of a client's inputs and the number of logits that its labels need.
+    """Returns the shape of a client's inputs, and the number of logits that its labels need; raises a `UserError` if
+    its network takes several tensors as input.
 
     Raises:
         UserError: the network takes several tensors, which a `DataSpec` cannot describe.
@@ -205,8 +210,8 @@ def _first_input(client: Client) -> Any:
 
 
 def common_data_spec(clients: Sequence[Client], name: str = "the method") -> DataSpec:
-    """Returns the input shape and number of classes that suit the data of all clients. The number of classes is one more
-    than the largest label of any client.
+    """Returns the input shape and the number of classes (the largest label of any client plus one) that suit the data
+    of all clients; raises a `UserError` if they differ in shape.
 
     Raises:
         UserError: input shapes or numbers of outputs differ.
@@ -259,15 +264,15 @@ def _are_equal_inputs(a: Any, b: Any) -> bool:
 
 
 def architecture_keys_by_client(clients: Sequence[Client]) -> dict[str, str]:
-    """Returns client id -> short name of the client's architecture, for all clients that have a network."""
+    """Returns `{client id: short name of the client's architecture}` for all clients that have a network."""
     return {client.id: cached_module_of(client).architecture for client in clients if client.model is not None}
 
 
 def check_networks_run(
     clients: Sequence[Client], num_outputs: int | None = None, factory: Architecture | None = None
 ) -> None:
-    """Checks that the networks run on their data, by passing two examples through a copy of each network. Clients with the
-    same architecture and form of inputs are checked once.
+    """Raises a `UserError` unless each client's network runs on its data; passes two examples through a copy of each
+    network, once per architecture and form of inputs.
 
     Args:
         clients: their networks are tried.
@@ -330,7 +335,8 @@ def _common_tensor(first: nn.Module, second: nn.Module) -> str | None:
 
 
 def check_training_options(clients: Sequence[Client], options: LocalTraining) -> None:
-    """Checks that every client has the data and parameters that the options of local training need.
+    """Raises a `UserError` if a client lacks data or parameters that the options of local training need, such as
+    validation examples for early stopping.
 
     Raises:
         UserError: no validation examples to stop by, no classes to weight, no column of weights, or no parameter with a
@@ -365,7 +371,9 @@ def _describe_outputs(shape: tuple[int, ...]) -> str:
 
 
 def example_sets(client: Client) -> dict[str, Examples]:
-    """Returns a client's examples by split: "train", "test" and, if the client has them, "val" and "global_test"."""
+    """Returns a client's examples by the name of their split: "train", "test" and, if the client has them, "val" and
+    "global_test".
+    """
     sets = {"train": client.train, "test": client.test, "val": client.val, "global_test": client.global_test}
     return {name: data for name, data in sets.items() if data is not None}
 
@@ -375,8 +383,9 @@ _FINGERPRINT_NAMES = {"TablePreprocessor(": "Prepared(", "LazyImageDecoder(": "D
 
 
 def stable_repr(transform: Any) -> str:
-    """Returns a text that describes a transform and is the same in every process (the `repr` of a function is not: it
-    includes the function's address)."""
+    """Returns a text that describes a transform and is the same in every process, unlike the `repr` of a function,
+    which includes the function's address.
+    """
     if isinstance(transform, PartwiseTransform):
         return str({name: stable_repr(part_transform) for name, part_transform in transform.transforms.items()})
     if not is_dataclass(transform):

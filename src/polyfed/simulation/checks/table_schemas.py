@@ -25,7 +25,7 @@ _LONGEST, _SHOWN = 60, 5  # characters of a name, names in a sentence
 
 
 def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str]) -> bool:
-    """Returns whether a method needs every column of the inputs to have the same meaning at all clients.
+    """Returns True if a method needs every column of the inputs to have the same meaning at all clients.
 
     So it is if networks are averaged, if all clients train a common network beside their own (its weights are sent,
     while the clients' own may be of any architecture), or if they read public examples.
@@ -45,8 +45,9 @@ def needs_common_inputs(requirements: frozenset[str], discloses: frozenset[str])
 
 
 def table_preprocessors_by_part(examples: Examples) -> dict[str, TablePreprocessor]:
-    """Returns the table preprocessing of each part of the inputs that is a table: name of the part -> preprocessing. The
-    name is "" if the inputs have a single part."""
+    """Returns `{name of the part: table preprocessing}` for each part of the inputs that is a table; the name is "" if
+    the inputs have a single part.
+    """
     transform = examples.transform
     parts = transform.transforms if isinstance(transform, PartwiseTransform) else {"": transform}
     return {
@@ -56,15 +57,16 @@ def table_preprocessors_by_part(examples: Examples) -> dict[str, TablePreprocess
 
 @final
 class ColumnDefinition(NamedTuple):
-    """Holds the categories of a table's column, None for numbers, and whether its cells may be empty."""
+    """Holds the categories of one column of a table (None for a column of numbers), and whether its cells may be empty."""
 
     categories: tuple[str, ...] | None
     may_be_empty: bool
 
 
 def column_definitions_by_name(examples: Examples) -> dict[str, ColumnDefinition]:
-    """Returns the columns of the tables that examples come from: name -> (categories, whether cells may be empty). Columns
-    of a part of the inputs are named PART/COLUMN."""
+    """Returns `{column name: definition}` for the tables from which the examples come; a column of one part of the
+    inputs is named PART/COLUMN.
+    """
     return {
         f"{part}/{column.name}" if part else column.name: ColumnDefinition(column.categories, column.missing)
         for part, table in table_preprocessors_by_part(examples).items()
@@ -73,20 +75,22 @@ def column_definitions_by_name(examples: Examples) -> dict[str, ColumnDefinition
 
 
 def table_class_names(examples: Examples) -> tuple[str, ...]:
-    """Returns the names of the classes, labels or targets of the table that examples come from; empty if they come from no
-    table."""
+    """Returns the names of the classes, labels or targets of the table from which the examples come; an empty tuple if
+    they come from no table.
+    """
     return next((table.classes for table in table_preprocessors_by_part(examples).values()), ())
 
 
 def have_same_columns(first: Examples, second: Examples) -> bool:
-    """Returns whether two sets of examples come from tables with the same columns and classes in the same order; True also
-    if neither comes from a table."""
+    """Returns True if two sets of examples come from tables with the same columns and classes in the same order, or if
+    neither comes from a table.
+    """
     return _schema_key(first) == _schema_key(second)
 
 
 def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any]) -> None:
-    """Checks that the clients' tables agree in the columns and classes that the method needs in common, as the module's
-    docstring defines them.
+    """Raises a `UserError` if the clients' tables differ in columns or classes that the method needs to be the same at
+    all clients.
 
     Tables that have yet to agree on one preprocessing need the same columns only: categories and classes are merged.
 
@@ -125,8 +129,8 @@ def check_table_schemas(clients: Sequence[Client], algorithm: Algorithm[Any, Any
 
 
 def check_public_table(client: Client, public: Examples) -> None:
-    """Checks that a client's inputs and the public examples come from tables with the same columns and scaling, or neither
-    from a table.
+    """Raises a `UserError` unless a client's inputs and the public examples come from tables with the same columns and
+    scaling, or both from no table.
 
     Raises:
         UserError: they do not.
@@ -153,7 +157,7 @@ _PUBLIC = "take both from one table: pf.data.split_table(..., preprocess='federa
 
 @final
 class DeviatingPair(NamedTuple):
-    """Holds the ids of two clients: one with the value that most clients have, and one with another value."""
+    """Holds the ids of two clients: one with the value that most clients have, and one with a different value."""
 
     typical: str
     deviating: str
@@ -174,7 +178,8 @@ def find_deviating_pair(value_by_client: Mapping[str, Hashable]) -> DeviatingPai
 
 
 def describe_table_differences(reference: Mapping[str, Any], deviant: Mapping[str, Any]) -> list[str]:
-    """Returns a list of short phrases, each of which names one difference between the columns or classes of two tables.
+    """Returns a list of short phrases, each naming one difference between the columns or classes of two tables; an
+    empty list if they are equal.
 
     Args:
         reference, deviant: `columns`, name -> (categories or their hash, whether cells may be empty); and `classes`.

@@ -13,7 +13,8 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def check_tokens_in_vocabulary(module: nn.Module, data: Examples, name: str) -> None:
-    """Checks that each embedding of a network gets numbers that it has rows for.
+    """Raises a `UserError` if a client's examples contain a token outside the vocabulary, that is, a number for which
+    an embedding of the network has no row.
 
     Only the examples with the largest and the least number are run, and only where these are outside an embedding.
 

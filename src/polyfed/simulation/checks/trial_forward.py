@@ -14,7 +14,8 @@ from polyfed.core.seeds import temporary_rng_seed
 
 
 def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[int, ...]:
-    """Runs a network on one example, and returns the shape of its output, without the batch dimension.
+    """Runs a network on one example, and returns the shape of its output without the batch dimension; raises a
+    `UserError` if the network fails.
 
     Args:
         module: the network; a copy of it is run, so that nothing in it changes.
@@ -61,7 +62,8 @@ def output_shape(module: nn.Module, data: Examples, client_name: str) -> tuple[i
 def check_trains_on_one_example(
     module: nn.Module, data: Examples, client_name: str, batch_reason: str, cure: str
 ) -> None:
-    """Checks that a network can be trained on a minibatch of one example (BatchNorm cannot). Raises a `UserError` if not.
+    """Raises a `UserError` if a network cannot be trained on a minibatch of one example, as networks with BatchNorm
+    cannot.
 
     Args:
         module: the network.

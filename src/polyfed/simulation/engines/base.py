@@ -46,7 +46,9 @@ class ClientTask:
 
     @property
     def transmitted_message(self) -> Message:
-        """Returns the message in the form in which it is sent to the client, compressed or not."""
+        """Returns the server's message in the form in which the client receives it, compressed if the run compresses
+        messages.
+        """
         return self.message if self.compressed_message is None else self.compressed_message
 
     @property
@@ -58,7 +60,8 @@ class ClientTask:
 @final
 @dataclass(frozen=True)
 class TaskResult:
-    """Holds the result of a client's task: reply and private state, or metrics, or weights; or else the error in `failure`.
+    """Holds the result of a client's task, depending on its phase: reply and private state, or metrics, or weights; if
+    the task failed, the error in `failure`.
 
     Attributes:
         task: the task.
@@ -88,7 +91,7 @@ class TaskResult:
     masked: bool = False
 
     def with_seconds(self, seconds: float) -> "TaskResult":
-        """Returns a copy of this result with the time that the task took."""
+        """Returns a copy of this result that also holds the time the task took, in seconds."""
         return replace(self, seconds=seconds)
 
 
@@ -104,8 +107,9 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs all tasks and yields the result of each as soon as it is finished, in any order. If a client fails, its
-        result has the error in `failure`."""
+        """Runs all tasks, and yields each result as soon as it is finished, in any order. If a client fails, no error
+        is raised: its result has the error in `failure`.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -113,8 +117,9 @@ class Engine(ABC):
 
 
 def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> list[Client]:
-    """Returns copies of the clients with their data on `device`. A tensor that several clients share is moved once and
-    stays shared."""
+    """Returns copies of the clients with their data on `device`; a tensor that several clients share is moved once, and
+    they still share it.
+    """
     if device.type == "cpu":
         return list(clients)
     moved_stores: dict[int, torch.Tensor] = {}
@@ -137,13 +142,15 @@ def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> l
 
 
 def count_examples_of_phase(phase: Phase, client: Client) -> int:
-    """Returns the number of examples that a client processes in a task of this phase, as an estimate of the task's
-    duration."""
+    """Returns the number of examples that a client processes in a task of this phase ("local", "evaluate" or "export"),
+    as an estimate of the task's duration.
+    """
     sets = [client.train] if phase == "local" else [client.test, client.val, client.global_test]
     return sum(len(data) for data in sets if data is not None)
 
 
 def sort_longest_first(tasks: Sequence[ClientTask], clients: Mapping[str, Client]) -> list[ClientTask]:
-    """Sorts tasks by the number of examples that they process, largest first, so that no long task starts last; ties by
-    client id."""
+    """Returns the tasks sorted by the number of examples that they process, largest first (ties by client id), so that
+    no long task starts last.
+    """
     return sorted(tasks, key=lambda task: (-count_examples_of_phase(task.phase, clients[task.client]), task.client))

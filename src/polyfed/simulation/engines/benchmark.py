@@ -37,7 +37,8 @@ _STEPS = 2
 @final
 @dataclass(frozen=True)
 class EngineChoice:
-    """Holds how clients are trained with `engine="auto"`, together or one by one, and the measurements that decided it.
+    """Holds the choice that `engine="auto"` made, to train clients together or one by one, and the measurements that
+    decided it.
 
     Attributes:
         engine: "cohort" or "one by one".
@@ -51,7 +52,7 @@ class EngineChoice:
 
     @property
     def uses_cohorts(self) -> bool:
-        """Returns whether clients are trained together, their networks stacked into one computation."""
+        """Returns True if clients are trained together, with their networks stacked into one computation."""
         return self.engine == "cohort"
 
     def __str__(self) -> str:
@@ -86,7 +87,8 @@ def benchmark_engines(
     device: torch.device,
     build_tasks_of_clients: Callable[[Sequence[str]], Sequence[ClientTask]],
 ) -> EngineChoice:
-    """Measures whether the clients of a run train faster together or one by one, and returns the choice.
+    """Measures whether the clients of a run train faster together (networks stacked into one computation) or one by
+    one, and returns the choice.
 
     It should if a round has at least `MIN_CLIENTS` of one architecture, the method's training can be stacked, and two
     steps of it are at least `MIN_SPEEDUP` times as fast together.
@@ -130,8 +132,9 @@ def _first_fit(engine: InProcessEngine, task: ClientTask) -> FitCall | None:
 
 @grad_enabled()
 def measure_speedup_of_joint_training(fit_calls: Sequence[FitCall], device: torch.device) -> float:
-    """Returns how many times faster a training step of these clients is together than one by one; 0 if they cannot be
-    trained together."""
+    """Returns the factor by which a training step of these clients is faster together than one by one; 0 if they cannot
+    be trained together.
+    """
     short_calls = [
         replace(call, options=replace(call.options, local_epochs=1, local_steps=_STEPS)) for call in fit_calls
     ]

@@ -82,8 +82,9 @@ class CohortEngine(Engine):
         }
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs all tasks together, clients in the order of their ids, and yields each result when its client has
-        finished."""
+        """Runs all tasks, and yields each result when its client has finished; clients are trained together, and
+        ordered by their ids.
+        """
         waiting = [
             _PendingTask(task, DeferredRun(runs_alone=task.client in self._sequential_ids))
             for task in sorted(tasks, key=lambda task: task.client)

@@ -7,13 +7,14 @@ from polyfed.simulation.settings import Settings
 
 
 def check_engine_installed(engine: str) -> None:
-    """Checks that the package that an engine needs is installed; raises a `UserError` if not."""
+    """Raises a `UserError` if the package that an engine needs, such as Ray, is not installed."""
     if engine == "ray":
         check_extra_installed("ray", "ray", "engine='ray'", "take engine='auto'")
 
 
 def choose_client_device(settings: Settings) -> torch.device:
-    """Returns the torch device on which the clients of a run compute.
+    """Returns the torch device on which the clients of a run compute; raises a `UserError` if the device is unknown or
+    unavailable.
 
     With Ray the cluster's nodes may differ from this machine, so that it is CUDA if workers have GPUs, else the CPU.
 
@@ -26,8 +27,8 @@ def choose_client_device(settings: Settings) -> torch.device:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the torch device for a name: "auto" (CUDA if available, else CPU), "cpu", "cuda", "cuda:1", "mps", or another
-    that this version of torch knows.
+    """Returns the torch device for a name: "auto" (CUDA if available, else CPU), "cpu", "cuda", "cuda:1", "mps", ...;
+    raises a `UserError` if it is unknown or unavailable.
 
     Raises:
         UserError: an unknown or unavailable device.

@@ -34,7 +34,7 @@ def build_engine(
     reply_compression: Compressor | None = None,
     choice: EngineChoice | None = None,
 ) -> Engine:
-    """Builds the engine with this name for these clients.
+    """Builds the engine with this name ("inprocess", "pool", "cohort", "ray" or "auto") for these clients.
 
     Args:
         name: "inprocess"; "pool"; "cohort", many clients stacked, in this process or in each worker of a pool; "ray"; or
@@ -99,7 +99,9 @@ def build_engine_for_settings(
     metrics: Sequence[Metric] = (),
     choice: EngineChoice | None = None,
 ) -> Engine:
-    """Builds the engine that the settings of a run ask for; `choice` is the measured choice of `engine="auto"`."""
+    """Builds the engine that the settings of a run name; for `engine="auto"`, `choice` says whether clients are trained
+    together.
+    """
     device = choose_client_device(settings)
     ray_options = settings.ray_address, settings.gpus_per_worker
     reply_compression = parse_compressor(settings.compress)

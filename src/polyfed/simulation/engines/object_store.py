@@ -33,8 +33,8 @@ class FlatTensor(NamedTuple):
 
 
 def flatten_tensor(tensor: Tensor) -> FlatTensor:
-    """Converts a tensor to raw bytes, without copying it where possible. If the tensor is a view of a larger storage, only
-    its own elements are included.
+    """Converts a tensor to raw bytes, without copying it where possible; of a view of a larger storage, only the view's
+    elements are included.
 
     The order of its dimensions in memory stays, since rounding in later computations may depend on it.
 
@@ -88,8 +88,9 @@ _StoredSet = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
 @final
 class StoredClient(NamedTuple):
-    """Holds a client whose tensors are replaced by raw bytes (`FlatTensor`), or by references to large tensors in the
-    store."""
+    """Holds a client in which each tensor is replaced by raw bytes (`FlatTensor`) or, if it is large, by a reference to
+    the tensor in the object store.
+    """
 
     id: str
     model: Architecture | None
@@ -98,7 +99,9 @@ class StoredClient(NamedTuple):
     loss: Loss | None = None
 
     def restore(self, load: Callable[[Any], Tensor]) -> Client:
-        """Rebuilds the client; `load` turns each `FlatTensor` or reference into a tensor."""
+        """Returns the client as it was before it was stored; the function `load` turns each `FlatTensor` or reference
+        into a tensor.
+        """
 
         def examples(stored_set: _StoredSet | None) -> Examples | None:
             if stored_set is None:
@@ -112,8 +115,8 @@ class StoredClient(NamedTuple):
 
 
 def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -> list[StoredClient]:
-    """Converts clients for the store: replaces their tensors by raw bytes, or by the references that `put` returns for
-    large tensors. A tensor that several clients share is converted once.
+    """Converts clients for Ray's object store: replaces their tensors by raw bytes, or large ones by the references
+    that `put` returns. A tensor that several clients share is converted once.
 
     >>> x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
     >>> a, b = store_clients([Client(name, None, (x, y), (x, y)) for name in "ab"], put=lambda large: large)
@@ -161,7 +164,7 @@ def store_clients(clients: Sequence[Client], put: Callable[[FlatTensor], Any]) -
 
 @final
 class SharedTensors:
-    """Puts tensors that several tasks receive into the object store once, instead of sending them with each task. All
+    """Puts tensors that several tasks receive into Ray's object store once, instead of sending them with each task; all
     tensors with the same receivers become one object.
 
     Attributes:
@@ -189,5 +192,5 @@ class SharedTensors:
                 self._references[id(tasks[position])].append(reference)
 
     def references_of_task(self, task: ClientTask) -> list[Any]:
-        """Returns the references to the objects in the store that hold the tensors of this task."""
+        """Returns the references to those objects in Ray's store that hold tensors of this task."""
         return self._references[id(task)]

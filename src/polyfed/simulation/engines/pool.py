@@ -41,8 +41,9 @@ _ORPHAN_CHECK_SECONDS = 2.0
 
 
 def can_fork(device: torch.device) -> bool:
-    """Returns whether worker processes are started by fork: on Linux, unless they use CUDA, which does not survive a
-    fork."""
+    """Returns True if worker processes are started by fork: on Linux, if they compute on the CPU, since CUDA does not
+    survive a fork.
+    """
     return sys.platform == "linux" and device.type == "cpu"
 
 
@@ -141,7 +142,8 @@ class PoolEngine(Engine):
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
         """Runs the tasks in the worker processes, and yields each result as soon as it is finished. A task whose worker
-        died twice is a failure."""
+        died twice yields a result with an error in `failure`.
+        """
         ordered = sort_longest_first(tasks, self._clients)
         # Tasks are dealt in turn, so that batches take equally long; without cohorts a batch is one task.
         number = max(len(self._workers), -(-len(ordered) // MAX_COHORT_SIZE)) if self._uses_cohorts else len(ordered)

@@ -133,8 +133,8 @@ class RayEngine(Engine):
         return _RayWorker(actor, actor.start.remote(self._payload))
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs the tasks on the workers, and yields each result as soon as it is finished. A task whose worker died twice
-        is a failure.
+        """Runs the tasks on the workers, and yields each result as soon as it is finished. A task whose worker died
+        twice yields a result with an error in `failure`.
 
         Raises:
             UserError: a worker cannot read the clients: a module of theirs is missing on its node.
@@ -240,8 +240,9 @@ class RayEngine(Engine):
         return tuple(self._incidents.pop(task.client, ()))
 
     def close(self) -> None:
-        """Kills the workers, and disconnects from Ray if this engine connected to it. A Ray instance that was started for
-        this engine ends too."""
+        """Kills the workers, and disconnects from Ray if this engine connected to it; also ends a Ray instance that was
+        started for this engine.
+        """
         if ray.is_initialized():
             for worker in self._workers:
                 ray.kill(worker.actor)

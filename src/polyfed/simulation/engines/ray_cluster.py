@@ -19,8 +19,9 @@ _RESOURCES = {"CPU": "cores", "GPU": "GPUs"}
 
 
 def connect_to_ray_if_needed(address: str, workers: int | str) -> bool:
-    """Joins or starts a Ray cluster, unless this process is connected to one already; returns whether this call
-    connected."""
+    """Joins or starts a Ray cluster, and returns True; returns False if this process is connected to one already.
+    Raises a `UserError` if no Ray answers at `address`.
+    """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -78,7 +79,7 @@ def describe_cluster_resources() -> str:
 
 
 def describe_worker_death(error: RayError) -> str:
-    """Describes in a few words how a worker died; Ray's own message is a paragraph of possible causes."""
+    """Describes in a few words how a Ray worker died, in place of Ray's long message about possible causes."""
     text = str(error)
     # Ray raises `ActorUnavailableError` seconds before it knows that a node is lost.
     connection_lost = isinstance(error, ObjectLostError | ActorUnavailableError)

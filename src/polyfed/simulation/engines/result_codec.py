@@ -9,7 +9,9 @@ from polyfed.simulation.engines.base import ClientTask, TaskResult
 
 
 def encode_result_or_failure(result: TaskResult) -> bytes:
-    """Encodes a task result as bytes; a result that cannot be encoded becomes a failure that says why."""
+    """Encodes a task result as bytes; a result that cannot be encoded is replaced by a failed one, whose error gives
+    the reason.
+    """
     try:
         return _pack(result)
     except (TypeError, ValueError) as error:

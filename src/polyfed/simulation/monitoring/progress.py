@@ -18,7 +18,7 @@ class Progress(ABC):
 
     @abstractmethod
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Starts the display, when a run begins or resumes after `rounds_done` rounds."""
+        """Starts the display, when a run begins (`rounds_done` is 0) or resumes after `rounds_done` rounds."""
 
     @abstractmethod
     def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
@@ -33,7 +33,7 @@ class Progress(ABC):
         """Shows a sentence to the user."""
 
     def warn(self, sentence: str) -> None:
-        """Draws attention to a serious problem, for example by an alert; does nothing by default, since the caller also
+        """Draws attention to a serious problem, for example by an alert; by default does nothing, since the caller also
         shows the sentence with `say`.
         """
         return
@@ -58,7 +58,7 @@ def _megabytes(record: Mapping[str, Any]) -> str:
 
 @final
 class SilentProgress(Progress):
-    """Shows no progress at all.
+    """Shows no progress; can turn serious problems into Python warnings.
 
     Args:
         warns: whether serious problems become Python warnings, since nothing else shows them.
@@ -80,7 +80,7 @@ class SilentProgress(Progress):
         """Does nothing: this progress display is silent."""
 
     def warn(self, sentence: str) -> None:
-        """Emits a Python warning, if `warns` is set."""
+        """Emits a Python warning if `warns` is True."""
         if self._warns:
             warnings.warn(sentence, RuntimeWarning, stacklevel=5)
 
@@ -170,7 +170,8 @@ class ProgressBar(Progress):
 
 
 def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: bool = False) -> Progress:
-    """Builds the progress display of the command line: a bar if standard error is a terminal, else lines or nothing.
+    """Builds the progress display of the command line: a bar if standard error is a terminal, otherwise lines if
+    `lines` is True, or nothing.
 
     Args:
         quiet: shows nothing at all.
@@ -185,7 +186,8 @@ def build_terminal_progress(*, quiet: bool = False, lines: bool = True, warns: b
 
 
 def resolve_progress(progress: Progress | bool | None, *, quiet: bool = False) -> Progress:
-    """Returns the progress display for the argument `progress` of `federate` or `resume`.
+    """Returns the progress display for the argument `progress` of `federate` or `resume`; raises a `UserError` if it is
+    neither a `Progress`, a bool nor None.
 
     That is `progress` itself, or a bar on a terminal if it is None or True, or nothing if it is False or `quiet` is
     True.

@@ -36,16 +36,17 @@ _METRICS, _PARAMS, _LENGTH = 1000, 100, 6000
 
 
 class Logger(ABC):
-    """Logs the numbers of one run to a tracking service."""
+    """Logs the numbers of one run to a tracking service such as MLflow; subclasses define how."""
 
     @abstractmethod
     def check_reachable(self) -> None:
-        """Checks that the tracking service can be reached, before anything is computed; raises an error if not."""
+        """Raises an error if the tracking service cannot be reached; called before anything is computed."""
 
     @abstractmethod
     def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Opens the log of a run that begins, or resumes after `rounds_done` rounds; returns the last round that is in the
-        log already."""
+        """Opens the log of a run that begins, or resumes after `rounds_done` rounds; returns the last round that the
+        log already holds.
+        """
 
     @abstractmethod
     def log(self, round: int, values: Mapping[str, float]) -> None:
@@ -80,7 +81,7 @@ class TensorBoard(Logger):
         return max((e.step for e in events.Scalars(_MARK)), default=0) if _MARK in events.Tags()["scalars"] else 0
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Writes a scalar for each number to disk at once: a killed run would lose buffered numbers."""
+        """Writes each number of the round as a scalar to disk at once, since a killed run would lose buffered numbers."""
         for name, value in sorted(values.items(), key=_is_mark):
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
@@ -92,17 +93,18 @@ class TensorBoard(Logger):
 
 @final
 class MLflow(Logger):
-    """Logs a run's numbers to a run of MLflow, whose parameters are the run's configuration."""
+    """Logs a run's numbers to one run on an MLflow server, with the run's configuration as its parameters."""
 
     def check_reachable(self) -> None:
-        """Checks that the MLflow server answers, by asking it for the experiment."""
+        """Raises an error if the MLflow server does not answer when asked for the experiment."""
         self._mlflow = importlib.import_module("mlflow")
         self._entities, self._client = importlib.import_module("mlflow.entities"), self._mlflow.MlflowClient()
         self._client.get_experiment_by_name(_experiment_name())
 
     def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Opens the MLflow run that `mlflow.json` names, or creates one if there is none or the server no longer has it;
-        returns the last logged round."""
+        """Opens the MLflow run that `mlflow.json` names, or creates one if there is none or the server no longer has
+        it; returns the last round that it holds.
+        """
         run_id = self._existing_run_id(folder)
         if run_id is not None:
             self._id = run_id
@@ -155,8 +157,9 @@ def ensure_mlflow_experiment(client: Any) -> str:
 
 
 def read_mlflow_run_id(folder: Path) -> str | None:
-    """Returns the id of the MLflow run to which a run directory was logged; None if it was not, or the file `mlflow.json`
-    is damaged."""
+    """Returns the id of the MLflow run to which a run directory was logged; None if it was not logged, or its file
+    `mlflow.json` is damaged.
+    """
     try:
         link = parse_json(read_file(folder / MLFLOW_LINK_FILE))
     except (OSError, ValueError):
@@ -197,7 +200,7 @@ class TrackingProgress(Progress):
         self._rounds = self._last_round = 0
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Opens the loggers, and logs earlier rounds that are missing there."""
+        """Opens the loggers, and logs those earlier rounds that are missing in them."""
         self._display.start(title, rounds, rounds_done)
         self._rounds, self._last_round = rounds, rounds_done
         records = [record for record in read_metrics(self._folder / "metrics.jsonl") if record["round"] <= rounds_done]
@@ -249,8 +252,8 @@ class TrackingProgress(Progress):
 
 
 def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress | None = None) -> Progress:
-    """Builds a progress display that also logs the run to these services ("tensorboard", "mlflow"). It is for
-    `federate(..., out=out, progress=build_tracker("tensorboard", out))`.
+    """Builds a progress display that also logs the run to "tensorboard" or "mlflow", for `federate(..., out=out,
+    progress=build_tracker("tensorboard", out))`.
 
     Args:
         names: "tensorboard" or "mlflow", or several, as a list or separated by commas.
@@ -272,7 +275,8 @@ def build_tracker(names: str | Sequence[str], out: str | Path, display: Progress
 
 
 def validate_logger_names(names: str | Sequence[str]) -> list[str]:
-    """Checks that each named tracking service is known and its package installed; returns the names as a list.
+    """Returns the named tracking services as a list; raises a `UserError` if one is unknown or its package is not
+    installed.
 
     Raises:
         UserError: one is not.
@@ -286,7 +290,9 @@ def validate_logger_names(names: str | Sequence[str]) -> list[str]:
 
 
 def list_loggers_of_run(out: str | Path) -> list[str]:
-    """Lists the tracking services to which a run was logged before, so that a resumed run continues with them."""
+    """Returns the names of the tracking services to which a run was logged before, so that a resumed run continues with
+    them.
+    """
     return [
         name
         for name, mark in (("tensorboard", TENSORBOARD_FOLDER), ("mlflow", MLFLOW_LINK_FILE))
@@ -295,7 +301,8 @@ def list_loggers_of_run(out: str | Path) -> list[str]:
 
 
 def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Flattens a record of `metrics.jsonl`: returns path -> number, for every number in its nested mappings.
+    """Flattens a record of `metrics.jsonl` to `{path: number}`, with an entry such as "summary/accuracy/mean" for every
+    number in its nested mappings.
 
     >>> flatten_numbers({"round": 3, "train_loss": None, "summary": {"accuracy": {"mean": 0.5}}, "failures": []})
     {'round': 3.0, 'summary/accuracy/mean': 0.5}

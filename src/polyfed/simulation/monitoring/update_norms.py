@@ -23,7 +23,7 @@ _NOBODY = "no client has a finite"
 
 
 def update_norm(reply: Message, message: Message, differences: Iterable[str] = ()) -> float | None:
-    """Returns the Euclidean norm of a client's update, the difference of its reply from the message; None for a reply
+    """Returns the Euclidean norm of a client's update, which is its reply minus the server's message; None for a reply
     without floating-point tensors.
 
     Args:
@@ -59,8 +59,8 @@ def _change(sent: Tensor, received: Tensor | None) -> Tensor:
 
 
 def outlier_norm_ratios(norm_by_client: Mapping[str, float]) -> dict[str, float]:
-    """Finds clients with much larger updates than the others: client id -> its norm divided by the median norm of the
-    others, where that is at least `OUTLIER_FACTOR`.
+    """Returns `{client id: ratio}` for clients with unusually large updates; the ratio of a client's norm to the median
+    norm of the others is at least `OUTLIER_FACTOR`.
 
     >>> (outlier_norm_ratios({"a": 2.0, "b": 1.0, "c": 300.0}), outlier_norm_ratios({"a": 2.0}),
     ...  outlier_norm_ratios({"a": 0.0, "b": 1.0}))
@@ -76,8 +76,8 @@ def outlier_norm_ratios(norm_by_client: Mapping[str, float]) -> dict[str, float]
 
 
 def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns client id -> norm of the client's update, from a round's record in `metrics.jsonl`. Records of early versions
-    and of secure sums have no norms.
+    """Returns `{client id: norm of the client's update}` from a round's record in `metrics.jsonl`; empty for records of
+    early versions and of secure sums, which have no norms.
 
     >>> norms_by_client({"clients": {"a": {"update_norm": 1.5}, "b": {"loss": 1.0}}})
     {'a': 1.5}
@@ -98,7 +98,8 @@ def describe_round_warnings(record: Mapping[str, Any]) -> list[str]:
 
 
 def describe_diverged_losses(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a sentence about each loss of the last record that is NaN or infinite for all clients; "" if there is none.
+    """Returns a sentence about each loss in the last record that is NaN or infinite for all clients; an empty text if
+    there is none.
 
     >>> describe_diverged_losses([{"round": 2, "clients": {"a": {"loss": None}, "b": {"loss": None}}}])
     'round 2: no client has a finite test loss; the training has diverged, or an update has ruined the model'

@@ -8,7 +8,7 @@ LossCurve = Sequence[tuple[int, float]]  # (round, loss), in the order of rounds
 
 
 def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Returns each client's finite validation losses from the records of a run: client id -> round -> mean loss.
+    """Returns each client's finite mean validation losses from the records of a run, as `{client id: {round: loss}}`.
 
     Args:
         history: the records of `metrics.jsonl`.
@@ -28,8 +28,8 @@ def validation_losses_by_client(history: Sequence[Mapping[str, Any]]) -> dict[st
 def pool_losses(
     losses_by_client: Mapping[str, Mapping[int, float]], num_validation: Mapping[str, int]
 ) -> list[tuple[int, float]]:
-    """Returns the mean loss over all clients' validation examples together, as (round, loss), for the rounds in which every
-    client has a loss.
+    """Returns (round, loss) pairs with the mean loss over the validation examples of all clients together, for the
+    rounds in which every client has a loss.
 
     Args:
         losses_by_client: client id -> round -> loss.
@@ -47,7 +47,8 @@ def pool_losses(
 
 
 def round_of_lowest_loss(curve: LossCurve) -> int | None:
-    """Returns the round with the lowest loss, or the first of several equally low; None for an empty curve.
+    """Returns the round with the lowest loss in a list of (round, loss) pairs, the first of several equally low; None
+    for an empty list.
 
     >>> round_of_lowest_loss([(1, 0.5), (2, 0.25), (3, 0.25)])
     2
@@ -56,7 +57,7 @@ def round_of_lowest_loss(curve: LossCurve) -> int | None:
 
 
 def round_of_lowest_pooled_loss(history: Sequence[Mapping[str, Any]], num_validation: Mapping[str, int]) -> int | None:
-    """Returns the round with the lowest mean loss over all clients' validation examples, or the first of several equally
+    """Returns the round with the lowest mean loss over all clients' validation examples, the first of several equally
     low; None if no client has a loss.
 
     A round in which a client lacks the loss that it had before is never better.

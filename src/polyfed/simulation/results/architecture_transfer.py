@@ -25,7 +25,7 @@ Parts = Literal["personal", "all"]
 @final
 @dataclass(frozen=True, eq=False)
 class TransferResult:
-    """Holds a network that was transferred to a new task, and its scores before and after retraining.
+    """Holds a network that was transferred to a new task, and its scores on the task before and after retraining.
 
     Attributes:
         scores_before_retraining: score and loss of the client's network on the new task's test examples.
@@ -49,8 +49,8 @@ def transfer_network(
     parts: Parts = "all",
     seed: int = 0,
 ) -> TransferResult:
-    """Retrains the network that architecture search found for a client on a new task, with the architecture samplers
-    frozen.
+    """Retrains on a new task the network that FedPNAS or FedDSNAS searched for a client, with the samplers that choose
+    its architecture frozen; returns the network and its scores.
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.
@@ -102,7 +102,8 @@ def transfer_network(
 
 @exclusive_single_torch_thread_with_grad()
 def score_after_adaptation(run: Run, client_id: str, *, epochs: int = 1) -> MetricValues:
-    """Returns the scores of a client's network after training its personal layers for a number of epochs.
+    """Returns the scores of a client's network after training its personal layers on the client's data for a number of
+    epochs.
 
     `epochs` replaces the run's `finetune_epochs`: it shows what FedDSNAS, which has no such phase, would score with
     that of FedPNAS. The run is not changed and need not be repeated: nothing that the clients sent depends on the

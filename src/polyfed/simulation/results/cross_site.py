@@ -1,4 +1,5 @@
-"""Scores every client's model on every other client's test examples, with intervals: which model serves whom.
+"""Scores every client's model on every other client's test examples, with confidence intervals: which model works well
+for which client.
 
 Row and column of the matrix are "model of" and "patients of". Each model prepares the other client's raw examples as its
 own: the rows of a table are scaled and encoded by the statistics of the model's client. Where that is not possible, a cell
@@ -35,7 +36,8 @@ _SHARES = frozenset({"auc", "average_precision"})
 
 @exclusive_single_torch_thread_with_grad()
 def compute_cross_site(federation: Federation, checkpoint: Checkpoint) -> CrossSiteScores:
-    """Scores every client's model of a checkpoint on every client's test examples.
+    """Scores every client's model of a checkpoint on every client's test examples; raises a `UserError` if the clients
+    are not in this process.
 
     Raises:
         UserError: the clients are not in this process.

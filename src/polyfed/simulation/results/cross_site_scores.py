@@ -1,4 +1,6 @@
-"""Holds the scores of every client's model at every client, writes them as text, JSON and CSV, and says who serves whom."""
+"""Holds the scores of every client's model at every client, writes them as text, JSON and CSV, and says which model
+works well for which client.
+"""
 
 import csv
 import io
@@ -66,7 +68,7 @@ class _CrossSiteJSON(TypedDict):
 @final
 @dataclass(frozen=True)
 class CrossSiteScores:
-    """Holds the scores of every client's model at every client.
+    """Holds the scores of every client's model on every client's test examples.
 
     Args:
         clients: in the order of rows and columns.
@@ -84,7 +86,9 @@ class CrossSiteScores:
         return format_cross_site(self)
 
     def matrix(self, metric: str | None = None) -> list[list[CrossSiteCell]]:
-        """Returns the cells of one score (by default the deciding one) as rows: model of, then patients of."""
+        """Returns the scores of one metric (by default the deciding one) as a matrix: one row per model, one column per
+        client whose test examples are scored. Raises a `UserError` for an unknown metric.
+        """
         name = self.metrics[0]["name"] if metric is None else metric
         if name not in {entry["name"] for entry in self.metrics}:
             raise UserError(
@@ -94,11 +98,15 @@ class CrossSiteScores:
         return [[cell_by_place[model_of, patients_of] for patients_of in self.clients] for model_of in self.clients]
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns all cells as rows with the names of `CrossSiteCell`."""
+        """Returns all scores as a list of dicts, one per metric, model and client, with the fields of `CrossSiteCell`
+        as keys.
+        """
         return [asdict(cell) for cell in self.cells]
 
     def sentences(self) -> list[str]:
-        """Returns sentences on who serves whom, by the deciding score: what the intervals decide, and nothing else."""
+        """Returns sentences on which model serves which client, by the deciding metric; they say only what the
+        confidence intervals decide.
+        """
         return list(_describe(self))
 
     def to_json_dict(self) -> dict[str, Any]:
@@ -109,7 +117,7 @@ class CrossSiteScores:
         }  # fmt: skip
 
     def to_csv(self) -> str:
-        """Returns a row for each cell as CSV, for a spreadsheet."""
+        """Returns the scores as a CSV text, one row per metric, model and client."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         rows = self.table()
@@ -128,7 +136,8 @@ def write_cross_site(scores: CrossSiteScores, folder: Path) -> None:
 
 
 def read_cross_site(folder: Path) -> CrossSiteScores | None:
-    """Reads the matrix of a run directory; None if it has none.
+    """Reads the cross-site scores from a run directory; returns None if it has none, and raises a `UserError` if the
+    file is damaged.
 
     Raises:
         UserError: the file is damaged.
@@ -188,7 +197,7 @@ def _describe(scores: CrossSiteScores) -> Iterator[str]:
 
 
 def format_cross_site(scores: CrossSiteScores, max_clients: int = 10) -> str:
-    """Returns the matrix of the deciding score as text for a terminal, with intervals and sentences."""
+    """Returns the matrix of the deciding metric as text for a terminal, with confidence intervals and sentences."""
     entry = scores.metrics[0]
     shown = range(min(len(scores.clients), max_clients))
     names = [scores.clients[k] for k in shown]
@@ -218,7 +227,7 @@ def _format_cell(cell: CrossSiteCell, unit: Any, *, is_own: bool) -> str:
 
 
 def average_cross_site(parts: Sequence[CrossSiteScores]) -> CrossSiteScores:
-    """Returns the mean of the matrices of several seeds or dealings of the data.
+    """Returns the mean of several matrices of cross-site scores, one for each seed or each partition of the data.
 
     Ends of intervals are averaged, too: the seeds share the same patients, so that their number makes no interval shorter.
     """

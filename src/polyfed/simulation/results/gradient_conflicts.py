@@ -23,8 +23,9 @@ _ROWS = 256
 
 @final
 class GradientConflicts(NamedTuple):
-    """Holds the ids of a run's clients, ascending, and in this order the weights α_i of their gradients, with the two sides
-    of Proposition 1."""
+    """Holds a run's client ids in ascending order, the weight α_i of each client's gradient in the same order, and the
+    two sides of Proposition 1 of the FedPNAS paper.
+    """
 
     client_ids: tuple[str, ...]
     step_weights: StepWeights

@@ -1,4 +1,4 @@
-"""Prepares one client's test examples for another client's model: with the model's own preprocessing of raw inputs."""
+"""Prepares one client's test examples for another client's model, with the model's preprocessing of raw inputs."""
 
 import math
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from polyfed.data.tabular.preprocessing import Column, TablePreprocessor
 
 
 class IncompatibleExamplesError(ValueError):
-    """Says why a client's model cannot read another client's examples, or not be scored on them."""
+    """Raised when a client's model cannot read another client's examples, or cannot be scored on them."""
 
 
 def examples_for_model_of(owner: Client, client: Client) -> tuple[Examples, Callable[[Tensor], Tensor]]:
-    """Returns a client's test examples as the owner's model takes them, and a function that converts the model's outputs to
-    the classes or unit of the client's targets.
+    """Returns a client's test examples as the owner's model takes them, and a function that converts the model's
+    outputs to the client's classes or unit; raises an error if they are incompatible.
 
     Raises:
         IncompatibleExamplesError: tables, inputs or classes differ.

@@ -81,8 +81,9 @@ class Run:
 
     @property
     def kept_checkpoint(self) -> Checkpoint:
-        """Returns the checkpoint after the round that the setting `keep` selects. `model`, `predict` and by default
-        `predictions` use this state."""
+        """Returns the checkpoint after the round that the setting `keep` selects, the state that `model`, `predict` and
+        by default `predictions` use.
+        """
         return self.best or self.last
 
     @property
@@ -92,8 +93,8 @@ class Run:
         return self.federation.best_round(self.history)
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics after the last or best round as rows: one for each client, sorted by id (numeric ids by
-        number), then one with the means.
+        """Returns the metrics after the last or best round as a list of dicts: one per client, sorted by id (numeric
+        ids by number), then one with the means.
 
         Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
         `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,
@@ -115,8 +116,8 @@ class Run:
         return build_metrics_table(self.history[number - 1], roster.ids, roster.num_examples, names)
 
     def model(self, client: str) -> nn.Module:
-        """Returns a client's personal network, as evaluated after the last round or the round that the setting `keep`
-        selects.
+        """Returns a client's personal network as evaluated after the last round, or after the round that the setting
+        `keep` selects; raises a `UserError` for an unknown client id.
 
         It is independent of the run, in evaluation mode on the CPU.
 
@@ -189,8 +190,8 @@ class Run:
         )
 
     def predictions(self, client: str, split: Literal["test", "val"] = "test", round: int | None = None) -> Predictions:
-        """Returns the outputs of a client's personal network for its own test or validation examples, stored when a round
-        was evaluated.
+        """Returns the outputs of a client's personal network for its test or validation examples, stored when a round
+        was evaluated; raises a `UserError` if they were not kept.
 
         Args:
             client: its id.
@@ -209,8 +210,8 @@ class Run:
         )
 
     def cross_site(self) -> CrossSiteScores:
-        """Returns the scores of every client's personal network on every client's test examples, with intervals: rows are
-        models, columns are patients. They are computed now unless the run was asked for them (`cross_site=True`).
+        """Returns the scores, with intervals, of every client's personal network (rows) on every client's test examples
+        (columns); computes them now, unless the run was made with `cross_site=True`.
 
         The networks are those of `model`. `print` shows the matrix; `table()` has a row for each cell.
 

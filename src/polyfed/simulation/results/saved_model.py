@@ -49,7 +49,8 @@ class SavedModel:
     client: str
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """Returns predictions for the rows of a `pyarrow.Table`, as columns: name -> one value for each row.
+        """Predicts for each row of a `pyarrow.Table`, and returns `{column name: one value for each row}`, such as
+        classes and probabilities.
 
         Returns:
             Columns: for classes `predicted` and a probability each; for labels a probability each; for regression the
@@ -66,7 +67,8 @@ class SavedModel:
 
 
 def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> dict[str, list[Any]]:
-    """Converts a network's outputs to the columns of a table of predictions: name -> one value for each row.
+    """Converts a network's outputs to the columns of a table of predictions, as `{column name: one value for each
+    row}`.
 
     The task decides which; regression outputs are in the unit of the table already.
     """
@@ -74,7 +76,8 @@ def convert_outputs_to_columns(outputs: Tensor, prepared: TablePreprocessor) -> 
 
 
 def load_saved_model(folder: str | Path, client: str | None = None) -> SavedModel:
-    """Loads a client's model and preprocessing from the directory of a run whose data were a table.
+    """Loads a client's model and preprocessing from the directory of a run on table data; raises a `UserError` if the
+    model is missing, damaged, or needs code that is not there.
 
     Args:
         folder: the run directory.

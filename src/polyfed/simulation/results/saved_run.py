@@ -36,7 +36,8 @@ from polyfed.simulation.storage.run_files import RunFiles
 @final
 @dataclass(frozen=True, repr=False)
 class SavedRun:
-    """Holds what the directory of a run has of it; the run may be finished or not. `polyfed.load` returns it.
+    """Holds a finished or unfinished run as read from its directory by `polyfed.load`: configuration, metrics and
+    stored networks.
 
     Attributes:
         out: the run directory.
@@ -60,7 +61,8 @@ class SavedRun:
         return self.files.history
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics after the last evaluated or the best round as rows, as `Run.table` does.
+        """Returns the metrics after the last evaluated or the best round as a list of dicts, one per client and one
+        with the means, as `Run.table` does.
 
         Raises:
             UserError: no round has been evaluated, or "best" without validation examples.
@@ -72,7 +74,8 @@ class SavedRun:
         return write_page_of(self.out, out)
 
     def model(self, client: str, build: Callable[[], nn.Module] | None = None) -> nn.Module:
-        """Returns a client's personal network as it was stored at the end of the run, in evaluation mode on the CPU.
+        """Returns a client's personal network as stored at the end of the run, in evaluation mode on the CPU; raises a
+        `UserError` if there is none.
 
         Args:
             client: its id.
@@ -102,7 +105,8 @@ class SavedRun:
             raise UserError(f"the network of {client!r} in {self.out} cannot be built: {error}") from error
 
     def predict(self, client: str, x: Any, build: Callable[[], nn.Module] | None = None) -> Tensor:
-        """Returns the outputs of a client's stored network for new inputs, prepared as the client's own were.
+        """Returns the outputs of a client's stored network for new inputs, which are prepared in the same way as the
+        client's training inputs.
 
         Args:
             client: its id.
@@ -158,7 +162,8 @@ class SavedRun:
 
 
 def load_run(folder: Path) -> SavedRun:
-    """Returns what a run directory holds, of a run that is finished or not.
+    """Reads a finished or unfinished run from its directory; raises a `UserError` if it is no run directory, or a file
+    is damaged.
 
     Raises:
         UserError: it is no run directory, or a file is damaged.

@@ -119,13 +119,14 @@ class TrainingCurves:
 
     @property
     def epochs(self) -> int:
-        """Returns the number of epochs E of both curves."""
+        """Returns E, the number of epochs that both curves of test scores cover."""
         return len(self.warm) - 1
 
     @property
     def epochs_to_match_scratch(self) -> int | None:
-        """Returns after how many epochs the network with generated weights first scores at least as high as the network
-        from scratch after all epochs; None if it never does."""
+        """Returns the first number of epochs after which the network with generated weights scores at least as high as
+        the one trained from scratch for all epochs; None if it never does.
+        """
         goal = self.scratch[-1]
         if goal is None:
             return None
@@ -134,7 +135,8 @@ class TrainingCurves:
 
 @grad_enabled()  # the state is trained further
 def load_trained_server(out: str | Path) -> TrainedServer:
-    """Loads the trained hypernetwork from the last saved round of a `flha_ghn` run.
+    """Loads the trained hypernetwork from the last saved round of a `flha_ghn` run; raises a `UserError` if the
+    directory holds no complete run of this method.
 
     It reads the run directory alone, not the clients or their data, and changes nothing there.
 
@@ -183,7 +185,8 @@ def build_unseen_client(
     task: Task | TaskSpec = DEFAULT_TASK,
     seed: int = 0,
 ) -> tuple[Client, int]:
-    """Builds a client that took no part in training; also returns how many examples of `data` were held out for testing.
+    """Builds a client that took no part in training; returns it, and how many examples of `data` were held out for
+    testing.
 
     Args:
         model: builds its network, as `Client.model`.
@@ -228,7 +231,8 @@ def _hold_out_test(data: Examples, seed: int, name: str) -> tuple[Examples, Exam
 
 
 def compute_warm_start(server: TrainedServer, client: Client, *, held_out: int = 0) -> WarmStart:
-    """Generates weights for an unseen client's network from the graph of its layers, and scores the network.
+    """Generates the weights of an unseen client's network with a trained hypernetwork, from the graph of the network's
+    layers, and scores the network.
 
     Nothing is trained but the unseen client's linear head, for one epoch ("Inference and local refinement"). The
     method itself generates and refines, as for its own clients: an unseen client with the id, network and data of a
@@ -311,7 +315,8 @@ def training_curve(
     seed: int = 0,
     device: str = "auto",
 ) -> list[MetricValues]:
-    """Trains a client's whole network, and returns its scores on the test examples after 0, 1, ..., `epochs` epochs.
+    """Trains a client's whole network, and returns a list of its scores on the test examples after 0, 1, ..., `epochs`
+    epochs.
 
     Each epoch is a call of `fit` at a constant learning rate, so that momentum starts at zero in each, as in each
     round of a run; BatchNorm's statistics are updated, as in training.

@@ -1,5 +1,6 @@
-"""Passes a round's replies to the server half of the method, and leaves out replies that would make the server's state
-invalid."""
+"""Passes the clients' replies of a round to the server half of the method, and leaves out replies that would make the
+server's state invalid.
+"""
 
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default
 
 @final
 class AggregatedReplies(NamedTuple):
-    """Holds the server's state after aggregation, and the clients whose replies were left out, each with the reason."""
+    """Holds the server's state after aggregation, and for each client whose reply was left out the reason."""
 
     server_state: Any
     reason_by_left_out_client: dict[str, str]
@@ -60,7 +61,9 @@ class ReplyAggregator:
             self._sum = algorithm.empty_reply_sum(expected)
 
     def add_reply(self, client: str, reply: Message) -> None:
-        """Adds the reply of a client; the reply of a client outside the cohort (`everyone_trains`) is discarded."""
+        """Adds a client's reply to the round; discards the reply of a client outside the round's sample (such clients
+        train too with `everyone_trains`).
+        """
         if client in self._cohort_ids:
             self._replies[client] = reply
             self._sum_waiting_replies()
@@ -84,7 +87,8 @@ class ReplyAggregator:
         self.seconds += time.perf_counter() - started
 
     def aggregate(self, server: ServerContext, *, leave_out_bad_replies: bool) -> AggregatedReplies:
-        """Computes the server's next state from the replies; also returns the clients whose replies were left out.
+        """Computes the server's next state from the replies, and returns it with the clients whose replies were left
+        out; raises a `RoundError` if the state would be invalid.
 
         Args:
             server: what the server knows.

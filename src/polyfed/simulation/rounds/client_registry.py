@@ -49,7 +49,7 @@ class ClientRegistry:
 
     @classmethod
     def from_clients(cls, clients: Sequence[Client], requires: Set[str]) -> "ClientRegistry":
-        """Builds the registry of simulated clients."""
+        """Builds the registry of what the server knows about simulated clients, limited to what the method requires."""
         architecture_by_client, models, catalogue = {}, {}, None
         if requires & {"one_architecture", "architectures"}:
             architecture_by_client = requirements.architecture_keys_by_client(clients)

@@ -14,8 +14,8 @@ from polyfed.simulation.storage.directory import RunDirectory
 def resolve_auto_engine(
     federation: Federation, checkpoint: Checkpoint, directory: RunDirectory | None, progress: Progress
 ) -> EngineChoice:
-    """Chooses for `engine="auto"` whether clients are trained together or one by one: reads the choice from a resumed run,
-    or else measures both.
+    """Chooses, for `engine="auto"`, whether clients are trained together or one by one: a resumed run keeps its earlier
+    choice, a new run measures both.
 
     Args:
         federation: of the run.

@@ -1,4 +1,5 @@
-"""Looks at the data of all sites by messages, as real sites do: a method in three rounds whose replies are counts and sums.
+"""Summarises the columns of all sites' data by messages, as real sites do: a method in three rounds whose replies are
+counts and sums.
 
 The rounds are the passes of `polyfed.data.look.counts`. Counts of fewer than five rows stay at their site. With secure sums
 the server sees the sum over all sites alone, and so nothing of a single one.
@@ -36,12 +37,13 @@ _COUNTS = frozenset({"count", "whole", "codes", "cells", "categories", "histogra
 
 
 def columns_to_json(columns: Sequence[LookColumn]) -> str:
-    """Returns columns as a JSON text, which `columns_from_json` reads."""
+    """Returns the descriptions of table columns as a JSON text, which `columns_from_json` reads."""
     return json.dumps([[c.name, None if c.values is None else list(c.values), c.is_target] for c in columns])
 
 
 def columns_from_json(text: str) -> tuple[LookColumn, ...]:
-    """Reads columns from a JSON text.
+    """Reads descriptions of table columns from a text made by `columns_to_json`; raises a `UserError` for any other
+    text.
 
     Raises:
         UserError: it is no such text.
@@ -69,7 +71,7 @@ def columns_from_json(text: str) -> tuple[LookColumn, ...]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FederatedLook(Averaging):
-    """Collects counts and sums of the columns of all sites, as a method in three rounds.
+    """Collects counts and sums of the data columns of all sites, implemented as a method in three rounds.
 
     The method's fields for training have no use.
 
@@ -88,11 +90,11 @@ class FederatedLook(Averaging):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Returns whether the server needs the sum over all sites alone."""
+        """Returns True if the server needs only the sum over all sites, and no site's counts."""
         return not self.by_site
 
     def server_init(self, server: ServerContext) -> dict[str, Any]:
-        """Returns the server's state before round 1: no counts yet."""
+        """Returns the server's state before round 1, which holds no counts yet."""
         count = len(number_positions(columns_from_json(self.columns)))
         zeros, ones = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
         return {
@@ -103,14 +105,17 @@ class FederatedLook(Averaging):
         }
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Returns the message to a client: which pass this is, and what the passes before have found out for all sites."""
+        """Returns the message to a client: which of the three rounds this is, and what earlier rounds have shown of all
+        sites' data.
+        """
         return Message({"frame": server_state["frame"]}, {"done": float(server_state["done"])})
 
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """Returns a client's counts and sums of this pass; those of too few rows are hidden, unless the sum of all clients
-        hides them."""
+        """Returns a client's counts and sums for this round; hides counts of too few rows, unless a secure sum over all
+        clients hides them.
+        """
         done = int(message.scalars["done"])
         site, frame = read_own_columns(client).in_columns(columns_from_json(self.columns)), message.tensors["frame"]
         counts = passes.count_values(site)
@@ -122,8 +127,9 @@ class FederatedLook(Averaging):
         return Message({"counts": {name: counts[name] for name in PASSES[done]}}), client_state
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and types that a reply must have. Raises a `ValueError` for values that no rows can
-        have, where they are not masked."""
+        """Returns the names, shapes and types that a reply's tensors must have; raises a `ValueError` for unmasked
+        values that no rows can have.
+        """
         columns = columns_from_json(self.columns)
         frame = server_state["frame"]
         empty = SiteColumns(columns, torch.zeros(0, len(columns), dtype=torch.float64), {})
@@ -144,7 +150,9 @@ class FederatedLook(Averaging):
     def server_step(
         self, server_state: dict[str, Any], mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> dict[str, Any]:
-        """Returns the server's next state: with the sum over all sites, unless it is made from their replies."""
+        """Returns the server's next state, with the sum over all sites added, unless the server makes it from single
+        replies.
+        """
         if self.by_site:
             return server_state
         total = {name: tensor * len(client_ids) for name, tensor in mean["counts"].items()}
@@ -155,7 +163,7 @@ class FederatedLook(Averaging):
     def update_state_from_single_replies(
         self, server_state: dict[str, Any], replies: Mapping[str, Message]
     ) -> dict[str, Any]:
-        """Returns the server's next state: with the counts of each site, and their sum."""
+        """Returns the server's next state, with the counts of each site and their sum added."""
         sites = {
             i: {**server_state["sites"].get(i, {}), **dict(reply.tensors["counts"])}
             for i, reply in sorted(replies.items())
@@ -178,7 +186,8 @@ class FederatedLook(Averaging):
 
 
 def read_own_columns(client: Client) -> SiteColumns:
-    """Returns the columns of one client's examples.
+    """Returns the columns of one client's examples; raises a `UserError` if the client has too few examples for any
+    count of them to be sent.
 
     Raises:
         UserError: the client has too few examples for any count of them to leave it.
@@ -191,7 +200,8 @@ def read_own_columns(client: Client) -> SiteColumns:
 
 @exclusive_single_torch_thread_with_grad()
 def look_between_sites(clients: Iterable[Client], *, seed: int = 0, secure: bool = False) -> Look:
-    """Describes the data of clients in this process as real sites would, by messages.
+    """Summarises the data columns of clients in this process by messages, as real sites would; raises a `UserError` if
+    a client has too few examples.
 
     Args:
         clients: the clients.
@@ -209,17 +219,17 @@ def look_between_sites(clients: Iterable[Client], *, seed: int = 0, secure: bool
 
 
 def build_look_method(columns: Sequence[LookColumn], secure: bool) -> FederatedLook:
-    """Builds the method that looks at these columns."""
+    """Builds the method that collects counts and sums of these columns."""
     return FederatedLook(columns=columns_to_json(columns), by_site=not secure)
 
 
 def build_look_settings(seed: int, secure: bool) -> Settings:
-    """Builds the settings of the three rounds, in which every client takes part."""
+    """Builds the settings of the three rounds that summarise the sites' data; every client takes part in each."""
     return Settings(rounds=len(PASSES), seed=seed, secure=secure)
 
 
 def run_look_rounds(federation: Federation, engine: Engine, columns: Sequence[LookColumn]) -> Look:
-    """Runs the three rounds, and returns the look at the data of all sites."""
+    """Runs the three rounds that summarise the sites' data, and returns the summary of all sites."""
     checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
     for _ in PASSES:
         next_checkpoint = train_and_aggregate_round(

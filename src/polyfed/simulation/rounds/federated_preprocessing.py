@@ -1,5 +1,5 @@
-"""Fits one preprocessing for the tables of all sites, from sums that the sites send. This runs as a method in two rounds,
-by the way that a round of training takes, with the same checks of replies, secure sums and count of bytes.
+"""Fits one preprocessing for the tables of all sites, from sums that the sites send. It is implemented as a method in
+two rounds, with the same checks, secure sums and count of bytes as training.
 
 In round 1 each site sends how many of its training rows have each column of numbers and the sum of the values, which gives
 the mean; in round 2 the sum of squared differences from it, which gives the variance. Both in float64. Targets of regression
@@ -67,8 +67,7 @@ class Moments(Averaging):
         return {"moments": {"count": zeros, "total": zeros}, "mean": zeros, "variance": zeros, "done": 0}
 
     def dispatch(self, server_state: dict[str, Any], client_info: ClientInfo) -> Message:
-        """Returns the message to a client: the mean of each column, once it is known, and which of the two rounds this
-        is."""
+        """Returns the message to a client: which of the two rounds this is, and in round 2 the mean of each column."""
         return Message(
             {"moments": server_state["moments"], "known": {"mean": server_state["mean"]}},
             {"done": float(server_state["done"])},
@@ -85,8 +84,9 @@ class Moments(Averaging):
         return Message({"moments": {"count": count, "total": total}}), client_state
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and types that a reply must have. Raises a `ValueError` for values that no rows can
-        have, where they are not masked."""
+        """Returns the names, shapes and types that a reply's tensors must have; raises a `ValueError` for unmasked
+        values that no rows can have.
+        """
         for name, tensor in reply.tensors.get("moments", {}).items():
             if tensor.is_meta:  # of a masked part, or not read yet
                 continue
@@ -99,8 +99,9 @@ class Moments(Averaging):
     def server_step(
         self, server_state: dict[str, Any], mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> dict[str, Any]:
-        """Returns the server's next state: with the mean after round 1, with the variance after round 2. Means over sites
-        of sums and of counts have the same ratio as the sums themselves."""
+        """Returns the server's next state, with the columns' means after round 1, and with their variances after round
+        2.
+        """
         moment = mean_or_zero(mean["moments"]["count"], mean["moments"]["total"])
         name = "variance" if server_state["done"] else "mean"
         return {**server_state, name: moment, "done": server_state["done"] + 1}
@@ -113,7 +114,7 @@ class Moments(Averaging):
 @final
 @dataclass(frozen=True, eq=False)
 class CommonPreprocessing:
-    """Holds the preprocessing that all sites share, and the cost of fitting it.
+    """Holds the preprocessing that all sites share, and the cost of fitting it in rounds and bytes.
 
     Attributes:
         prepared: the common preprocessing.
@@ -146,8 +147,9 @@ def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure
 
 
 def columns_with_few_values(client: Client) -> list[str]:
-    """Returns the columns of numbers of a client's table that have a value in some training rows, and in fewer than
-    `MIN_ROWS`."""
+    """Returns the names of the numeric columns that have a value in at least one training row of a client, but in fewer
+    than `MIN_ROWS`.
+    """
     count, _ = count_and_sum_columns_and_targets(client.train)
     preprocessor = preprocessor_of(client.train)
     names = [column.name for column in preprocessor.columns if column.categories is None] + list(preprocessor.classes)
@@ -155,8 +157,8 @@ def columns_with_few_values(client: Client) -> list[str]:
 
 
 def check_enough_values(clients: Sequence[Client], *, secure: bool) -> None:
-    """Checks for tables with federated preprocessing that real sites would send their sums of columns, so that a simulation
-    passes nothing that they refuse.
+    """Raises a `UserError` if real sites would refuse to send their sums: a column has so few values that its sum
+    nearly reveals them, and no secure sum hides it.
 
     Raises:
         UserError: a column of a client has so few values that their sum would nearly reveal them, and is not hidden in a
@@ -179,12 +181,12 @@ def build_moments_method(template: TablePreprocessor) -> Moments:
 
 
 def build_moments_settings(seed: int, secure: bool) -> Settings:
-    """Builds the settings of the two rounds, in which every client takes part."""
+    """Builds the settings of the two rounds that compute means and variances; every client takes part in both."""
     return Settings(rounds=_ROUNDS, seed=seed, secure=secure)
 
 
 def run_moments_rounds(federation: Federation, engine: Engine, template: TablePreprocessor) -> CommonPreprocessing:
-    """Runs the two rounds, and returns `template` with the means and variances that they computed."""
+    """Runs the two rounds that compute means and variances over all sites, and returns `template` with these values."""
     checkpoint, history = federation.initial_checkpoint(), list[Mapping[str, Any]]()
     for _ in range(_ROUNDS):
         next_checkpoint = train_and_aggregate_round(
@@ -221,8 +223,8 @@ def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, coun
 
 
 def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
-    """Returns the client with all of its examples prepared by the common preprocessing. If the client has a built-in
-    network for its own table, the network is replaced by one for the common table.
+    """Returns the client with all of its examples prepared by the common preprocessing; a built-in network for the
+    client's table is replaced by one for the common table.
 
     Raises:
         UserError: the common table is not that of the client.
@@ -243,7 +245,7 @@ def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
 
 def with_common_preprocessing(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Client]:
     """Returns the clients with one common preprocessing, if their tables were read one by one and do not share one yet;
-    otherwise unchanged.
+    otherwise returns them unchanged.
 
     Raises:
         UserError: their tables differ, or some have none.

@@ -1,5 +1,6 @@
-"""Defines `Federation`, which holds clients, method and settings of a run, samples cohorts, builds clients' tasks and
-checks replies."""
+"""Defines `Federation`, which holds clients, method and settings of a run, samples each round's clients, builds their
+tasks and checks their replies.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Federation:
 
     @cached_property
     def client_registry(self) -> ClientRegistry:
-        """Returns the registry of all that the server knows about the clients."""
+        """Returns all that the server knows about the clients, as a `ClientRegistry`."""
         return self.remote_clients or ClientRegistry.from_clients(list(self.clients.values()), self.algorithm.requires)
 
     def client_info(self, client: str, round_number: int, phase: Phase = "local") -> ClientInfo:
@@ -79,8 +80,8 @@ class Federation:
         return ClientInfo(client, round_number + 1, self.settings.rounds, architecture, "personal")
 
     def best_round(self, history: Sequence[Mapping[str, Any]]) -> int | None:
-        """Returns the number of the best round, or the first of several equally good; None if there are no validation
-        scores.
+        """Returns the number of the best round by validation score (or loss, with `keep="loss"`), the first of several
+        equally good; None if there are no validation scores.
 
         The mean validation score decides, or with `keep="loss"` the loss on all validation examples together.
         """
@@ -96,7 +97,8 @@ class Federation:
         return self.settings.cohort_size(len(self.client_registry.ids))
 
     def initial_checkpoint(self) -> Checkpoint:
-        """Builds the state of the run before round 1.
+        """Builds the state of the run before round 1; raises a `UserError` if the method refuses these clients, and a
+        `TypeError` if its state cannot be saved.
 
         Raises:
             TypeError: the server's state holds a value that a checkpoint cannot restore.
@@ -168,7 +170,8 @@ class Federation:
         checkpoint: Checkpoint,
         compressor: BroadcastCompressor | None = None,
     ) -> ClientTask:
-        """Builds one client's task, with a random seed that depends on the run's seed, the round, the client and the phase.
+        """Builds one client's task, with a random seed that depends on the run's seed, the round, the client and the
+        phase ("local", "evaluate" or "export").
 
         Args:
             phase, client, round_number, checkpoint: of the task.
@@ -203,7 +206,8 @@ class Federation:
         checkpoint: Checkpoint,
         max_bytes: int = Engine.max_block_bytes,
     ) -> Iterator[list[ClientTask]]:
-        """Creates the messages to these clients, and yields the clients' tasks in blocks of limited size.
+        """Creates the messages to these clients, and yields the clients' tasks in blocks whose messages take at most
+        `max_bytes`.
 
         Args:
             phase, clients, round_number: of the tasks.
@@ -233,7 +237,7 @@ class Federation:
             yield block
 
     def build_single_task(self, phase: Phase, client: str, checkpoint: Checkpoint) -> ClientTask:
-        """Builds the task of a single client, equal bit for bit to the one that `build_task_blocks` would yield.
+        """Builds the task of a single client, equal bit for bit to that client's task from `build_task_blocks`.
 
         A method that makes all clients' messages at once does so here too.
         """
@@ -250,7 +254,8 @@ class Federation:
         return self.build_task(phase, client, checkpoint.round, client_message, checkpoint)
 
     def decode_reply_for_server(self, reply: Any, message: Message) -> Any:
-        """Returns a client's reply in the form that the server half of the method takes: decompressed, with full adapters.
+        """Returns a client's reply in the form that the server half of the method takes: decompressed, with full
+        adapters. Raises a `ValueError` if it is not compressed as the settings say.
 
         An object that is no valid message is returned unchanged, for `reply_error` to refuse.
 
@@ -264,7 +269,8 @@ class Federation:
         )
 
     def decompress_reply(self, reply: Message, message: Message) -> Message:
-        """Decompresses a client's reply to `message`.
+        """Returns a client's reply to `message` without compression; raises a `ValueError` if it is not compressed as
+        the settings say.
 
         Raises:
             ValueError: the reply is not compressed as the settings say; the reason is half a sentence.
@@ -332,8 +338,9 @@ def build_message_compressor(settings: Settings, round_number: int) -> Broadcast
 
 
 def mean_train_loss(scalars_by_client: Mapping[str, Mapping[str, float]]) -> float | None:
-    """Returns the mean of the clients' training losses, weighted by their numbers of examples; None if no reply has a
-    loss."""
+    """Returns the mean of the clients' training losses, weighted by numbers of examples; None if no client's reply has
+    a loss.
+    """
     reported = [scalars for _, scalars in sorted(scalars_by_client.items()) if "train_loss" in scalars]
     if not reported:
         return None
@@ -342,8 +349,8 @@ def mean_train_loss(scalars_by_client: Mapping[str, Mapping[str, float]]) -> flo
 
 
 def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | None = None) -> int | None:
-    """Returns the round with the best mean validation score over clients, or the first of several equally good; None if
-    there are no such scores.
+    """Returns the round with the best mean validation score over clients, the first of several equally good; None if
+    there are no validation scores.
 
     Args:
         history: records of rounds.
@@ -369,7 +376,9 @@ def round_of_best_score(history: Sequence[Mapping[str, Any]], metric: Metric | N
 
 
 def deciding_metric_manifest_entry(federation: Federation) -> dict[str, Any]:
-    """Returns the entry of `manifest.json` that names the metric by which rounds are compared."""
+    """Returns the metric by which rounds are compared as an entry of `manifest.json`: `{"name", "label", "unit",
+    "higher_is_better"}`.
+    """
     score = federation.metrics[0]
     return {
         "name": score.name, "label": score.label, "unit": score.unit, "higher_is_better": score.higher_is_better,

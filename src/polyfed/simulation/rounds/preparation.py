@@ -38,7 +38,8 @@ def check_and_build_federation(
     resumed: str | Path | None = None,
     clients_are_checked: bool = False,
 ) -> Federation:
-    """Checks clients, method, settings and data of a run, and builds its `Federation`.
+    """Builds the `Federation` of a run; first checks its clients, method, settings and data, and raises a `UserError`
+    for anything that is wrong.
 
     Args:
         clients, algorithm, settings, public, metrics: of the run.
@@ -88,8 +89,8 @@ def check_and_build_federation(
 
 
 def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], public: Examples | None) -> None:
-    """Checks that the clients meet the method's requirements, and that the method's own network, if it has one, runs on
-    their data.
+    """Raises a `UserError` if the clients do not meet the method's requirements, or if the method's own network, if it
+    has one, fails on their data.
 
     Raises:
         UserError: they have not, or the network fails.
@@ -102,7 +103,8 @@ def check_method(clients: Sequence[Client], algorithm: Algorithm[Any, Any], publ
 def create_run_directory(
     out: str | Path, federation: Federation, start: Checkpoint, config: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> RunDirectory:
-    """Creates the directory of a new run, with its configuration and manifest.
+    """Creates the directory of a new run, with its configuration and manifest; raises a `UserError` if the folder
+    exists and is not empty.
 
     Args:
         out: the folder, which must not exist or be empty.
@@ -140,7 +142,7 @@ def create_run_directory(
 
 
 def check_clients_are_those_of_run(directory: RunDirectory, federation: Federation) -> None:
-    """Checks that a run is resumed with the same clients and data as before.
+    """Raises a `UserError` if a run is resumed with clients or data that differ from those it started with.
 
     Raises:
         UserError: the fingerprint of their data is another.

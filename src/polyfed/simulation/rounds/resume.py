@@ -15,14 +15,17 @@ from polyfed.simulation.storage.directory import RunDirectory, read_config, read
 
 @final
 class RewoundRun(NamedTuple):
-    """Holds the checkpoint from which a run is resumed, None if it begins anew, and the records of the rounds up to it."""
+    """Holds the checkpoint from which a run is resumed (None if the run begins anew), and the records of the rounds up
+    to it.
+    """
 
     checkpoint: Checkpoint | None
     records: list[dict[str, Any]]
 
 
 def rewind_to_newest_checkpoint(directory: RunDirectory, federation: Federation) -> RewoundRun:
-    """Loads the newest usable checkpoint of a run, and removes everything newer from the run directory.
+    """Loads the newest usable checkpoint of a run, and removes everything newer from the run directory; raises a
+    `UserError` if there are checkpoints, but none is usable.
 
     If the run keeps another round than the last, the checkpoint of that round must be whole too.
 
@@ -73,7 +76,7 @@ def load_kept_checkpoint(
     latest: Checkpoint,
     expected_binding_of_round: Callable[[int], integrity.Binding] | None = None,
 ) -> Checkpoint | None:
-    """Loads the checkpoint after the round that the setting `keep` selects; None if it selects no round yet.
+    """Loads the checkpoint after the round whose models the setting `keep` selects; None if it selects no round yet.
 
     Args:
         directory, federation: of the run.

@@ -61,17 +61,18 @@ class RunState:
 
     @property
     def has_rounds_left(self) -> bool:
-        """Returns whether there are rounds still to be run."""
+        """Returns True if there are rounds still to run."""
         return self.checkpoint.last_recorded_round < self.last_round
 
     @property
     def overlaps_evaluation(self) -> bool:
-        """Returns whether a round is evaluated during the training of the next. It is not if `keep` needs the scores
-        before."""
+        """Returns True if each round is evaluated during the training of the next; False if `keep` needs the scores
+        before that.
+        """
         return self.engine.overlaps_evaluation and self.settings.keep == "last"
 
     def set_newest_state(self, after: Checkpoint) -> None:
-        """Sets `after` as the newest state that can be saved, and notes the clients whose private state has changed."""
+        """Sets `after` as the newest state that can be saved, and records which clients' private state has changed."""
         before = self.checkpoint.client_states
         self.changed_clients |= {i for i, state in after.client_states.items() if state is not before.get(i)}
         self.checkpoint = after
@@ -101,13 +102,16 @@ class RunState:
             callback.on_round(record)
 
     def request_stop_after_round(self, callback_name: str) -> None:
-        """Ends the run after the current round, and records which callback stopped it; only the first call counts."""
+        """Requests that the run end after the current round, and records which callback stopped it; only the first
+        request counts.
+        """
         if self.stopped_by is None and self.current_round < self.settings.rounds:
             self.stopped_by, self.last_round = callback_name, self.current_round
 
     def stop_manifest_entry(self) -> dict[str, Any]:
-        """Returns the entry `stopped` of `manifest.json`: which callback stopped the run, and after which round; an empty
-        dict if none did."""
+        """Returns which callback stopped the run, and after which round, for `manifest.json`: `{"stopped": {"round":
+        round, "by": callback}}`; an empty dict if none did.
+        """
         return {} if self.stopped_by is None else {"stopped": {"round": self.last_round, "by": self.stopped_by}}
 
     def write_plot_arrays_and_return_numbers(

@@ -28,18 +28,20 @@ from polyfed.core.state_dict import StateDict, spec_mismatch
 
 
 def uses_default_mean(algorithm: Algorithm[Any, Any]) -> TypeGuard[Averaging]:
-    """Returns whether the server half of a method is the default mean of the replies, weighted or not."""
+    """Returns True if the method's server only takes the default mean of the clients' replies, weighted or not."""
     return isinstance(algorithm, Averaging) and type(algorithm).aggregate is Averaging.aggregate
 
 
 def supports_secure_sum(algorithm: Algorithm[Any, Any]) -> bool:
-    """Returns whether a method works with secure aggregation: whether its server half needs only the sum of a round's
-    replies."""
+    """Returns True if a method works with secure aggregation, that is, if its server needs only the sum of a round's
+    replies.
+    """
     return uses_default_mean(algorithm) and algorithm.aggregates_by_sum
 
 
 def effective_disclosures(algorithm: Algorithm[Any, Any], secure: bool) -> frozenset[str]:
-    """Returns what the server learns about a client: all that the method discloses, or only a sum with secure aggregation.
+    """Returns what the server learns about a client, such as "weights": with secure aggregation only a sum, otherwise
+    all that the method discloses.
 
     >>> from polyfed.algorithms import FedAvg
     >>> sorted(effective_disclosures(FedAvg(), secure=False)), sorted(effective_disclosures(FedAvg(), secure=True))
@@ -49,7 +51,7 @@ def effective_disclosures(algorithm: Algorithm[Any, Any], secure: bool) -> froze
 
 
 def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[str]:
-    """Returns the disclosures of a method (such as "weights") that each site must have allowed, in order.
+    """Returns, sorted, the disclosures of a method (such as "weights") that each site must have allowed.
 
     >>> from polyfed.algorithms import IFCA
     >>> disclosures_to_allow(IFCA(), secure=False)
@@ -59,7 +61,8 @@ def disclosures_to_allow(algorithm: Algorithm[Any, Any], secure: bool) -> list[s
 
 
 def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> None:
-    """Checks that a method can run with secure aggregation, with this number of clients in a round.
+    """Raises a `UserError` if a method cannot run with secure aggregation: it needs single replies, or only one client
+    takes part in a round.
 
     Raises:
         UserError: it needs single replies; or a round has one client, whose reply would be the sum.
@@ -129,7 +132,7 @@ def sum_part_error(
 
 @final
 class SecureSum(ReplySum):
-    """Sums clients' fixed-point replies of secure aggregation, in any order.
+    """Sums clients' replies of one round that are encoded in fixed point for secure aggregation, in any order.
 
     Args:
         method: the method that the replies belong to.
@@ -147,7 +150,8 @@ class SecureSum(ReplySum):
         return sorted(self._ids)
 
     def add(self, client_id: str, reply: Message) -> None:
-        """Adds a client's reply, encoded in fixed point by `encode_reply_in_fixed_point`.
+        """Adds a client's reply, encoded by `encode_reply_in_fixed_point`; raises a `UserError` if its layout differs
+        from that of the first reply.
 
         Raises:
             UserError: its layout differs from that of the first.
@@ -165,7 +169,7 @@ class SecureSum(ReplySum):
         self._ids.append(client_id)
 
     def mean(self) -> Mapping[str, StateDict]:
-        """Returns the weighted mean of the replies: group -> tensors."""
+        """Returns the weighted mean of the replies, as `{group: {tensor name: tensor}}`."""
         assert self._layout is not None
         mean, _ = mean_from_fixed_point(self._total, self._layout)
         return {group: mean.get(group, {}) for group in self._method.groups}

@@ -1,4 +1,4 @@
-"""Validates that the states in a checkpoint have the form that the run's method gives them.
+"""Validates that the server and client states in a checkpoint have the form that the run's method gives them.
 
 Hashes find accidents. A checkpoint that somebody has put together, with matching hashes, may have tensors of other
 names, shapes or types, values that are not finite, or lack a client: training would fail with a traceback rounds
@@ -34,8 +34,9 @@ _ALIEN = frozenset({"teacher", "common"})  # fedavg_kd, fedkd: other networks wh
 
 @final
 class StateValidator:
-    """Validates a checkpoint against the initial states that the run's method creates for the server and the
-    clients."""
+    """Compares the states in a checkpoint with the initial states that the run's method creates for the server and the
+    clients.
+    """
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -47,8 +48,8 @@ class StateValidator:
                 self._initial_server_state = federation.initial_checkpoint().state
 
     def state_error(self, checkpoint: Checkpoint, records: Sequence[Mapping[str, Any]]) -> str | None:
-        """Returns how a checkpoint differs from the states that the method creates, as half a sentence; None if it does
-        not.
+        """Returns, as half a sentence, how the states in a checkpoint differ in form from those that the method
+        creates; None if they do not.
 
         Args:
             checkpoint: the checkpoint.

@@ -1,4 +1,5 @@
-"""Runs one round: samples a cohort, dispatches messages, runs the clients, aggregates their replies, and makes the record.
+"""Runs one round: samples its clients, sends messages, runs the clients, aggregates their replies, and makes the
+record.
 
 A simulation evaluates a round before the next begins. Between sites each exchange of messages takes long, so that a round is
 evaluated during the training of the next (`Engine.overlaps_evaluation`): from the same state, with the same seeds and under
@@ -61,7 +62,7 @@ class PhaseResults:
 
 
 def failure_sort_key(failure: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the key that sorts the failures of a round."""
+    """Returns the key by which a round's failures are sorted: client, phase and reason."""
     return failure["client"], failure["phase"], failure["reason"]
 
 
@@ -203,7 +204,9 @@ def _record_result(
 
 
 def is_evaluation_round(settings: Settings, round_number: int) -> bool:
-    """Returns whether all clients are evaluated after this round."""
+    """Returns True if all clients are evaluated after this round: every `evaluate_every` rounds, and after the last
+    round.
+    """
     return round_number % settings.evaluate_every == 0 or round_number == settings.rounds
 
 
@@ -224,8 +227,8 @@ def train_and_aggregate_round(
     progress: Progress,
     on_previous_round_evaluated: Callable[[Checkpoint, PhaseResults], object],
 ) -> Checkpoint:
-    """Runs one training round: clients train, and the server aggregates their replies; all clients are evaluated with
-    the training of the next round.
+    """Runs one training round: clients train, and the server aggregates their replies. Clients are evaluated later,
+    during the training of the next round.
 
     Args:
         federation, engine, progress: of the run.
@@ -325,7 +328,8 @@ def complete_record(
     evaluation_results: PhaseResults | None,
     history: Sequence[Mapping[str, Any]],
 ) -> CompletedRecord:
-    """Completes the record of a round for `metrics.jsonl` with the results of its evaluation.
+    """Completes the record of a round for `metrics.jsonl` with the results of its evaluation, and returns it with the
+    outputs of the evaluated networks.
 
     Args:
         federation: of the run.
@@ -359,7 +363,7 @@ def complete_record(
 def write_personal_models(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, directory: RunDirectory, progress: Progress
 ) -> None:
-    """Writes each client's personal model after a round to `models/ID.safetensors`.
+    """Writes each client's personal model after a round to the file `models/ID.safetensors` in the run directory.
 
     With `on_error="skip"` a client whose model cannot be made costs no other client's. It causes a warning of Python, since
     the records of the rounds are complete by now.

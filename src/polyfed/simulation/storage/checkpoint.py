@@ -49,8 +49,9 @@ class _ServerFile(TypedDict):
 
 
 class UnevaluatedRecord(TypedDict):
-    """Describes the record of a round that has not been evaluated yet. Later records need these fields; other fields are
-    passed on."""
+    """Describes the record of a round that has not been evaluated yet: the fields that its complete record needs; other
+    fields are passed on.
+    """
 
     round: int
     seconds: float
@@ -98,7 +99,8 @@ def save_checkpoint_and_remove_older(
     kept_rounds: Collection[int] = (),
     binding: Binding | None = None,
 ) -> None:
-    """Writes a checkpoint to `folder`, and removes older ones except the previous one and those of `kept_rounds`.
+    """Writes a checkpoint to `folder`, and removes older ones, except the previous one and those of the rounds in
+    `kept_rounds`.
 
     Args:
         folder: of the checkpoints.
@@ -154,7 +156,9 @@ def save_checkpoint_and_remove_older(
 
 @final
 class NewestCheckpoint(NamedTuple):
-    """Holds the newest usable checkpoint of a run, or None, and for each newer one the reason why it was not used."""
+    """Holds the newest usable checkpoint of a run (None if there is none), and for each newer checkpoint the reason why
+    it was not used.
+    """
 
     checkpoint: Checkpoint | None
     reasons_against_newer: list[str]
@@ -166,8 +170,8 @@ def load_newest_checkpoint(
     check_usable: Callable[[Checkpoint], object] = lambda found: None,
     expected_binding_of_round: Callable[[int], Binding] | None = None,
 ) -> NewestCheckpoint:
-    """Loads the newest checkpoint that is intact and belongs to the run; also returns, for each newer one, a sentence that
-    says why it was not used.
+    """Loads the newest checkpoint that is intact and belongs to the run; returns it with a sentence for each newer one
+    that says why it was not used.
 
     Args:
         folder: of the checkpoints.
@@ -205,7 +209,7 @@ def load_newest_checkpoint(
 def load_round_checkpoint(
     folder: Path, round_number: int, expected_binding_of_round: Callable[[int], Binding] | None = None
 ) -> Checkpoint:
-    """Loads the checkpoint of one round.
+    """Loads the checkpoint of one round; raises a `UserError` if it is missing, damaged or from another run.
 
     Raises:
         UserError: it is missing, damaged, or of another run.

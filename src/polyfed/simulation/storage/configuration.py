@@ -21,8 +21,9 @@ _ABSENT = "(absent)"  # stands for a field without a value
 
 
 def describe_method_and_settings(algorithm: Algorithm[Any, Any], settings: Settings) -> dict[str, Any]:
-    """Returns the content of `config.yaml` for a method and settings: the method's name and all its fields, and all
-    settings."""
+    """Returns the content of `config.yaml` for a method and settings, as a dict with all settings, and with the
+    method's name and all its fields.
+    """
     return {"algorithm": _describe_method(algorithm), **to_plain_values(dataclasses.asdict(settings), "settings")}
 
 
@@ -45,7 +46,8 @@ class RestoredConfiguration(NamedTuple):
 def restore_settings_and_method(
     config: Mapping[str, Any], algorithm: Algorithm[Any, Any] | None
 ) -> RestoredConfiguration:
-    """Restores the settings and the method of a run from its `config.yaml`.
+    """Restores the settings and the method of a run from its `config.yaml`; raises a `UserError` if `algorithm` is
+    given and is not the run's method.
 
     Args:
         config: the content of `config.yaml`.
@@ -77,7 +79,8 @@ def restore_settings_and_method(
 
 
 def build_settings(config: Mapping[str, Any]) -> Settings:
-    """Builds the settings from a configuration.
+    """Builds the `Settings` from a configuration; raises a `UserError` for a value of the wrong type or outside its
+    range.
 
     Raises:
         UserError: a value of the wrong type or outside its range.
@@ -87,7 +90,8 @@ def build_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a section of a configuration as a mapping with `name` and fields.
+    """Returns a section of a configuration as a mapping with the key `name` and further fields; raises a `UserError` if
+    it is missing or has another form.
 
     Raises:
         UserError: it is missing, or no such mapping.
@@ -100,7 +104,8 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
-    """Builds a method from its name and fields, as they stand in a configuration file.
+    """Builds a method from its name and fields, as in a configuration file; raises a `UserError` for an unknown method
+    or field.
 
     Raises:
         UserError: an unknown method, or a field that it does not have.
@@ -112,7 +117,8 @@ def build_method(fields: Mapping[str, Any]) -> Algorithm[Any, Any]:
 
 
 def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
-    """Returns the class of a method, by its name in the registry or by `module:Name` for a user's own class.
+    """Returns the class of a method, by its name in the registry, or by `module:Name` for a user's class; raises a
+    `UserError` if there is none.
 
     Raises:
         UserError: there is none.

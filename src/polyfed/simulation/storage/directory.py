@@ -78,7 +78,8 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDirectory":
-        """Creates a run directory. A folder without `config.yaml`, left by an interrupted start, counts as empty.
+        """Creates a run directory; raises a `UserError` if the folder is not empty. What an interrupted start left, a
+        folder without `config.yaml`, counts as empty.
 
         Raises:
             UserError: it exists and is not empty, or cannot be written.
@@ -94,7 +95,8 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDirectory":
-        """Opens an existing run directory to resume the run.
+        """Opens an existing run directory to resume the run; raises a `UserError` if it is no run directory, or another
+        process is writing to it.
 
         Raises:
             UserError: it is not a run directory, or another process is writing to it.
@@ -108,7 +110,7 @@ class RunDirectory:
             raise UserError(f"cannot write to the run directory {folder}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Releases the lock, so that another process can open the run directory."""
+        """Releases the lock on the run directory, so that another process can open it."""
         self._lock.close()
 
     @property
@@ -117,14 +119,15 @@ class RunDirectory:
         return self.path / "checkpoint"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes the configuration to `config.yaml`. This file makes the folder a run directory, so everything else that
-        precedes the first round must be written before."""
+        """Writes the configuration to `config.yaml`. This file makes the folder a run directory, so all other files
+        that precede the first round must be written before it.
+        """
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         self.add_to_manifest({"config_sha256": hash_settings_that_affect_results(parse_yaml(text))})
         write_file_atomically(self.path / "config.yaml", text.encode())
 
     def write_manifest(self, facts: Mapping[str, Any]) -> None:
-        """Writes `manifest.json`: the given facts, package versions, and a description of this machine."""
+        """Writes `manifest.json` with the given facts, package versions, and a description of this machine."""
         import platform
 
         host = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
@@ -132,7 +135,7 @@ class RunDirectory:
         write_file_atomically(self.path / "manifest.json", json.dumps(content, indent=1).encode())
 
     def add_to_manifest(self, facts: Mapping[str, Any]) -> None:
-        """Adds facts to `manifest.json` that became known during the run."""
+        """Adds to `manifest.json` facts that became available only during the run."""
         write_file_atomically(
             self.path / "manifest.json", json.dumps({**self.read_manifest(), **facts}, indent=1).encode()
         )
@@ -142,8 +145,9 @@ class RunDirectory:
         return read_manifest(self.path)
 
     def append_record(self, record: Mapping[str, Any]) -> None:
-        """Appends the record of a round to `metrics.jsonl`. The line is synced, so that it is on disk before the checkpoint
-        that follows."""
+        """Appends the record of a round to `metrics.jsonl`, and syncs the file, so that the line is on disk before the
+        next checkpoint.
+        """
         line = json.dumps(record, allow_nan=False)
         append_line_and_flush(self.path / "metrics.jsonl", line)
         self._metrics_hash.add_line(f"{line}\n")
@@ -163,12 +167,13 @@ class RunDirectory:
         write_file_atomically(folder / f"round-{round_number:06d}.npz", content.getvalue())
 
     def last_complete_round(self) -> int:
-        """Returns the last round up to which `metrics.jsonl` has a record of every round."""
+        """Returns the last round such that `metrics.jsonl` has a record of it and of every round before it."""
         numbers = [record["round"] for record in read_metrics(self.path / "metrics.jsonl")]
         return next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
 
     def truncate_metrics_after(self, last_round: int) -> list[dict[str, Any]]:
-        """Removes rounds after `last_round` (and an incomplete line) from `metrics.jsonl`; returns the remaining records.
+        """Removes the rounds after `last_round`, and an incomplete line, from `metrics.jsonl`; returns the remaining
+        records, and raises a `UserError` if one of them is missing or damaged.
 
         Raises:
             UserError: a round up to `last_round` is missing or damaged.
@@ -212,7 +217,8 @@ def encode_json(content: Any) -> bytes:
 
 
 def to_plain_values(value: Any, name: str) -> Any:
-    """Converts a value for YAML and JSON: NumPy scalars become Python numbers, tuples become lists.
+    """Converts a nested value for YAML and JSON (NumPy scalars become Python numbers, tuples become lists); raises a
+    `UserError` for a value that cannot be written.
 
     Raises:
         UserError: something that cannot be written, with its place.
@@ -238,7 +244,8 @@ def to_plain_values(value: Any, name: str) -> Any:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads the `config.yaml` at this path or in this folder, and returns its content.
+    """Returns the content of the `config.yaml` at this path or in this folder; raises a `UserError` if it is missing,
+    or no YAML mapping.
 
     Raises:
         UserError: it is missing, or no YAML mapping.
@@ -291,7 +298,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
-    """Returns a sentence for each file of a run directory that was changed after the run wrote it (see `integrity`).
+    """Returns a sentence for each file of a run directory that was changed after the run wrote it; an empty list if
+    none was.
 
     Args:
         folder: the run directory.
@@ -305,8 +313,8 @@ def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool =
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the rounds' records from `metrics.jsonl` (see `RoundRecord`), up to the first damaged line; an empty list if the
-    file is missing.
+    """Reads the records of a run's rounds (see `RoundRecord`) from `metrics.jsonl`, up to the first damaged line;
+    returns an empty list if the file is missing.
 
     Raises:
         UserError: the file cannot be read.
@@ -324,8 +332,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics_text(path: Path) -> str:
-    """Returns the text of `metrics.jsonl`; "" if it is missing. Bytes that are not valid text are replaced, which makes
-    their line invalid JSON."""
+    """Returns the text of `metrics.jsonl`, or "" if it is missing; replaces bytes that are not valid text, which makes
+    their line invalid JSON.
+    """
     try:
         return read_text_file(path, MAX_ROUNDS_BYTES, errors="replace")
     except FileNotFoundError:
@@ -333,7 +342,7 @@ def read_metrics_text(path: Path) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns package name -> version, for Python and the packages that affect results."""
+    """Returns `{package name: version}` for Python and the packages that affect results."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -347,7 +356,8 @@ def package_versions() -> dict[str, str]:
 
 
 def check_can_become_run_directory(folder: Path) -> None:
-    """Checks that a folder can become a new run directory: that it is empty or does not exist; creates nothing.
+    """Raises a `UserError` unless a folder can become a new run directory, that is, it is empty or does not exist;
+    creates nothing.
 
     Raises:
         UserError: it exists and is not empty, or is a file, or cannot be read.

@@ -27,7 +27,8 @@ Binding = Mapping[str, str]  # "config", "data" and, of a checkpoint, "metrics" 
 
 
 def hash_settings_that_affect_results(config: Mapping[str, Any]) -> str:
-    """Returns the hash of those settings in a configuration that affect results.
+    """Returns a hash of a configuration that covers only the settings that affect results; the number of workers, for
+    example, does not count.
 
     >>> digests = [hash_settings_that_affect_results(config) for config in ({"rounds": 3}, {"workers": 8, "rounds": 3})]
     >>> digests[0] == digests[1] != hash_settings_that_affect_results({"rounds": 4})
@@ -38,7 +39,7 @@ def hash_settings_that_affect_results(config: Mapping[str, Any]) -> str:
 
 
 def hashes_of_first_lines(text: str) -> list[str]:
-    """Returns the hash of the first n lines of `metrics.jsonl`, for n = 0, 1, 2, ...
+    """Returns a list of hashes of the text of `metrics.jsonl`: entry n is the hash of its first n lines, from n = 0.
 
     >>> hashes_of_first_lines("")[0] == hashlib.sha256().hexdigest(), len(hashes_of_first_lines("a\\nb\\n"))
     (True, 3)
@@ -52,7 +53,7 @@ def hashes_of_first_lines(text: str) -> list[str]:
 
 
 def hash_file(path: Path) -> str:
-    """Returns the SHA-256 hash of a file.
+    """Returns the SHA-256 hash of a file's content; raises an `OSError` if it cannot be read.
 
     Raises:
         OSError: it cannot be read.
@@ -62,14 +63,17 @@ def hash_file(path: Path) -> str:
 
 
 def run_binding(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Binding:
-    """Returns the hashes that every checkpoint of a run stores to show that it belongs to the run: of its configuration and
-    its data (in a deployment, the run's id)."""
+    """Returns the hashes by which each checkpoint shows that it belongs to a run, as `{"config": hash, "data": hash}`;
+    in a deployment the run's id takes the place of the hash of the data.
+    """
     data = manifest.get("data_fingerprint") or manifest.get("deployment") or ""
     return {"config": hash_settings_that_affect_results(config), "data": str(data)}
 
 
 def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_number: int) -> str | None:
-    """Returns the reason why a checkpoint does not belong to a run, as a sentence; None if it does."""
+    """Returns, as a sentence, the reason why a checkpoint does not belong to a run, by comparing the stored hashes with
+    the expected ones; None if it does.
+    """
     folder = checkpoint.parent.parent
     if bound.get("config") != expected["config"]:
         return (
@@ -98,7 +102,8 @@ def expected_binding_by_round(
 
 
 def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Checks that the configuration is the one with which the run began; raises an error if not.
+    """Raises a `UserError` if the configuration is not the one with which the run began, or if `manifest.json` is
+    missing or damaged.
 
     Raises:
         UserError: it was changed, or `manifest.json` is missing or damaged.
@@ -113,7 +118,8 @@ def check_config_unchanged(folder: Path, config: Mapping[str, Any], manifest: Ma
 
 
 def check_manifest_unchanged(folder: Path, fingerprint: str) -> None:
-    """Checks that `manifest.json` was not changed, after a run was resumed with other data than the manifest names.
+    """Raises a `UserError` if `manifest.json` was changed, when a run is resumed with data other than the manifest
+    names.
 
     Raises an error if the checkpoints store the hash of the given data: then the manifest was changed, not the data.
 
@@ -140,7 +146,8 @@ def _config_change(folder: Path, config: Mapping[str, Any], manifest: Mapping[st
 def describe_changed_files(
     folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], newest: Binding, include_outputs: bool
 ) -> list[str]:
-    """Returns a sentence for each file of a run directory that was changed after the run wrote it.
+    """Returns a sentence for each file of a run directory that was changed after the run wrote it; an empty list if
+    none was.
 
     Args:
         folder: the run directory.
@@ -194,14 +201,15 @@ def _is_file_within(path: Path, folder: Path) -> bool:
 
 
 def hash_files(folder: Path, subfolders: Sequence[str]) -> dict[str, str]:
-    """Returns relative path -> SHA-256 hash, for all files in these subfolders of a run directory."""
+    """Returns `{relative path: SHA-256 hash}` for all files in these subfolders of a run directory."""
     paths = [path for part in subfolders for path in sorted((folder / part).glob("[!.]*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}
 
 
 def read_checkpoint_hashes(folder: Path, section: str) -> dict[str, str]:
-    """Returns the hashes in one section of a checkpoint's `complete.json`: name -> hash; an empty dict if the file is
-    missing or damaged."""
+    """Returns the hashes in one section of a checkpoint's `complete.json`, as `{name: hash}`; an empty dict if the file
+    is missing or damaged.
+    """
     try:
         content = parse_json(read_file(folder / COMPLETE_FILE))
     except (OSError, ValueError):
@@ -212,8 +220,8 @@ def read_checkpoint_hashes(folder: Path, section: str) -> dict[str, str]:
 
 
 def read_newest_binding(folder: Path) -> Binding:
-    """Returns the hashes by which the newest checkpoint identifies its run, and under "round" the checkpoint's round;
-    an empty dict if no checkpoint has any.
+    """Returns the hashes by which the newest checkpoint identifies its run, and the checkpoint's round under "round";
+    an empty dict if no checkpoint has hashes.
     """
     for candidate in sorted(folder.glob("round-*"), reverse=True):
         number = candidate.name.removeprefix("round-")

@@ -1,4 +1,4 @@
-"""Builds the table of metrics of a run's round, from its record in `metrics.jsonl`."""
+"""Builds a table of the metrics of one round, from the round's record in `metrics.jsonl`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,8 @@ from typing import Any
 def build_metrics_table(
     record: Mapping[str, Any], client_ids: Iterable[str], num_examples: Mapping[str, int], metric_names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns a row for each client, sorted by id (numeric ids by number), then one with the means.
+    """Returns a list of dicts with the metrics of a round: one per client, sorted by id (numeric ids by number), then
+    one with the means.
 
     Args:
         record: of the round.
@@ -40,7 +41,7 @@ def build_metrics_table(
 
 
 def find_metric_names(records: Sequence[Mapping[str, Any]], first: str | None = None) -> list[str]:
-    """Returns the names of the metrics in the records of a run, that of the deciding metric first.
+    """Returns the names of the metrics in the records of a run, first the metric by which rounds are compared.
 
     Other columns are the same metrics with a prefix: one that a loss has, too.
 

@@ -178,7 +178,7 @@ def _network(model: Any) -> BuiltInNetwork | None:
 
 
 def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
-    """Returns the `ModelSpec` that builds the network described in a signature file."""
+    """Returns the `ModelSpec` that builds the built-in network described in a signature file."""
     return ModelSpec(network["name"], network["arguments"], tuple(network["input_shape"]), network["num_classes"])
 
 
@@ -203,7 +203,8 @@ def write_model_with_signature(
 
 
 def read_signature(path: Path) -> Signature:
-    """Reads the signature file of a saved network.
+    """Reads the signature file of a saved network, which describes its inputs, task and architecture; raises a
+    `UserError` if it is damaged.
 
     Raises:
         UserError: it is damaged.

@@ -8,7 +8,8 @@ from polyfed.core.io.atomic_files import expand_user_path
 
 
 def write_page_of(folder: Path | None, out: str | Path | None) -> Path:
-    """Writes the page that `polyfed report` writes about a directory, prints nothing, and returns the page's path.
+    """Writes the HTML page of a run or comparison directory, as `polyfed report` does but without printing, and returns
+    its path; raises a `UserError` if `folder` is None.
 
     Args:
         folder: of the run or comparison; None if it was kept in memory.

@@ -46,7 +46,7 @@ OutputsByClient = Mapping[str, Mapping[str, Tensor]]  # client -> "test" or "val
 @final
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Holds the predictions of one client's personal network after a round, with the targets.
+    """Holds the outputs of one client's personal network after a round, with the targets of the same examples.
 
     Attributes:
         round: counted from 1.
@@ -67,7 +67,7 @@ class Predictions:
 
 
 def read_predictions(folder: str | Path, client: str, *, split: str = "test", round: int | None = None) -> Predictions:
-    """Reads the predictions of one client after a round from a run directory.
+    """Reads the predictions of one client after a round from a run directory; raises a `UserError` if there are none.
 
     Args:
         folder: of a run that has ended.
@@ -87,7 +87,8 @@ def read_predictions(folder: str | Path, client: str, *, split: str = "test", ro
 
 
 def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test") -> list[int]:
-    """Lists the rounds for which a run directory holds predictions of this client, in ascending order.
+    """Returns, in ascending order, the rounds for which a run directory holds predictions of this client; raises a
+    `UserError` if there are none.
 
     Raises:
         UserError: there are none for this client, or the file is damaged.
@@ -96,7 +97,7 @@ def list_predicted_rounds(folder: str | Path, client: str, *, split: str = "test
 
 
 def missing_predictions_message(client: str, split: str, round: int | None, available: Sequence[int]) -> str:
-    """Returns the error message for predictions that were not stored."""
+    """Returns the error message for predictions that were not stored; it lists the rounds that were, if there are any."""
     if not available:
         return f"no predictions of client {client!r} on its {split} examples were kept"
     return f"no predictions of client {client!r} after round {round} were kept; give one of {', '.join(map(str, available))}"
@@ -166,7 +167,7 @@ class PredictionStore:
         self, round_number: int, outputs_by_client: OutputsByClient, best_round: int | None
     ) -> str | None:
         """Stores the predictions of an evaluated round, and removes those of other rounds if there is no room. Returns
-        a sentence the first time that a round is too large to store; None otherwise.
+        a sentence the first time that a round is too large to store; otherwise None.
 
         Args:
             round_number: the round.
@@ -197,7 +198,9 @@ class PredictionStore:
         )
 
     def write_one_file_per_client(self) -> None:
-        """Writes the predictions to one Parquet file for each client, and removes the files for each round."""
+        """Writes the predictions of all rounds to one Parquet file for each client, and removes the files of the single
+        rounds.
+        """
         if self._folder is None or not (self._folder / _SPOOL).is_dir():
             return  # nothing was kept, or everything is written already
         outputs_by_round = {number: self._read(number) for number in sorted(self._sizes)}
@@ -215,7 +218,8 @@ class PredictionStore:
         shutil.rmtree(self._folder / _OLD)
 
     def get_predictions(self, client: str, split: str, round: int) -> Predictions:
-        """Returns the stored predictions of a client after a round.
+        """Returns the stored predictions of a client after a round; raises a `UserError` if they were not kept, or
+        their file is damaged.
 
         Raises:
             UserError: they were not kept, or their file is damaged.

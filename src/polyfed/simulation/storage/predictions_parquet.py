@@ -34,8 +34,8 @@ MOST_ROWS = 20_000_000  # a larger file takes minutes to read
 
 
 def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Writes the outputs of a client's networks, by round, to the client's Parquet file. The file is written atomically but
-    not synced: `flush_files_to_disk` does that for all files together.
+    """Writes the outputs of a client's networks, by round, to the client's Parquet file, atomically but without
+    syncing: `flush_files_to_disk` syncs all files together.
 
     Args:
         path: of the file.
@@ -81,7 +81,8 @@ def write_outputs_of_client(path: Path, client: Client, outputs_by_round: Mappin
 
 
 def list_rounds_in_file(path: Path, split: str) -> list[int]:
-    """Lists the rounds for which the file holds predictions of a split, in ascending order.
+    """Returns, in ascending order, the rounds for which the file holds predictions of a split; raises a `UserError` if
+    it holds none or is damaged.
 
     Raises:
         UserError: it is damaged, or there is no such split.
@@ -95,7 +96,9 @@ def list_rounds_in_file(path: Path, split: str) -> list[int]:
 
 @final
 class StoredOutputs(NamedTuple):
-    """Holds the outputs of a client's network for its examples of a split, with their targets and further columns."""
+    """Holds the outputs of a client's network for the examples of one split ("test" or "val"), with their targets and
+    further columns.
+    """
 
     outputs: Tensor
     targets: Tensor
@@ -105,8 +108,8 @@ class StoredOutputs(NamedTuple):
 
 
 def read_outputs_and_targets(path: Path, split: str, round: int) -> StoredOutputs:
-    """Reads what was stored of a split after a round: the network's outputs, and the targets, further columns and
-    groups of the examples.
+    """Reads the network's outputs for one split ("test" or "val") after a round, with the targets, further columns and
+    groups of the examples; raises a `UserError` if there are none.
 
     Raises:
         UserError: the file is damaged, or there is no such split.

@@ -15,7 +15,8 @@ from polyfed.simulation.storage.metrics_table import build_metrics_table, find_m
 @final
 @dataclass(frozen=True)
 class RunFiles:
-    """Holds a run's configuration, manifest and records.
+    """Holds a run's configuration, its manifest (facts about data, packages and machine), and its records, one per
+    round.
 
     Attributes:
         config: the content of `config.yaml`.
@@ -31,7 +32,8 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> "RunFiles":
-        """Reads them from a run directory.
+        """Reads the configuration, manifest and records of a run from its directory; raises a `UserError` if it is no
+        run directory, or the configuration is damaged.
 
         Raises:
             UserError: it is no run directory, or its configuration is damaged.
@@ -46,30 +48,32 @@ class RunFiles:
 
     @property
     def method(self) -> str:
-        """Returns the name of the method."""
+        """Returns the name of the run's method."""
         return str(self.config["algorithm"].get("name"))
 
     @property
     def planned_rounds(self) -> int | None:
-        """Returns the number of rounds that were asked for."""
+        """Returns the number of rounds that the configuration asks for; None if it names no number."""
         rounds = self.config.get("rounds")
         return rounds if isinstance(rounds, int) else None
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether all rounds are done, or a callback stopped the run, and the networks are written."""
+        """Returns True if the networks are written and all rounds are done, or a callback stopped the run."""
         stopped = isinstance(self.manifest.get("stopped"), Mapping)
         return bool(self.manifest.get("files")) and (stopped or len(self.history) == self.planned_rounds)
 
     @property
     def metric_names(self) -> list[str]:
-        """Returns the names of the metrics, that of the deciding one first."""
+        """Returns the names of the run's metrics, first the metric by which rounds are compared."""
         score = self.manifest.get("score")
         return find_metric_names(self.history, score.get("name") if isinstance(score, Mapping) else None)
 
     @property
     def score(self) -> tuple[str, float] | None:
-        """Returns the deciding metric and its mean over clients after the last evaluated round; None if there is none."""
+        """Returns the name of the deciding metric, and its mean over clients after the last evaluated round; None if
+        there is none.
+        """
         for record in reversed(self.history):
             for name in self.metric_names[:1]:
                 if (mean := record["summary"].get(name, {}).get("mean")) is not None:
@@ -82,14 +86,15 @@ class RunFiles:
         return list(dict.fromkeys(client for record in self.history for client in record["clients"]))
 
     def describe(self) -> str:
-        """Returns in a few words the method, the clients, the rounds and the score."""
+        """Returns one line of text with the method, the number of clients, the rounds and the score."""
         score = self.score
         scored = "not evaluated" if score is None else f"{score[0]} {score[1]:.3g}"
         rounds = f"{len(self.history)} of {self.planned_rounds} rounds"
         return f"{self.method}, {len(self.client_ids)} clients, {rounds}, {scored}"
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics after the last evaluated round, or the one with the best mean validation score, as rows.
+        """Returns the metrics after the last evaluated round, or the round with the best mean validation score, as a
+        list of dicts, one per client and one with the means.
 
         Raises:
             UserError: no round has been evaluated, or "best" without validation examples.

@@ -10,8 +10,8 @@ from polyfed.simulation.storage.directory import read_metrics_text
 
 
 def read_undamaged_metrics(path: Path, find_record_error: Callable[[Any], str | None]) -> list[dict[str, Any]]:
-    """Reads the rounds' records from `metrics.jsonl`, and raises an error if a line is damaged; an empty list if the file is
-    missing.
+    """Reads the records of a run's rounds from `metrics.jsonl`; returns an empty list if the file is missing, and
+    raises a `UserError` if a line is damaged.
 
     A last line that was cut off while it was written is left out.
 
