@@ -1,4 +1,4 @@
-"""Implements the entry point of the command `polyfed`.
+"""Starts the command `polyfed`: chooses the subcommand and returns its exit status.
 
 Progress goes to standard error, results to standard output.
 
@@ -41,7 +41,7 @@ _USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
 
 
 def entry() -> None:
-    """Runs the command `polyfed` for the console script, and exits with its status."""
+    """Runs the command `polyfed` from the installed script, and exits the process with the command's status."""
     warnings.formatwarning = format_warning
     status = main(sys.argv[1:])
     try:
@@ -52,7 +52,7 @@ def entry() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand that `arguments` name, and returns the exit status."""
+    """Runs the subcommand of `polyfed` that `arguments` name, and returns the exit status."""
     commands: dict[str, Callable[[list[str]], None]] = {
         "run": subcommands.run,
         "compare": subcommands.compare,

@@ -1,4 +1,4 @@
-"""Reads the names, fields and docstrings of methods, data sets and networks from their source files, which is faster
+"""Reads the names, fields and docstrings of methods, data sets and networks from their source files; this is faster
 than importing them.
 
 A list of methods, a help text or a misspelt option should be answered at once, but importing a method imports torch, which
@@ -27,8 +27,8 @@ _FOREIGN: Any = Any  # stands for whatever another package defines: no field of 
 
 @final
 class StaticRegistry(Mapping[str, Any]):
-    """Maps the names of a registry (a literal dict in a module) to outlines of the classes, which are read from the
-    source when they are looked up.
+    """Maps each name in a registry (a dict of classes that a module defines literally) to an outline of the class,
+    which it reads from the source at look-up.
 
     >>> methods = StaticRegistry("polyfed.algorithms", "REGISTRY")
     >>> list(methods)[:2], methods["fedprox"](mu=1).mu
@@ -54,8 +54,8 @@ class StaticRegistry(Mapping[str, Any]):
 
 @cache
 def read_value_or_outline_without_import(module: str, name: str) -> Any:
-    """Returns, without an import of the module, the value of a constant at its top level, or an outline of a class or
-    function.
+    """Reads a module's source without importing it, and returns the value of a top-level constant, or an outline
+    (fields and docstring) of a class or function.
 
     >>> read_value_or_outline_without_import("polyfed.core.nn.precision", "Precision")
     typing.Literal['fp32', 'bf16']

@@ -136,7 +136,9 @@ def resume(argv: list[str]) -> None:
 
 
 def warmstart(argv: list[str]) -> None:
-    """Implements `polyfed warmstart`: generates weights for unseen clients with the hypernetwork of a run."""
+    """Implements `polyfed warmstart`: generates initial weights for unseen clients' networks with the hypernetwork of a
+    run.
+    """
     from polyfed.cli.commands.compare.compare_options import is_warmstart_key
     from polyfed.cli.commands.options import configuration_parser
 
@@ -197,7 +199,7 @@ def warmstart(argv: list[str]) -> None:
 
 
 def report(argv: list[str]) -> None:
-    """Implements `polyfed report`: prints the scores of runs, and writes the HTML page."""
+    """Implements `polyfed report`: prints the scores of runs, and writes an HTML page about them."""
     parser = CommandParser(
         "polyfed report DIR... [--out FILE] [--subgroup COLUMN]... [--images]",
         "Prints the last scores of runs, of their baselines and of comparisons (polyfed compare), and what their "
@@ -262,7 +264,7 @@ def reproduce(argv: list[str]) -> None:
 
 
 def flower(argv: list[str]) -> None:
-    """Implements `polyfed flower`: deploys a federation to real sites with Flower."""
+    """Implements `polyfed flower`: deploys a federation to real sites with the framework Flower."""
     parsers = {
         "init": CommandParser("polyfed flower init DIR [--sites NAMES]", "Writes a ready project for these sites."),
         "up": CommandParser(

@@ -1,4 +1,5 @@
-"""Starts Flower's SuperLink with a token; systemd units and containers start this module by its name.
+"""Starts Flower's SuperLink, whose control interface requires a token; systemd units and containers start this module
+by its name.
 
 The code is in `polyfed.deploy.flower.superlink`.
 """

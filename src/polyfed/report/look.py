@@ -22,8 +22,8 @@ def look(
     seed: int = 0,
     out: str | Path | None = None,
 ) -> Look:
-    """Describes the data of several sites side by side, and finds what differs: empty columns, numbers that stand for "not
-    measured", other units, rare classes.
+    """Describes the data of several sites side by side, and returns what differs: empty columns, numbers that stand for
+    "not measured", other units, rare classes.
 
     It reads all examples of each client (for training, validation and test), and shows counts, sums and percentiles of them,
     never a row.

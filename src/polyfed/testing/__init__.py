@@ -1,5 +1,6 @@
-"""Tests a federated learning method: the contract that every method must pass, and small federations on which a method
-trains in a moment."""
+"""Provides tests for a federated learning method: the contract that every method must fulfil, and small federations
+that a method trains on quickly.
+"""
 
 from polyfed.testing.algorithm_contract import AlgorithmContract
 from polyfed.testing.method_example import MethodExample, example_of

@@ -1,4 +1,4 @@
-"""Tests the contract that every method must fulfil, one that polyfed ships or one of your own.
+"""Tests the contract that every federated learning method must fulfil, whether polyfed ships it or you wrote it.
 
 Subclass `AlgorithmContract` in a test file and name the method in a fixture; pytest collects the tests:
 
@@ -94,7 +94,7 @@ class _InterruptAfter(Progress):
         """Does nothing."""
 
     def finish_round(self, record: Mapping[str, Any]) -> None:
-        """Interrupts after the chosen round."""
+        """Raises a KeyboardInterrupt after the chosen round."""
         if record["round"] == self._round:
             raise KeyboardInterrupt
 
@@ -114,7 +114,8 @@ _DECLARATION_OF = {
 
 
 class AlgorithmContract(ABC):
-    """Runs the tests that every method must pass on the method that the fixture `algorithm` returns.
+    """Runs the tests that every method must pass. Subclass it with a pytest fixture `algorithm` that returns the
+    method.
 
     Override `clients` for a method that needs other clients.
     """
@@ -124,11 +125,13 @@ class AlgorithmContract(ABC):
     client's own model (`MethodCard.published`). Nothing else of the client state may be in a reply."""
 
     def clients(self, number: int = 3) -> list[Client]:
-        """Builds the clients on which the method is tested."""
+        """Builds the clients on which the tests run the method."""
         return small_clients(number)
 
     def public(self) -> Any:
-        """Builds the public examples, which the server and all clients share, for a method that requires them."""
+        """Builds the public examples, which the server and all clients share; the tests use them only for a method that
+        requires them.
+        """
         return torch.randn(5000, 6, generator=torch_generator(8)), torch.zeros(5000, dtype=torch.int64)
 
     def _federate(self, algorithm: Algorithm[Any, Any], clients: Sequence[Client] | None = None, **options: Any) -> Run:

@@ -1,5 +1,5 @@
-"""Audits what a method's messages reveal: finds the facts about a client that its replies reveal, by changing one fact at a
-time.
+"""Audits which facts about a client a method's messages reveal, by changing one fact at a time and comparing the
+client's replies.
 
 The floating-point numbers in a reply depend on the client's data, and are what `Algorithm.discloses` declares. Names, shapes
 and types of the tensors, integers in them, and the scalars that the method needs, can reveal more, such as the number of
@@ -64,7 +64,8 @@ class IdentityWithCounters(nn.Module):
 def audit_network(
     width: int = 8, depth: int = 1, norm: bool = True, inputs: int = 6, outputs: int = 3, tied: bool = True
 ) -> nn.Module:
-    """Builds a small network for the audit, with hidden layers of one width, with or without normalisation layers.
+    """Builds a small network for the audit, whose hidden layers all have the same width, with or without normalisation
+    layers.
 
     `tied` adds two layers that share their weight.
     """
@@ -80,27 +81,29 @@ def audit_network(
 
 
 def wide_network() -> nn.Module:
-    """Builds the audit's network with hidden layers of twelve units instead of eight."""
+    """Builds the same network as `audit_network`, with hidden layers of twelve units instead of eight."""
     return audit_network(width=12)
 
 
 def deep_network() -> nn.Module:
-    """Builds the audit's network with two hidden layers instead of one."""
+    """Builds the same network as `audit_network`, with two hidden layers instead of one."""
     return audit_network(depth=2)
 
 
 def network_without_norms() -> nn.Module:
-    """Builds the audit's network without normalisation layers."""
+    """Builds the same network as `audit_network`, without normalisation layers."""
     return audit_network(norm=False)
 
 
 def untied_network() -> nn.Module:
-    """Builds the audit's network without shared weights, for methods that slice layers to a smaller width."""
+    """Builds a network like `audit_network` whose layers share no weights, for methods that slice layers to a smaller
+    width.
+    """
     return audit_network(tied=False)
 
 
 def wide_untied_network() -> nn.Module:
-    """Builds the audit's network without shared weights, with hidden layers of twelve units."""
+    """Builds a network like `untied_network`, with hidden layers of twelve units."""
     return audit_network(width=12, tied=False)
 
 
@@ -128,7 +131,9 @@ def build_audit_clients(model: Architecture | None = audit_network, image: bool 
 
 
 def with_fact_changed(client: Client, fact: str) -> Client:
-    """Returns a copy of the client with one fact changed (its number of examples or the width of its network, say)."""
+    """Returns a copy of the client with one fact changed, such as its number of examples or the width of its network;
+    `fact` is the fact's name.
+    """
     x, y = client.train.input_tensor, client.train.y
     if fact in NETWORK_VARIANTS:
         return with_client_fields(client, model=NETWORK_VARIANTS[fact])
@@ -148,7 +153,8 @@ def with_client_fields(client: Client, **changes: Any) -> Client:
 
 
 def find_revealed_facts(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> frozenset[str]:
-    """Finds the facts about a client that its replies in the first two rounds reveal to the server.
+    """Runs two rounds, and returns the names of the facts about a client that its replies reveal to the server, such as
+    "number of examples".
 
     >>> from polyfed.algorithms import FedAvg
     >>> sorted(find_revealed_facts(FedAvg())), sorted(find_revealed_facts(FedAvg(weighted=False)))
@@ -220,8 +226,9 @@ def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, in
 
 
 def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
-    """Returns the facts about a client that a method declares to reveal, by its attributes `scalars_needed`, `requires` and
-    `discloses`."""
+    """Returns the names of the facts about a client that the method declares to reveal, by its attributes
+    `scalars_needed`, `requires` and `discloses`.
+    """
     facts = {"number of examples"} if "num_examples" in algorithm.scalars_needed else set()
     if "architecture" in algorithm.discloses or "architectures" in algorithm.requires:
         facts |= set(NETWORK_FACTS)
@@ -241,8 +248,8 @@ def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
 
 
 def find_reply_reach(algorithm: Algorithm[Any, Any], public: Examples | None = None) -> ReplyReach:
-    """Finds how one client's reply reaches other clients in the next round: not at all, combined with other replies, or
-    unchanged.
+    """Determines how one client's reply reaches other clients in the next round, and returns "nobody", "combined with
+    others" or "as it is".
 
     Returns:
         "as it is" if another client gets a tensor of the reply unchanged, "combined with others" if another client's
@@ -378,8 +385,7 @@ def _reply_signature(algorithm: Algorithm[Any, Any], message: Message, reply: Me
 
 
 def contains_client_examples(tensor: Tensor, client: Client) -> bool:
-    """Returns whether a tensor contains a client's data: one of its inputs as a row, or the labels of one of its
-    sets."""
+    """Returns True if the tensor contains one of the client's inputs as a row, or all labels of one of its data sets."""
     for data in (client.train, client.test, client.val, client.global_test):
         if data is None:
             continue

@@ -1,4 +1,4 @@
-"""Builds clients, public examples and hyper-parameters that suit a method, for tests that loop over all methods."""
+"""Builds clients, public examples and hyper-parameters that suit a given method, for tests that loop over all methods."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,7 +22,7 @@ _QUICK_FIELDS: Mapping[str, Any] = {"lr": 0.05, "batch_size": 8}
 @final
 @dataclass(frozen=True)
 class MethodExample:
-    """Builds clients, public examples and hyper-parameters with which a method trains in a moment.
+    """Builds clients, public examples and hyper-parameters with which a method trains in about a second.
 
     Args:
         method: the class of the method.
@@ -32,8 +32,9 @@ class MethodExample:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Returns hyper-parameters for a short training: a learning rate, a batch size, and those that the method's
-        card lists as `small`."""
+        """Returns {hyper-parameter: value} for a short training: a learning rate, a batch size, and the values that the
+        method's card lists as `small`.
+        """
         return {**_QUICK_FIELDS, **self._small}
 
     @property
@@ -42,7 +43,7 @@ class MethodExample:
         return {} if card is None else card.small
 
     def build(self, **overrides: Any) -> Algorithm[Any, Any]:
-        """Builds the method with hyper-parameters for a short training, changed by `overrides`.
+        """Builds the method with hyper-parameters for a short training; those in `overrides` replace the default ones.
 
         Hyper-parameters in `overrides` that the method does not have are left out, and those that its card lists as
         `small` stay unchanged.
@@ -52,12 +53,13 @@ class MethodExample:
         return self.method(**{name: value for name, value in chosen.items() if name in field_names})
 
     def clients(self, number: int = 3) -> list[Client]:
-        """Builds clients that suit the method: with a `SmallNet` and six numbers per example, or with images and
-        without networks if the method provides the networks."""
+        """Builds clients that suit the method: with a `SmallNet` and six numbers per example or, if the method provides
+        the networks, with images and without networks.
+        """
         return small_clients(number) if self.method.requires & MODEL_REQUIREMENTS else small_image_clients(number)
 
     def public(self, number: int = 60) -> Examples | None:
-        """Builds public examples of the same shape as the clients' inputs; None for a method that needs none."""
+        """Builds public examples of the same shape as the clients' inputs; None if the method needs none."""
         if "public_data" not in self.method.requires:
             return None
         return as_examples(
@@ -66,7 +68,7 @@ class MethodExample:
 
 
 def example_of(method: str | type[Algorithm[Any, Any]]) -> MethodExample:
-    """Returns the builder of clients and hyper-parameters for a method, given by its name or class.
+    """Returns the `MethodExample` of a method, given by its name or class; raises an error if the name is unknown.
 
     Args:
         method: its name in the registry, or its class.

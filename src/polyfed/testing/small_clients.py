@@ -1,4 +1,4 @@
-"""Builds small federations on which a test can train a method in a moment."""
+"""Builds small federations that a test can train in about a second."""
 
 from typing import final
 
@@ -11,7 +11,8 @@ from polyfed.core.seeds import torch_generator
 
 @final
 class SmallNet(nn.Module):
-    """A small network with BatchNorm and dropout, so that tests cover buffers and random numbers.
+    """Computes class scores with a small network that has BatchNorm and dropout, so that tests cover buffers and random
+    numbers.
 
     A buffer that is not in the state dict counts the training steps and dampens the outputs: whoever trains or evaluates
     it with the count that another client left gets other results.
@@ -33,7 +34,7 @@ class SmallNet(nn.Module):
 
 
 def small_clients(number: int = 3) -> list[Client]:
-    """Builds clients with a few separable examples each, in different numbers; every call builds the same clients.
+    """Builds clients with 20, 26, 32, ... easily separable training examples; every call builds the same clients.
 
     >>> [len(client.train) for client in small_clients()]
     [20, 26, 32]
@@ -50,8 +51,8 @@ def small_clients(number: int = 3) -> list[Client]:
 
 
 def small_image_clients(number: int = 3) -> list[Client]:
-    """Builds clients with a few images each and without networks, for methods that provide the networks; every call
-    builds the same clients.
+    """Builds clients with 14, 17, 20, ... training images and without networks, for methods that provide the networks;
+    every call builds the same clients.
 
     The images show three kinds of stripes.
 

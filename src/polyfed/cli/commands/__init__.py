@@ -1,1 +1,1 @@
-"""Implements the subcommands of `polyfed`: parses their options, builds the experiment, and prints the results."""
+"""Implements the subcommands of `polyfed`: each parses its options, builds the experiment, and prints the results."""

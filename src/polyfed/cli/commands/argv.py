@@ -21,7 +21,8 @@ _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:factory, anywher
 
 @final
 class CommandParser(argparse.ArgumentParser):
-    """Parses the options that a subcommand declares, and returns all other words of the command line unparsed.
+    """Parses the options that a subcommand of `polyfed` declares, and returns all other words of the command line
+    unparsed.
 
     Options of data, networks and methods (`--data.clients`) are parsed by `parse_configuration`.
 
@@ -59,7 +60,8 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(*_SHORT_NAMES.get(name, ()), name, action="store_true", help=help_text.replace("%", "%%"))
 
     def parse_declared_options(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the values of the declared options, and the remaining words of the command line in their order.
+        """Parses the declared options, and returns their values and all other words of the command line, in their
+        order.
 
         Underscores in names of options count as hyphens.
 
@@ -83,8 +85,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_options_and_words(
         self, argv: Sequence[str], expected_text: str, word_count: int = 1
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the values of the declared options, and the remaining words of the command line, which must be
-        exactly `word_count`.
+        """Parses the declared options, and returns their values and the other words of the command line; raises an
+        error unless there are exactly `word_count` other words.
 
         Args:
             argv: the words after the command.
@@ -110,17 +112,17 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def parse_whole_number(text: str) -> int:
-    """Converts the text of an option's value to an int."""
+    """Converts the text of an option's value to an int; raises an error if it is not a whole number."""
     return int(_convert(text, int, "a whole number"))
 
 
 def parse_decimal_number(text: str) -> float:
-    """Converts the text of an option's value to a float."""
+    """Converts the text of an option's value to a float; raises an error if it is not a number."""
     return float(_convert(text, float, "a number"))
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Splits the text of an option's value at its commas.
+    """Splits the text of an option's value at its commas, and returns the names.
 
     >>> split_names("local, fedavg")
     ('local', 'fedavg')
@@ -129,7 +131,9 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def split_whole_numbers(text: str) -> tuple[int, ...]:
-    """Splits the text of an option's value at its commas, and converts each part to an int."""
+    """Splits the text of an option's value at its commas, and returns the parts as ints; raises an error if one is not
+    a whole number.
+    """
     return tuple(_convert(part, int, "whole numbers with commas between, such as 0,1,2") for part in text.split(","))
 
 
@@ -141,13 +145,13 @@ def _convert(text: str, kind: Callable[[str], Any], expected: str) -> Any:
 
 
 def expand_optional_path(text: str | None, option: str) -> Path | None:
-    """Returns the path that is the value of `option`, with `~` expanded; None if the option was not given."""
+    """Converts the text of an option's value to a path, with `~` expanded; None if the option was not given."""
     return None if text is None else expand_user_path(text, option)
 
 
 def option_name(word: str) -> str:
-    """Returns the name of the option in a word of the command line, without its value, and with hyphens in place of
-    underscores.
+    """Returns the name of the option in a word of the command line, without a value after "=", and with hyphens in
+    place of underscores.
 
     >>> option_name("--data.test_fraction=0.2"), option_name("my_recipe")
     ('--data.test-fraction', 'my_recipe')
@@ -157,12 +161,14 @@ def option_name(word: str) -> str:
 
 
 def has_help_flag(argv: Sequence[str]) -> bool:
-    """Returns whether the command line asks for help, with -h or --help."""
+    """Returns True if the command line contains -h or --help."""
     return "-h" in argv or "--help" in argv
 
 
 def parse_positive_integers(option: str, text: str, example: str) -> tuple[int, ...]:
-    """Parses a list of positive whole numbers with commas between them."""
+    """Parses positive whole numbers separated by commas, and returns them as a tuple; raises an error that names the
+    option if the text has another form.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UserError(f"{option} must be whole numbers of at least 1, for instance {option} {example}, got {text!r}")
@@ -170,7 +176,9 @@ def parse_positive_integers(option: str, text: str, example: str) -> tuple[int, 
 
 
 def parse_yaml_value(option: str, text: str) -> Any:
-    """Parses an option's value as YAML: a number, a word or a list."""
+    """Parses the text of an option's value as YAML (a number, a word or a list); raises an error that names the option
+    if this fails.
+    """
     import yaml
 
     try:
@@ -180,8 +188,8 @@ def parse_yaml_value(option: str, text: str) -> Any:
 
 
 def list_user_code_and_ray_address(argv: Sequence[str]) -> list[str]:
-    """Returns the names (MODULE:NAME) of the user's own networks, methods, metrics and sources on the command line, and
-    the address of a Ray cluster.
+    """Returns a list of the user's networks, methods, metrics and data sources (MODULE:NAME) on the command line, and
+    of the address of a Ray cluster.
 
     What is typed there is trusted; what a file names is not.
 
@@ -202,7 +210,7 @@ def list_user_code_and_ray_address(argv: Sequence[str]) -> list[str]:
 
 
 def bracket_metrics(argv: Sequence[str]) -> list[str]:
-    """Puts brackets around the list of names after `--metrics`, so that they are parsed as one list.
+    """Returns the command line with brackets around the names after `--metrics`, so that they are parsed as one list.
 
     >>> bracket_metrics(["--metrics", "auc,f1", "--metrics=auc", "--metrics", "[r2]"])
     ['--metrics', '[auc,f1]', '--metrics=[auc]', '--metrics', '[r2]']
@@ -216,7 +224,7 @@ def bracket_metrics(argv: Sequence[str]) -> list[str]:
 
 
 def print_error_and_return_status(message: object, status: int) -> int:
-    """Prints an error as one sentence on standard error, and returns the exit status `status`."""
+    """Prints an error as one sentence on standard error, and returns `status`, the exit status of the command."""
     print(f"polyfed: {sanitise_for_terminal(' '.join(str(message).split()))}", file=sys.stderr)
     return status
 

@@ -71,7 +71,8 @@ def _check_kinds(kinds: Sequence[str]) -> None:
 
 
 def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
-    """Prints an overview of all methods, data sets, networks and recipes, or the details of the given kinds.
+    """Prints an overview of all methods, data sets, networks and recipes, or the details of the given kinds; raises an
+    error if a kind is unknown.
 
     Raises:
         UserError: an unknown kind.
@@ -92,7 +93,7 @@ def show_choices(kinds: Sequence[str], console: Console | None = None) -> None:
 
 
 def first_docstring_sentence(thing: Any) -> str:
-    """Returns the first sentence of an object's docstring, on one line.
+    """Returns the first sentence of an object's docstring as one line of text.
 
     >>> first_docstring_sentence(ALGORITHMS["local"])
     'Trains each client ...'

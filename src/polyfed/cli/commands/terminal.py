@@ -12,7 +12,8 @@ from polyfed.core.io.terminal_text import sanitise_for_terminal
 
 
 def literal_rich_text_if_str(value: Any) -> Any:
-    """Returns a text in a form that the package `rich` prints literally; returns any other value unchanged.
+    """Converts a text to a form that the package `rich` prints literally, without interpreting markup; returns any
+    other value unchanged.
 
     >>> literal_rich_text_if_str("[/b]\\x1b[31m")
     <text '[/b]�[31m' [] ''>
@@ -22,7 +23,7 @@ def literal_rich_text_if_str(value: Any) -> Any:
 
 @final
 class PlainTable(rich.table.Table):
-    """A table of the package `rich` that prints all of its texts literally, without markup."""
+    """Holds a table of the package `rich` that prints all of its texts literally, without interpreting markup."""
 
     def __init__(self, *headers: str, title: str | None = None, caption: str | None = None, **options: Any) -> None:
         super().__init__(
@@ -34,11 +35,11 @@ class PlainTable(rich.table.Table):
             self.add_column(header)
 
     def add_column(self, header: Any = "", footer: Any = "", **options: Any) -> None:
-        """Adds a column, with header and footer printed literally."""
+        """Adds a column to the table; its header and footer are printed literally."""
         super().add_column(literal_rich_text_if_str(header), literal_rich_text_if_str(footer), **options)
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """Adds a row, with its cells printed literally."""
+        """Adds a row to the table; its cells are printed literally."""
         super().add_row(*map(literal_rich_text_if_str, cells), **options)
 
 

@@ -14,7 +14,8 @@ from typing import Literal, final
 @final
 @dataclass(frozen=True)
 class Finding:
-    """Holds the result of one check of `polyfed flower doctor`.
+    """Holds the result of one check of `polyfed flower doctor`: its level ("ok", "note" or "wrong"), the checked part
+    of the deployment, and a sentence.
 
     Args:
         level: "ok", "note" (worth knowing, or not possible to check from here) or "wrong" (must be mended).
@@ -35,15 +36,15 @@ Findings = Iterator[Finding]
 
 
 def ok_finding(component: str, text: str) -> Finding:
-    """Returns the finding of a check that found no mistake."""
+    """Returns a `Finding` of a check that detected no mistake."""
     return Finding("ok", component, text)
 
 
 def note_finding(component: str, text: str) -> Finding:
-    """Returns a finding that the user should know about, but that is not a mistake."""
+    """Returns a `Finding` that the user should know about, although it is not a mistake."""
     return Finding("note", component, text)
 
 
 def problem_finding(component: str, text: str) -> Finding:
-    """Returns the finding of a mistake that the user must correct."""
+    """Returns a `Finding` of a mistake that the user must correct."""
     return Finding("wrong", component, text)

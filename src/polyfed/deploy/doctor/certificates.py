@@ -35,7 +35,7 @@ def utc_now() -> datetime.datetime:
 
 
 def read_pem_certificates(file: Path) -> list[x509.Certificate]:
-    """Reads all certificates in a PEM file.
+    """Reads all certificates in a PEM file; raises an error if the file has none, or a damaged one.
 
     Raises:
         ValueError: there are none, or they are damaged.
@@ -55,7 +55,9 @@ def read_pem_certificates(file: Path) -> list[x509.Certificate]:
 
 
 def check_ca_certificate_file(component: str, file: Path) -> Findings:
-    """Checks that a file holds certificates of a certificate authority, and no private key."""
+    """Yields a finding for each mistake in a CA file: it is unreadable, holds a private key, or has a certificate that
+    is not valid now or not of a certificate authority.
+    """
     if unreadable := finding_if_unreadable(component, file):
         yield unreadable
         return
@@ -83,7 +85,8 @@ def check_ca_certificate_file(component: str, file: Path) -> Findings:
 def check_server_certificate(
     component: str, certificate_file: Path, key_file: Path, authority_file: Path, host: str | None
 ) -> Findings:
-    """Checks that sites will accept a server's TLS certificate, and that its private key matches.
+    """Yields the findings on a server's TLS certificate: whether it is valid now and for the server's name, is signed
+    by an authority that the sites trust, and matches its private key.
 
     Args:
         component: `Finding.component`.
@@ -175,7 +178,7 @@ def _check_names(part: str, file: Path, leaf: x509.Certificate, host: str | None
 
 
 def is_host_covered_by_certificate(host: str, dns_names: list[str], ip_addresses: list[str]) -> bool:
-    """Returns whether one of a certificate's DNS names or IP addresses matches a host; a DNS name may begin with the
+    """Returns True if one of a certificate's DNS names or IP addresses matches the host; a DNS name may begin with the
     wildcard "*.".
 
     >>> is_host_covered_by_certificate("a.example.org", ["*.example.org"], [])
@@ -289,7 +292,7 @@ def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: st
 
 
 def describe_openssl_error(error: Exception) -> str:
-    """Returns the readable part of an OpenSSL error, without error numbers.
+    """Returns the readable part of an OpenSSL error's message, without its error numbers.
 
     >>> describe_openssl_error(ValueError("no"))
     'no'
@@ -298,8 +301,8 @@ def describe_openssl_error(error: Exception) -> str:
 
 
 def check_site_key_pair(component: str, private_key_file: Path) -> Findings:
-    """Checks that a site's private key can be read, is not accessible to other users, and matches the public key file
-    beside it.
+    """Yields findings on a site's key pair: whether the private key can be read, is closed to other users, and matches
+    the public key file beside it.
     """
     if unreadable := finding_if_unreadable(component, private_key_file):
         yield unreadable
@@ -336,7 +339,9 @@ def check_site_key_pair(component: str, private_key_file: Path) -> Findings:
 
 
 def read_openssh_public_key_as_der(file: Path) -> bytes | None:
-    """Reads a public key file in OpenSSH's format and returns the key as DER bytes; None if the file holds no such key."""
+    """Reads a public key file in OpenSSH's format, and returns the key as DER bytes; None if the file holds no key in
+    this format.
+    """
     try:
         return serialization.load_ssh_public_key(read_file(file)).public_bytes(*_RAW)
     except (OSError, *_PARSE_ERRORS):
@@ -344,8 +349,8 @@ def read_openssh_public_key_as_der(file: Path) -> bytes | None:
 
 
 def check_public_keys_of_all_sites(component: str, folder: Path, site_name: str, private_key_file: Path) -> Findings:
-    """Checks the folder with all sites' public keys, which secure aggregation needs: all keys differ, and the site's
-    own key is among them.
+    """Yields findings on the folder with the public keys of all sites, which secure aggregation needs: whether all keys
+    differ, and this site's key is among them.
     """
     files = sorted(folder.glob("*.pub")) if folder.is_dir() else []
     if not files:

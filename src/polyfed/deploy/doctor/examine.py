@@ -50,7 +50,8 @@ def run_folder_checks(
     trial_port: int = 8000,
     server_address: str | None = None,
 ) -> Findings:
-    """Checks a folder of a project, a trial, a server or a site, and yields the result of each check.
+    """Runs all checks that apply to a folder of a project, a trial, a server or a site, and yields one or more findings
+    per check; raises an error if the folder is none of these.
 
     Args:
         folder: folder of a project, a trial, a server or a site.

@@ -19,7 +19,8 @@ _START = re.compile(r"^ExecStart=[-@:+!]*(.*)$", re.MULTILINE)
 @final
 @dataclass(frozen=True)
 class SystemdUnit:
-    """Holds the program that a systemd unit starts, with its options and environment variables.
+    """Holds what a systemd unit file says: the program that it starts, the program's options, and environment
+    variables.
 
     Args:
         file: the unit's file.
@@ -34,8 +35,9 @@ class SystemdUnit:
     environment: dict[str, str]
 
     def find_file_of_option(self, option: str, default_name: str) -> Path:
-        """Returns the path of the file that a command-line option of the unit names, or of a default file beside the
-        unit. If that file does not exist, but one of the same name beside the unit does, returns the latter.
+        """Returns the path that a command-line option of the unit names, or a default file beside the unit if the
+        option is missing. If that path does not exist, but a file of the same name beside the unit does, returns the
+        latter.
 
         This allows a folder to be checked before it is copied to its final place.
         """

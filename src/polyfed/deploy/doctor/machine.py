@@ -23,7 +23,7 @@ CHECKED_PACKAGES = ("torch", "numpy", "safetensors", "flwr", "cryptography", "to
 
 
 def finding_if_unreadable(component: str, file: Path) -> Finding | None:
-    """Returns a finding that says why a file cannot be read, or None if it can be read."""
+    """Tries to read a file, and returns a finding that says why it cannot be read; None if it can be read."""
     if not file.exists():
         return problem_finding(component, f"{file} does not exist; put it there, or name another file")
     if not file.is_file():
@@ -42,14 +42,14 @@ def finding_if_unreadable(component: str, file: Path) -> Finding | None:
 
 
 def check_only_owner_can_access(component: str, file: Path) -> Findings:
-    """Checks that other users can neither read nor write a secret file; yields a finding only if they can."""
+    """Yields a problem finding if other users can read or write a secret file; yields nothing otherwise."""
     if (mode := file.stat().st_mode) & 0o077:
         yield problem_finding(component, f"others can read or write {file} (mode {mode & 0o777:o}); chmod 600 {file}")
 
 
 def check_control_token_file(component: str, file: Path) -> Findings:
-    """Checks that the file with the token of Flower's control interface exists, that the token is long enough, and that
-    other users cannot read it.
+    """Yields findings on the file with the token that protects Flower's control interface: whether it exists, is closed
+    to other users, and holds a long enough token.
     """
     if unreadable := finding_if_unreadable(component, file):
         yield unreadable
@@ -65,8 +65,8 @@ def check_control_token_file(component: str, file: Path) -> Findings:
 
 
 def check_state_folder(component: str, folder: Path) -> Findings:
-    """Checks that a folder for states and checkpoints is writable, is closed to other users, and has enough free disk
-    space.
+    """Yields findings on a folder for states and checkpoints: whether it is writable, is closed to other users, and has
+    enough free disk space.
     """
     existing_folder = folder
     while not existing_folder.exists() and existing_folder != existing_folder.parent:
@@ -118,7 +118,7 @@ def _describe_user() -> str:
 
 
 def check_systemd_program(component: str, program: Path) -> Findings:
-    """Checks that the program that a systemd unit starts exists and is executable, and reports if it belongs to another
+    """Yields findings on the program that a systemd unit starts: whether it exists, is executable, and belongs to this
     Python installation.
     """
     if not program.exists():
@@ -140,8 +140,8 @@ def check_systemd_program(component: str, program: Path) -> Findings:
 
 
 def check_package_versions(component: str, protocol_version: int) -> Findings:
-    """Checks that the installed versions of packages meet polyfed's requirements, and reports the most important
-    versions.
+    """Yields a problem finding for Python or a package whose version does not meet polyfed's requirements, and a
+    finding with the most important versions.
 
     Args:
         component: `Finding.component`.

@@ -18,7 +18,7 @@ MAX_AHEAD_SECONDS, MAX_BEHIND_SECONDS = 4.0, 300.0
 
 
 def split_host_and_port(text: str) -> tuple[str, int]:
-    """Splits a text HOST:PORT into host and port number.
+    """Splits a text "HOST:PORT" into the host and the port number; raises an error if the text does not have this form.
 
     Raises:
         ValueError: the text is no such address.
@@ -34,14 +34,16 @@ def split_host_and_port(text: str) -> tuple[str, int]:
 
 
 def is_port_listening(host: str, port: int) -> bool:
-    """Returns whether a program accepts TCP connections on a port of a host."""
+    """Returns True if a program accepts TCP connections on this port of the host."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
         return True
     return False
 
 
 def check_port_free(component: str, host: str, port: int, advice_if_taken: str) -> Findings:
-    """Checks that a server can listen on a port; if it cannot, the finding ends with the text `advice_if_taken`."""
+    """Yields a finding: whether a server can listen on a port. If it cannot, the finding ends with the text
+    `advice_if_taken`.
+    """
     if is_port_listening("127.0.0.1" if host in ("0.0.0.0", "") else host, port):
         yield problem_finding(component, f"port {port} of {host} is taken by another program; {advice_if_taken}")
         return
@@ -63,8 +65,8 @@ def check_port_free(component: str, host: str, port: int, advice_if_taken: str) 
 def check_tls_server_and_clock(
     component: str, host: str, port: int, authority_file: Path, certificate_name: str | None = None
 ) -> Findings:
-    """Checks that a server answers over TLS with a certificate that this machine trusts, and that its clock agrees with
-    this machine's.
+    """Yields findings: whether a server answers over TLS with a certificate that this machine trusts, and whether its
+    clock agrees with this machine's.
 
     Args:
         component: `Finding.component`.

@@ -25,7 +25,8 @@ _PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # the pattern that Flowe
 
 
 def parse_node_config(text: str) -> dict[str, Any]:
-    """Parses the text of `--node-config`, key=value pairs, as Flower parses it.
+    """Parses the text of Flower's option `--node-config` (key=value pairs), as Flower does, into a dict; raises an
+    error if a value is not valid.
 
     Raises:
         ValueError: a value is not valid.
@@ -37,8 +38,8 @@ def parse_node_config(text: str) -> dict[str, Any]:
 
 
 def check_node_config(component: str, node_config: Mapping[str, Any]) -> Findings:
-    """Checks that the keys of a site's node configuration are known, that their values have the right types, and that
-    they do not contradict each other.
+    """Yields a problem finding for each key of a site's node configuration that is missing or unknown, has a value of
+    the wrong type, or contradicts another key.
     """
     has_problem = False
     for word in (word for word in ("client-id", "site", "state-dir") if not node_config.get(word)):
@@ -85,12 +86,15 @@ def check_node_config(component: str, node_config: Mapping[str, Any]) -> Finding
 
 
 def check_site_file_defines_client(component: str, file: Path) -> Findings:
-    """Checks that `site.py` has valid Python syntax and defines the function `client`, without executing it."""
+    """Yields findings: whether `site.py` has valid Python syntax and defines the function `client`. Does not execute
+    the file.
+    """
     yield from check_file_defines_functions(component, file, {"client": "a site's network and data"})
 
 
 def check_file_defines_functions(component: str, file: Path, purpose_by_function: Mapping[str, str]) -> Findings:
-    """Checks that a Python file has valid syntax and defines the required functions, without executing it.
+    """Yields findings: whether a Python file has valid syntax and defines each required function. Does not execute the
+    file.
 
     Args:
         component: `Finding.component`.

@@ -26,7 +26,8 @@ _LOG = logging.getLogger("polyfed.server")
 
 
 def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | None = None) -> Run:
-    """Runs a whole federated training with the sites that are connected through Flower, and returns the finished run.
+    """Runs a whole federated training with the sites that are connected through Flower, and returns the finished run;
+    raises an error if a site is missing or refuses.
 
     Args:
         grid: Flower's connection to the SuperNodes.
@@ -54,7 +55,7 @@ def run_deployment(grid: Grid, config: Mapping[str, Any], progress: Progress | N
 
 
 def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: context.run_config) -> ServerApp:
-    """Builds the Flower ServerApp that runs a project's server: `app = server_app()`."""
+    """Returns the Flower ServerApp that runs a project's server: `app = server_app()`."""
     app = ServerApp()
 
     @app.main()
@@ -71,8 +72,8 @@ def server_app(config: Callable[[Context], Mapping[str, Any]] = lambda context: 
 
 
 def client_app() -> ClientApp:
-    """Builds the Flower ClientApp that answers for a site: `app = client_app()`. The node configuration of its
-    SuperNode describes the site.
+    """Returns the Flower ClientApp that answers the server's messages for one site: `app = client_app()`. The node
+    configuration of the site's SuperNode describes the site.
     """
     app = ClientApp()
 

@@ -63,7 +63,8 @@ def envelope_to_record(envelope: Envelope) -> RecordDict:
 
 
 def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_BYTES) -> Envelope:
-    """Converts a Flower RecordDict back to a message with header and tensors.
+    """Converts a Flower RecordDict back to a message with header and tensors; raises an error if it holds none, or a
+    damaged one.
 
     Args:
         record: the records.
@@ -77,7 +78,7 @@ def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_
 
 
 def packed_envelope_from_record(record: RecordDict, max_head_length: int = SITE_HEAD_BYTES) -> PackedEnvelope:
-    """Reads a message from a Flower RecordDict, but leaves its header and tensors packed.
+    """Reads a message from a Flower RecordDict, and returns it with its header and tensors still serialised.
 
     Args:
         record: the records.
@@ -94,7 +95,7 @@ def packed_envelope_from_record(record: RecordDict, max_head_length: int = SITE_
 
 @final
 class SiteRegistry:
-    """Keeps which Flower node belongs to which site, and what each site has reported about itself.
+    """Records which Flower node belongs to which site, and what each site has reported about its data and network.
 
     Flower's nodes have random ids, so the server asks each new node once for its introduction. A node can only be the site
     under whose name the operator has registered its key (`flwr supernode register KEY --name north`). No other node
@@ -126,7 +127,7 @@ class SiteRegistry:
         self._refusal_heads: dict[str, Mapping[str, Any]] = {}  # headers of refusals, with summaries of tables
 
     def query_new_nodes_and_register_answers(self) -> None:
-        """Asks new Flower nodes which site they are, and registers the sites whose answers have arrived."""
+        """Sends each new Flower node the question which site it is, and registers the sites whose answers have arrived."""
         names = {node.node_id: node.name for node in self._grid.get_nodes()}
         for node in sorted(set(names) - self._queried_nodes):
             record = envelope_to_record(Envelope(self._head))
@@ -177,7 +178,8 @@ class SiteRegistry:
             self.refusals.pop(client, None)
 
     def wait_for_all_introductions(self, timeout_seconds: float) -> Mapping[str, Mapping[str, Any]]:
-        """Waits until all sites are connected, and returns the header in which each describes itself.
+        """Waits until all sites are connected, and returns by site the header in which it describes itself; raises an
+        error if a site is missing at the time limit, or refuses.
 
         Raises:
             UserError: a site is missing after so many seconds, or refuses.
@@ -209,7 +211,8 @@ class SiteRegistry:
 
 
 def pull_arrived_replies(grid: Grid, awaited_ids: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
-    """Fetches the replies that have arrived, one by one, so that an unreadable reply does not affect the others.
+    """Fetches from Flower the replies that have arrived, one by one, so that an unreadable reply does not affect the
+    others.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -229,7 +232,7 @@ def pull_arrived_replies(grid: Grid, awaited_ids: Mapping[str, Any], unreadable:
 
 @final
 class FlowerEngine(Engine):
-    """Executes a round's tasks: sends each to its site through Flower, and collects the replies that arrive in time.
+    """Sends each task of a round to its site through Flower, and collects the replies that arrive in time.
 
     All messages of a phase are sent at once, so that sites work in parallel and share one time limit. The evaluation of a
     round travels with the training of the next, in one message to a site that does both.
@@ -250,7 +253,9 @@ class FlowerEngine(Engine):
         self._schedules: dict[str, PollingSchedule] = {}  # client -> when to ask for its reply
 
     def bind_federation(self, federation: Federation) -> None:
-        """Makes this engine check the replies to a federation's tasks against the tasks' server state."""
+        """Sets the federation to whose tasks this engine will check the replies, against the server state from which
+        each task was sent.
+        """
         tasks = federation.build_task_blocks
 
         def tasks_with_state(
@@ -264,7 +269,9 @@ class FlowerEngine(Engine):
             self._secure_rounds = SecureRoundServer(self._server, federation, self.exchange)
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Sends tasks to sites and yields results as replies arrive; a missing, late or invalid reply is a failure."""
+        """Sends tasks to sites, and yields one result per task as replies arrive; for a missing, late or invalid reply
+        it yields a result that reports a failure.
+        """
         if self._secure_rounds is not None and any(task.phase == "local" for task in tasks):
             yield from self._secure_rounds.run_secure_round(tasks, self._server_state)
             return
@@ -295,7 +302,9 @@ class FlowerEngine(Engine):
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | FailureReason]]:
-        """Sends one message to each site and yields (site, reply), or (site, reason) if there is no reply."""
+        """Sends one message to each site, and yields (site, reply) as replies arrive; (site, reason as text) if there
+        is no reply.
+        """
         deployment = self._server.deployment
         self._sites.query_new_nodes_and_register_answers()
         connected = self._activation_by_node()

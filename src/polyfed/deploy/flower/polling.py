@@ -1,4 +1,4 @@
-"""Decides how often to ask for a message, since Flower does not notify the receiver."""
+"""Decides how often to ask Flower for a message, since Flower does not notify the receiver when one arrives."""
 
 import time
 from collections import deque
@@ -10,7 +10,8 @@ _EARLY_SHARE, _HISTORY_LENGTH = 0.75, 3  # first poll after this share of the sh
 
 @final
 class PollingSchedule:
-    """Computes when to ask for the next message, from the time that earlier messages took to arrive.
+    """Computes the waiting time before each request for the next message, from the time that earlier messages took to
+    arrive.
 
     The first poll waits for three quarters of the shortest of the last three waiting times. Each further wait is a twentieth
     of the time passed, so that polling adds little to a long round, and an idle site polls every few seconds. If the first

@@ -37,11 +37,12 @@ CONNECTION_PARTS = 8
 
 @final
 class UnsupportedFlowerError(Exception):
-    """Says that the private functions of the installed Flower are not those that this version of polyfed knows."""
+    """Raised when the private functions of the installed Flower differ from those that this version of polyfed uses."""
 
 
 def import_private_flower_functions() -> Mapping[str, Any]:
-    """Imports the private functions of Flower that polyfed uses, and returns them by polyfed's own short names.
+    """Imports the private functions of Flower that polyfed uses, and returns {polyfed's short name: function}; raises
+    an error if the installed Flower lacks one.
 
     Raises:
         UnsupportedFlowerError: this version of Flower was not tested, or a part is missing or takes other arguments.
@@ -65,8 +66,8 @@ def import_private_flower_functions() -> Mapping[str, Any]:
 
 
 def try_to_shorten_reply_polling() -> bool:
-    """Tries to make Flower ask for the missing part of a reply again after 0.05 s instead of 1 s, in this process;
-    returns whether the installed Flower allows this.
+    """Tries to make Flower, in this process, request the missing part of a reply again after 0.05 s instead of 1 s;
+    returns True if the installed Flower allows this.
 
     Flower's grid sees a reply when it is announced, mostly a moment before all of it has been sent, and then waits for 1 s.
 
@@ -86,7 +87,7 @@ def try_to_shorten_reply_polling() -> bool:
 
 def try_to_keep_messages_in_memory() -> bool:
     """Tries to make the SuperLink of this process hold messages in memory instead of in its database, which saves disk
-    writes; returns whether the installed Flower allows this.
+    writes; returns True if the installed Flower allows this.
 
     No message is of use after the SuperLink has ended, since its runs have failed then.
 

@@ -1,5 +1,5 @@
-"""Converts packed messages to Flower's RecordDict and back, with few objects, since each object costs four HTTP
-requests.
+"""Converts packed messages to Flower's RecordDict and back, with few objects, since Flower makes four HTTP requests per
+object.
 
 The record "head" has the header as one JSON text. The record "body" has the numbers and the packed groups of tensors, each
 under its name after a character for its type; sites that get the same body share one object at the SuperLink. Groups above
@@ -21,7 +21,7 @@ _NUMBER, _GROUP = "#", "@"
 
 
 def build_flower_record(head_json: str, scalars: Mapping[str, Any], packed_groups: Mapping[str, bytes]) -> RecordDict:
-    """Builds a Flower RecordDict from a message's header, its numbers and its packed groups of tensors.
+    """Builds a Flower RecordDict from a message's serialised header, its scalars, and its serialised groups of tensors.
 
     >>> parse_flower_record(build_flower_record("{}", {"lr": 0.1}, {"model": b"bytes"}))
     SerializedEnvelope(head='{}', scalars={'lr': 0.1}, groups={'model': b'bytes'})
@@ -37,8 +37,8 @@ def build_flower_record(head_json: str, scalars: Mapping[str, Any], packed_group
 
 
 def parse_flower_record(record: RecordDict) -> SerializedEnvelope:
-    """Returns header, numbers and packed groups of tensors from a Flower RecordDict, without unpacking the header or
-    the tensors.
+    """Returns the header, scalars and groups of tensors of a Flower RecordDict; the header and the tensors stay
+    serialised.
 
     Raises:
         Exception: the records hold something else, or exceed the limits. (Flower and numpy may raise anything.)

@@ -52,7 +52,7 @@ _MAX_AHEAD_SECONDS, _MAX_BEHIND_SECONDS = SYSTEM_TIME_TOLERANCE, SYSTEM_TIME_TOL
 
 @final
 class TokenPlugin(NoOpControlAuthnPlugin):
-    """Lets a command use Flower's control interface only if it sends the right token.
+    """Lets a command use Flower's control interface only if the command sends the right token.
 
     Args:
         token: the only accepted token.
@@ -83,7 +83,8 @@ class TokenPlugin(NoOpControlAuthnPlugin):
 
 
 def read_control_token(file: Path) -> str:
-    """Reads the token of the control interface from a file, and requires that only the file's owner can access it.
+    """Reads the token of Flower's control interface from a file; raises an error if the file is missing or other users
+    can access it, or if the token is too short.
 
     Raises:
         UserError: the file is missing, others can read it, or the token is too short.
@@ -102,8 +103,8 @@ def read_control_token(file: Path) -> str:
 
 
 def explain_refused_supernode_request(signing_time: str, now: datetime.datetime) -> str:
-    """Returns the probable reason why the SuperLink refused a SuperNode's signed request: the SuperNode's clock is
-    wrong, or else its key.
+    """Returns as text the probable reason why the SuperLink refused a SuperNode's signed request: the SuperNode's clock
+    is wrong or, otherwise, its key is.
 
     Args:
         signing_time: time at which the request was signed, in ISO format.
@@ -129,7 +130,8 @@ def explain_refused_supernode_request(signing_time: str, now: datetime.datetime)
 
 
 def wrap_to_log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns Flower's function that authenticates SuperNodes, extended to log the reason when it refuses a request.
+    """Wraps Flower's function that authenticates SuperNodes, and returns one that also logs the reason when it refuses
+    a request.
 
     Flower answers 401 for every reason, and its SuperNode then ends without a message.
     """
@@ -152,7 +154,7 @@ def wrap_to_log_refusals(authenticate: Callable[[Any], None]) -> Callable[[Any],
 
 
 def save_control_token_for_flwr(superlink_address: str, token: str) -> None:
-    """Saves the token for a SuperLink where the command `flwr` looks for it, below the folder FLWR_HOME."""
+    """Saves the token of a SuperLink's control interface below the folder FLWR_HOME, where the command `flwr` reads it."""
     store = get_credential_store()
     pairs = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
     for key, value in pairs.items():
@@ -224,7 +226,7 @@ def start_superlink_or_log_in(arguments: list[str]) -> None:
 
 
 def run_from_command_line() -> None:
-    """Calls `main` with the command line's arguments, and exits with an error message on a `UserError`."""
+    """Runs `main` with the command line's arguments, and exits with an error message if it raises a `UserError`."""
     try:
         start_superlink_or_log_in(sys.argv[1:])
     except UserError as error:

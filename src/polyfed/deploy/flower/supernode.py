@@ -41,7 +41,7 @@ _STOP_SECONDS = 5.0
 
 
 class SiteProcessDiedError(Exception):
-    """Says that the site's process ended before it answered a message."""
+    """Raised when the site's process ends before it has answered a message."""
 
 
 @final
@@ -59,11 +59,11 @@ class SiteProcess:
 
     @property
     def pid(self) -> int | None:
-        """Returns the process id, or None if the process is not running."""
+        """Returns the id of the site's process; None if the process is not running."""
         return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     def start_if_stopped(self) -> None:
-        """Starts the site's process, unless it is already running; it imports torch at once."""
+        """Starts the site's process, unless it is already running; the new process imports torch at once."""
         if self.pid is not None:
             return
         self.stop_and_get_exit_status()
@@ -79,7 +79,9 @@ class SiteProcess:
             self._send_config()
 
     def send_and_keep_node_config(self, config_json: str) -> None:
-        """Sends the node configuration (JSON) to the site's process, and keeps it for later processes."""
+        """Sends the node configuration (a JSON text) to the site's process, and keeps it to send it again to each
+        process started later.
+        """
         self._config = config_json
         self._send_config()
 
@@ -172,7 +174,8 @@ class MessageLoop:
                 schedule.start_new_wait()
 
     def answer_message_or_log_error(self, message: Any, object_tree: Any) -> None:
-        """Lets the site's process answer one message, and sends the reply; errors are only logged.
+        """Passes one message to the site's process, and sends its reply to the server; logs errors and does not raise
+        them.
 
         Args:
             message: the message, without its content, which is still at the SuperLink.
@@ -342,7 +345,8 @@ def _exit_on_signal(number: int, _frame: object) -> NoReturn:
 
 
 def run_supernode(arguments: list[str]) -> None:
-    """Starts the SuperNode with the given command-line arguments, and runs until it is ended.
+    """Starts the SuperNode with the given command-line arguments, and runs until a signal or a refusal by the SuperLink
+    ends it.
 
     Raises:
         UserError: a file or the node configuration cannot be read.
@@ -382,7 +386,7 @@ def run_supernode(arguments: list[str]) -> None:
 
 
 def run_from_command_line() -> None:
-    """Calls `main` with the command line's arguments, and exits with an error message on a `UserError`."""
+    """Runs `main` with the command line's arguments, and exits with an error message if it raises a `UserError`."""
     try:
         run_supernode(sys.argv[1:])
     except UserError as error:

@@ -1,1 +1,3 @@
-"""Clips the messages that a site sends, adds noise to them, and keeps account of the privacy budget that they spend."""
+"""Clips the messages that a site sends, adds noise to them, and records how much of the site's privacy budget they
+spend.
+"""

@@ -35,7 +35,8 @@ class _LedgerContent(TypedDict):
 
 
 def compute_epsilon(message_count_by_noise_multiplier: Mapping[float, int], delta: float) -> float:
-    """Returns the ε of the (ε, δ)-differential privacy that a site's messages together guarantee.
+    """Returns the ε of the (ε, δ)-differential privacy that all messages of a site guarantee together; infinite if a
+    message had no noise.
 
     Neighbouring data sets differ in the site's whole data set. ε is infinite as soon as one message had no noise.
 
@@ -73,8 +74,8 @@ def _log_delta(epsilon: float, mu: float) -> float:
 
 
 def record_message_and_get_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
-    """Records in a site's ledger that one message is about to be sent, and returns the ε that all recorded messages
-    have spent.
+    """Records in a site's privacy ledger (a JSON file) that one message is about to be sent, and returns the ε of all
+    recorded messages; raises an error if the message would exceed the budget.
 
     The ledger counts every message about a data set over all runs, methods, networks and settings, even if rows or test
     examples changed. Only the owner can start a new count, by giving the data set another name. The caller records a message
@@ -111,7 +112,8 @@ def record_message_and_get_epsilon(ledger: Path, data_set: str, protection: Repl
 
 
 def read_spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection) -> float:
-    """Returns the ε that all recorded messages about a data set have spent, at the δ given in `protection`.
+    """Returns the ε that all messages recorded in a site's privacy ledger have spent for one data set, at the δ in
+    `protection`.
 
     Raises:
         UserError: the ledger is lost or damaged.
@@ -120,7 +122,8 @@ def read_spent_epsilon(ledger: Path, data_set: str, protection: ReplyProtection)
 
 
 def check_budget_for_next_message(ledger: Path, data_set: str, protection: ReplyProtection) -> None:
-    """Raises an error if the privacy budget does not allow one more message; records nothing.
+    """Raises an error if one more message would exceed the site's privacy budget (largest ε); does not record a
+    message.
 
     Raises:
         UserError: as `record_message_and_get_epsilon`.

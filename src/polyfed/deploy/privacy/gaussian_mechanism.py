@@ -88,7 +88,7 @@ class ReplyProtection:
 
 
 def noise_incompatibility_error(algorithm: Algorithm[Any, Any], secure_sums: bool) -> str | None:
-    """Returns why a site that adds noise cannot run a method, as the end of a sentence; None if it can.
+    """Returns why a site that adds noise to its messages cannot run a method, as the end of a sentence; None if it can.
 
     Noise changes only the values of floating-point tensors, so nothing else in a message may depend on the site's data.
 
@@ -137,8 +137,8 @@ def _methods_compatible_with_noise(secure: bool) -> list[str]:
 def clip_and_add_noise(
     reply: Message, received_message: Message, protection: ReplyProtection, num_noisy_sites: int = 1
 ) -> Message:
-    """Returns the site's reply with its update (the difference between the reply and the received message) clipped and
-    Gaussian noise added.
+    """Returns the site's reply after its update (reply minus received message) was clipped to the clipping norm and
+    Gaussian noise was added.
 
     Args:
         reply: the site's reply.

@@ -2,6 +2,6 @@
 
 
 class RefusalError(Exception):
-    """Says why a site refuses a request of the server. The text is sent to the server, so it must not reveal anything
-    about the data or the network.
+    """Raised when a site refuses a request of the server. The site sends the error's text to the server, so it must not
+    reveal anything about the data or the network.
     """

@@ -21,18 +21,20 @@ _CHUNK = 2**20
 
 
 class FrameError(Exception):
-    """Says that a frame could not be read; the connection can still be used for the next frame."""
+    """Raised when a message on the socket between a SuperNode and its site process cannot be read; the connection can
+    still be used for the next message.
+    """
 
 
 @final
 class BrokenStreamError(FrameError):
-    """Says that the received bytes are not a frame; the connection cannot be used any more."""
+    """Raised when the bytes received on the socket are not a message; the connection cannot be used any more."""
 
 
 @final
 @dataclass(frozen=True)
 class Frame:
-    """Holds one message between a SuperNode and its site process.
+    """Holds one message between a site's SuperNode and the site's process.
 
     Args:
         kind: "start" with a node configuration, "letter" and "answer" with an envelope between server and site, or "again",
@@ -50,7 +52,9 @@ class Frame:
 
 @final
 class SerializedEnvelope(NamedTuple):
-    """Holds the serialised parts of an envelope: its header as JSON, its scalars, and the bytes of each group of tensors."""
+    """Holds a message between server and site in serialised parts: its header as JSON, its scalars, and the bytes of
+    each group of tensors.
+    """
 
     head: str
     scalars: Mapping[str, Any]
@@ -58,7 +62,7 @@ class SerializedEnvelope(NamedTuple):
 
 
 def send_frame(connection: socket.socket, frame: Frame) -> None:
-    """Sends a frame over a socket.
+    """Sends one message (a frame) over the socket between a site's SuperNode and its process.
 
     Raises:
         FrameError: the frame is larger than the other side reads, and was not sent.
@@ -77,7 +81,7 @@ def send_frame(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive_frame(connection: socket.socket) -> Frame:
-    """Waits for the next frame on a socket and returns it.
+    """Waits for the next message (a frame) on the socket between a site's SuperNode and its process, and returns it.
 
     Raises:
         EOFError: the other side has closed the connection.

@@ -23,8 +23,8 @@ _MAX_NUMBERS = 2**24  # numbers in an example of zeros with which the server tri
 
 
 def describe_changed_introduction(first_head: Mapping[str, Any] | None, head: Mapping[str, Any]) -> str | None:
-    """Returns a sentence about the first fact, such as the number of examples, that a site reports differently from
-    when the run began; None if nothing has changed.
+    """Compares what a site reports about itself now with what it reported when the run began, and returns a sentence
+    about the first difference, such as the number of examples; None if nothing changed.
 
     Args:
         first_head: header of the introduction when the run began; None if there was none.
@@ -42,8 +42,8 @@ def describe_changed_introduction(first_head: Mapping[str, Any] | None, head: Ma
 
 
 def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) -> DataSpec:
-    """Returns the data spec of the whole federation: the input shape that all sites must share, and the largest number
-    of outputs of any site.
+    """Merges the sites' descriptions of their data into one: the input shape that all sites share, and the largest
+    number of outputs of any site; raises an error if input shapes differ.
 
     Args:
         introductions: header of each site's introduction.
@@ -66,7 +66,8 @@ def merge_data_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) 
 
 
 def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if the sites' examples have different numbers of targets; classification is not checked.
+    """Raises a `UserError` if the examples of two sites have different numbers of targets; does not check
+    classification tasks.
 
     >>> check_same_target_count(
     ...     {i: {"task": "regression", "form": [[4], n]} for i, n in (("north", 1), ("south", 2))}, "fedpnas")
@@ -83,8 +84,8 @@ def check_same_target_count(introductions: Mapping[str, Mapping[str, Any]], name
 
 
 def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if the last layers of the sites' networks take inputs of different widths, or a site does
-    not report this width.
+    """Raises a `UserError` if the last layers of the sites' networks take inputs of different sizes, or a site does not
+    report this size.
 
     >>> check_same_representation_width({"north": {"width": 3}, "south": {"width": 5}}, "fedproto")
     Traceback (most recent call last):
@@ -104,7 +105,7 @@ def check_same_representation_width(introductions: Mapping[str, Mapping[str, Any
 
 
 def check_same_input_specs(introductions: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Raises a `UserError` if the sites' inputs differ in type, shape or parts.
+    """Raises a `UserError` if the inputs of two sites differ in data type, in shape, or in the names of their parts.
 
     >>> check_same_input_specs(
     ...     {"north": {"inputs": {"x": ["float32", [4]]}}, "south": {"inputs": {"x": ["uint8", [4]]}}}, "heterofl")
@@ -189,7 +190,8 @@ def input_spec_by_part(inputs: Any) -> dict[str, list[Any]]:
 
 
 def check_public_inputs(public_input_spec: Any, client: Client) -> None:
-    """Raises a `RefusalError` unless the server's public examples have the same types and shapes as a client's inputs.
+    """Raises a `RefusalError` unless the public examples that the server sent have the same data types and shapes as
+    the client's inputs.
 
     The error does not reveal the client's types and shapes.
 

@@ -30,7 +30,8 @@ HeadBuilder = Callable[[ClientTask], Mapping[str, Any]]
 
 
 def build_envelope_per_client(tasks: Sequence[ClientTask], build_head: HeadBuilder) -> dict[str, Envelope]:
-    """Builds one message for each client from its tasks; a client that trains and evaluates gets one message for both.
+    """Returns {client: message} with one message for each client's tasks; a training task and an evaluation task of the
+    same client share one message.
 
     Args:
         tasks: for each client at most one training task and one other.
@@ -47,8 +48,8 @@ def build_envelope_per_client(tasks: Sequence[ClientTask], build_head: HeadBuild
 def add_evaluations_to_envelopes(
     training_envelope_by_client: Mapping[str, Envelope], evaluation_tasks: Sequence[ClientTask], build_head: HeadBuilder
 ) -> dict[str, Envelope]:
-    """Adds evaluation tasks to the messages that already carry training tasks; a client without training gets a
-    separate message.
+    """Adds evaluation tasks to the messages that already carry the clients' training tasks, and returns {client:
+    message}; a client without a training task gets a message of its evaluation only.
 
     Args:
         training_envelope_by_client: client -> envelope.
@@ -82,7 +83,8 @@ class SplitEnvelope(NamedTuple):
 
 
 def split_training_and_evaluation(envelope: Envelope) -> SplitEnvelope | None:
-    """Splits a message into its training task and its evaluation task; returns None if it carries no evaluation.
+    """Splits a message into one with its training task and one with its evaluation task; None if the message carries no
+    evaluation.
 
     Raises:
         UserError: the evaluation refers to tensors that the envelope does not have.

@@ -28,7 +28,9 @@ _MAX_COLUMNS = 400  # columns whose names are sent
 
 
 class TableSummary(TypedDict, total=False):
-    """Describes a site's table by hashes, by which the server compares the tables of all sites."""
+    """Describes a site's table by hashes of its columns, categories and classes, by which the server compares the
+    tables of all sites.
+    """
 
     whole: str  # hash of columns, categories and classes
     columns: dict[str, list[Any]]  # column -> hash of its categories, and whether cells may be empty
@@ -36,7 +38,7 @@ class TableSummary(TypedDict, total=False):
 
 
 class SchemaSummary(TypedDict, total=False):
-    """Describes the columns of a site's table, so that all sites can agree on one preprocessing."""
+    """Describes the columns of a site's table, so that the server can compute one preprocessing for all sites."""
 
     whole: str  # hash of the schema
     numbers: int  # numeric columns
@@ -93,7 +95,8 @@ def hash_json_values(*content: Any) -> str:
 
 
 def describe_table_difference(head_by_site: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Returns a sentence about the first site whose table differs from another site's; None if no difference is found.
+    """Compares the summaries of all sites' tables, and returns a sentence about the first site whose table differs from
+    another site's; None if there is no difference.
 
     Args:
         head_by_site: header of each site's introduction, also of sites that refuse.

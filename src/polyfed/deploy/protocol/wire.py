@@ -39,8 +39,8 @@ _DTYPES = {
 @final
 @dataclass(frozen=True)
 class Envelope:
-    """Holds one message between server and site, in either direction: a header (`head`), and the federated learning
-    method's message as payload (`body`).
+    """Holds one message between server and site, in either direction: a header of plain values (`head`), and the
+    tensors and numbers that the federated learning method sends (`body`).
 
     Headers from the server have `kind`, `protocol`, `run` (identifier of the run, which a resumed run keeps) and `algorithm`
     (name and fields). The kinds are:
@@ -75,7 +75,8 @@ FailureReason = str
 
 
 def pack_tensors(tree: StateDict) -> bytes:
-    """Serialises a group of named tensors in the safetensors format, and stores the order of their names with them.
+    """Serialises a group of named tensors to bytes in the safetensors format, and stores the order of their names with
+    them.
 
     >>> list(unpack_tensors(pack_tensors({"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.zeros(())})))
     ['w', 'b']
@@ -89,13 +90,14 @@ def pack_tensors(tree: StateDict) -> bytes:
 
 
 def pack_envelope(envelope: Envelope) -> SerializedEnvelope:
-    """Serialises an envelope: returns its header as JSON, its scalars, and the bytes of each group of tensors."""
+    """Serialises a message, and returns its header as JSON, its scalars, and the bytes of each group of tensors."""
     groups = {group: pack_tensors(tree) for group, tree in envelope.body.tensors.items()}
     return SerializedEnvelope(json.dumps(dict(envelope.head)), envelope.body.scalars, groups)
 
 
 def read_tensor_specs(packed_group: bytes) -> dict[str, TensorSpec]:
-    """Returns the shape and data type of each tensor in a serialised group, by name, without loading the tensors.
+    """Returns {name: (shape, data type)} of the tensors in a serialised group, without loading them; raises an error if
+    the bytes are damaged or exceed the limits.
 
     Raises:
         UserError: `packed_group` is damaged, or is no such group, or exceeds the limits on number and length of names.
@@ -127,7 +129,7 @@ def _read_tensor_spec(entry: Mapping[str, Any], data_length: int) -> TensorSpec:
 
 
 def unpack_small_tensors(packed_group: bytes, max_bytes_per_tensor: int) -> dict[str, torch.Tensor]:
-    """Loads from a serialised group only the tensors of at most `max_bytes_per_tensor` bytes.
+    """Loads from a serialised group only the tensors of at most `max_bytes_per_tensor` bytes, and returns them by name.
 
     Raises:
         UserError: as `read_tensor_specs`.
@@ -150,7 +152,7 @@ def unpack_small_tensors(packed_group: bytes, max_bytes_per_tensor: int) -> dict
 
 
 def unpack_tensors(packed_group: bytes) -> dict[str, torch.Tensor]:
-    """Loads all tensors of a group that `pack_tensors` serialised, in their original order.
+    """Loads all tensors of a group that `pack_tensors` serialised, and returns them by name in their original order.
 
     Raises:
         UserError: as `read_tensor_specs`.
@@ -169,22 +171,24 @@ def unpack_tensors(packed_group: bytes) -> dict[str, torch.Tensor]:
 
 
 def compression_head_fields(settings: Settings) -> dict[str, str]:
-    """Returns the header fields with the names of a run's compressors; empty if the run compresses nothing."""
+    """Returns the header fields that name a run's compressors, as a dict; an empty dict if the run compresses nothing."""
     fields = {"compress": settings.compress, "compress_down": settings.compress_down}
     return {} if set(fields.values()) == {NO_COMPRESSION} else fields
 
 
 @final
 class TaskCompressors(NamedTuple):
-    """Holds the compressors of a task: of the site's reply, and of the message that the site receives."""
+    """Holds the two compressors of a task: that of the site's reply, and that of the server's message; None for a part
+    that is not compressed.
+    """
 
     reply: Compressor | None
     received_message: Compressor | None
 
 
 def parse_compressors(head: Mapping[str, Any]) -> TaskCompressors:
-    """Returns the two compressors that a task's header names: for the site's reply and for the received payload; each
-    is None if that part is not compressed.
+    """Returns the compressors that a task's header names, for the site's reply and for the server's message, each None
+    if that part is not compressed; raises an error if a name is unknown.
 
     Raises:
         UserError: the header names an unknown compressor.
@@ -200,7 +204,8 @@ def parse_compressors(head: Mapping[str, Any]) -> TaskCompressors:
 @final
 @dataclass(frozen=True)
 class PackedEnvelope:
-    """Holds a received envelope whose header and tensors are still serialised, and checks its size limits.
+    """Holds a received message whose header and tensors are still serialised; raises an error if it exceeds its size
+    limits.
 
     Args:
         head: header, as JSON.
@@ -229,18 +234,16 @@ class PackedEnvelope:
             )
 
     def tensor_specs_by_group(self) -> dict[str, dict[str, TensorSpec]]:
-        """Returns the shape and data type of every tensor in the envelope, by group and name, without loading the
-        tensors.
-        """
+        """Returns {group: {name: (shape, data type)}} of all tensors in the message, without loading them."""
         return {group: read_tensor_specs(data) for group, data in self.groups.items()}
 
     def unpack_body(self) -> Message:
-        """Loads all tensors of the envelope and returns its payload."""
+        """Loads all tensors of the message, and returns them with its scalars as a `Message`."""
         return Message({group: unpack_tensors(data) for group, data in self.groups.items()}, self.scalars)
 
 
 def parse_head(text: str) -> dict[str, Any]:
-    """Parses an envelope's header, which must be a JSON object.
+    """Parses the JSON text of a message's header to a dict; raises an error if the text is not a JSON object.
 
     Raises:
         UserError: the text is not JSON, or no mapping.
@@ -270,8 +273,8 @@ def first_non_finite_tensor(message: Message) -> str | None:
 
 
 def find_code_reference(value: Any) -> str | None:
-    """Returns the first text of the form `module:name`, which would import code, in the fields of a method; None if
-    there is none.
+    """Searches the fields of a method for a text of the form `module:name`, which would import code, and returns the
+    first; None if there is none.
 
     >>> (find_code_reference({"teacher": {"name": "os:system"}}),
     ...  find_code_reference({"lr": 0.1, "catalogue": "C:/catalogue.yaml"}))
@@ -285,7 +288,7 @@ def find_code_reference(value: Any) -> str | None:
 
 
 def count_record_bytes(flower_record: Any) -> int:
-    """Returns the size in bytes of a Flower RecordDict, names included, without unpacking it."""
+    """Returns the size of a Flower RecordDict in bytes, names included, without unpacking it."""
     total = 0
     for records in flower_record.array_records.values():
         total += sum(len(name) + len(array.data) + len(array.dtype) + 8 for name, array in records.items())

@@ -51,7 +51,7 @@ _NO_KEYS = (
 @final
 @dataclass(frozen=True)
 class SecureSumClient:
-    """Executes one site's steps in the secure sums of a run.
+    """Executes one site's steps of secure aggregation in a run, and stores its keys and secrets on disk.
 
     Args:
         name: the site's name.
@@ -69,8 +69,9 @@ class SecureSumClient:
     owner_threshold: int | None = None
 
     def answer_sum_steps(self, run: str, head: Mapping[str, Any]) -> "SumStepsAnswer":
-        """Executes the steps of secure aggregation that the server requests in a header: "hand_out" (release unmasking
-        shares), "share" (share secrets) and "advertise" (create and send keys).
+        """Executes the steps of secure aggregation that a server's header requests: "hand_out" (release the secret
+        shares for unmasking), "share" (share secrets) or "advertise" (create and send keys). Returns header fields and
+        tensors for the answer.
 
         The steps do not depend on each other; the answer lists the refused ones with their reasons.
 
@@ -155,7 +156,7 @@ class SecureSumClient:
 
     def decrypt_shares_and_join_sum(self, sum_id: SumId, encrypted_shares: Mapping[str, Tensor]) -> "SumParticipation":
         """Decrypts the secret shares from the other sites, and returns an object that can mask this site's reply for
-        the secure sum, once.
+        the secure sum, once; raises an error if the site has already joined this sum or does not accept the shares.
 
         Args:
             sum_id: the sum.
@@ -205,7 +206,7 @@ class SecureSumClient:
 
 @final
 class SumStepsAnswer(NamedTuple):
-    """Holds a site's answer to the steps of secure aggregation that the server requested."""
+    """Holds a site's answer to the steps of secure aggregation that the server requested: header fields and tensors."""
 
     head_fields: dict[str, Any]
     body: Message
@@ -214,7 +215,7 @@ class SumStepsAnswer(NamedTuple):
 @final
 @dataclass(frozen=True)
 class SumParticipation:
-    """Masks a site's reply for one secure sum.
+    """Masks one site's reply for one secure sum, so that the server can read only the sum of all replies.
 
     A site uses its place once, before it looks at its data; it is used up even if no numbers are sent.
 
@@ -232,11 +233,12 @@ class SumParticipation:
 
     @property
     def unmasking_threshold(self) -> int:
-        """Returns the smallest number of sites over which this site allows the sum to be unmasked."""
+        """Returns the smallest number of sites whose sum this site allows the server to unmask."""
         return self.state.shared.threshold
 
     def mask_encoded_reply(self, encoded_reply: Message) -> Message:
-        """Returns a site's encoded reply with masks added, so that the server can read only the sum over all sites.
+        """Returns a copy of a site's encoded reply with masks added, so that the server can read only the sum over all
+        sites.
 
         The reply is encoded by `polyfed.simulation.rounds.secure_aggregation.encode_reply_in_fixed_point`.
         """
@@ -250,7 +252,8 @@ def bytes_to_tensor(data: bytes) -> Tensor:
 
 
 def parse_key_advertisement(fields: Mapping[str, Any]) -> KeyAdvertisement:
-    """Reads a site's public keys and their signature from header fields.
+    """Reads a site's public keys and their signature from header fields; raises an error if a field is missing or
+    malformed.
 
     Raises:
         ValueError, TypeError, KeyError: the fields are no key advertisement.

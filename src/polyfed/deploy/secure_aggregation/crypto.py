@@ -42,25 +42,25 @@ def encode_length_prefixed(*parts: str | bytes) -> bytes:
 
 
 def derive_key(key: bytes, *context: str | bytes) -> bytes:
-    """Derives a 32-byte key from another key; each `context`, such as the name of a purpose, gives a different key
-    (HKDF-SHA256).
+    """Derives a 32-byte key from another key by HKDF-SHA256; a different `context` (such as the name of a purpose)
+    gives a different key.
     """
     return HKDF(hashes.SHA256(), length=32, salt=None, info=encode_length_prefixed(*context)).derive(key)
 
 
 def generate_private_key() -> bytes:
-    """Returns a new random X25519 private key, 32 bytes."""
+    """Returns a new random X25519 private key of 32 bytes."""
     return X25519PrivateKey.generate().private_bytes_raw()
 
 
 def public_key_of(private_key: bytes) -> bytes:
-    """Returns the public key that belongs to an X25519 private key, 32 bytes."""
+    """Returns the 32-byte public key that belongs to an X25519 private key."""
     return X25519PrivateKey.from_private_bytes(private_key).public_key().public_bytes_raw()
 
 
 def compute_shared_secret(own_private_key: bytes, peer_public_key: bytes) -> bytes:
-    """Returns the secret that two sites share, computed from one's private and the other's public key (X25519 key
-    agreement).
+    """Returns the secret that two sites share, computed from the private key of one and the public key of the other
+    (X25519 key agreement).
 
     Raises:
         RefusalError: the public key is invalid: it would give the same secret with every private key.
@@ -74,8 +74,8 @@ def compute_shared_secret(own_private_key: bytes, peer_public_key: bytes) -> byt
 
 
 def generate_key_stream(key: bytes, count: int) -> Words:
-    """Returns `count` pseudo-random 64-bit integers that depend only on the key (ChaCha20). A key must not be used for
-    anything else.
+    """Returns `count` pseudo-random 64-bit integers that depend only on the key (ChaCha20). The key must not be used
+    for anything else.
     """
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
@@ -87,7 +87,8 @@ def encrypt(key: bytes, content: bytes, context: bytes) -> bytes:
 
 
 def decrypt(key: bytes, encrypted: bytes, context: bytes) -> bytes:
-    """Returns the bytes that `encrypt` encrypted with the same key and context.
+    """Returns the bytes that `encrypt` encrypted; raises an error if the key or context differs, or the bytes were
+    changed.
 
     Raises:
         ValueError: it was not encrypted with this key and context.
@@ -106,7 +107,7 @@ def make_signing_function(private_key: PrivateKey) -> SignFunction:
 
 
 def is_signature_valid(public_key: PublicKey, signature: bytes, content: bytes) -> bool:
-    """Returns whether a signature of `content` was made with the private key that belongs to the given public key."""
+    """Returns True if the signature of `content` was made with the private key that belongs to the given public key."""
     try:
         if isinstance(public_key, ed25519.Ed25519PublicKey):
             public_key.verify(signature, content)
@@ -133,8 +134,8 @@ def read_registered_private_key(file: Path) -> PrivateKey:
 
 
 def read_public_keys_of_all_sites(folder: Path) -> dict[str, PublicKey]:
-    """Reads the public keys of all sites, including this one, from the files `NAME.pub` or `NAME.key.pub` in a folder;
-    returns them by the sites' names.
+    """Reads the public keys of all sites, including this one, from the files `NAME.pub` or `NAME.key.pub` in a folder,
+    and returns {site's name: key}.
 
     Raises:
         UserError: there are none, one cannot be read, or two sites have the same key.

@@ -45,14 +45,14 @@ class SumId:
 
     @property
     def id_bytes(self) -> bytes:
-        """Returns the run and round as bytes, which are signed and from which keys are derived."""
+        """Returns the run and round of the secure sum as bytes, to be signed and to derive keys from."""
         return crypto.encode_length_prefixed("sum", self.run, str(self.round))
 
 
 @final
 @dataclass(frozen=True)
 class KeyAdvertisement:
-    """Holds a site's two public keys for one secure sum, with the signature by the site's registered key.
+    """Holds a site's two public keys for one secure sum, signed with the site's registered private key.
 
     Args:
         name: the site's name.
@@ -67,7 +67,7 @@ class KeyAdvertisement:
     signature: bytes
 
     def signed_content(self, sum_id: SumId) -> bytes:
-        """Returns the bytes over which the signature is computed: the sum, the site's name and its public keys."""
+        """Returns the bytes that the site signs: the secure sum's run and round, the site's name, and its public keys."""
         return crypto.encode_length_prefixed(sum_id.id_bytes, "keys", self.name, self.cipher_public, self.mask_public)
 
 
@@ -142,7 +142,9 @@ class UnmaskingShares:
 
 
 def compute_participants_digest(sum_id: SumId, sorted_adverts: Sequence[KeyAdvertisement], threshold: int) -> bytes:
-    """Returns a hash of a secure sum, the names and public keys of its sites, and the threshold."""
+    """Returns a hash of everything that all sites of a secure sum must agree on: its run and round, the sites' names
+    and public keys, and the threshold.
+    """
     parts = [part for advert in sorted_adverts for part in (advert.name, advert.cipher_public, advert.mask_public)]
     return hashlib.sha256(crypto.encode_length_prefixed(sum_id.id_bytes, str(threshold), *parts)).digest()
 
@@ -192,8 +194,8 @@ def check_and_share_secrets(
     registered_keys: Mapping[str, PublicKey],
     owner_threshold: int | None = None,
 ) -> tuple[SecretsSharedState, dict[str, bytes]]:
-    """Checks the other sites' keys, and splits this site's secrets into encrypted shares, one set for each other site
-    (step 2: ShareKeys, round 1 of the paper).
+    """Verifies the other sites' keys, raising an error if it does not accept them, and splits this site's secrets into
+    encrypted shares, one set per other site (step 2: ShareKeys, round 1 of the paper).
 
     The secrets are the key s of the pairwise masks, the seed b of the self-mask, and the numbers of the agreement on
     survivors.
@@ -291,8 +293,8 @@ def decrypt_received_shares(state: SecretsSharedState, encrypted_shares: Mapping
 
 
 def mask_words(state: MaskingState, words: Words) -> Words:
-    """Adds masks to a site's numbers; the masks between pairs of sites cancel out in the sum over all sites (second
-    half of step 3).
+    """Adds masks to a site's numbers; masks between two sites cancel out in the sum over all sites (second half of step
+    3).
 
     The masked numbers are y = x + PRG(b) + Σ_v ± PRG(s_uv) mod 2^64.
 
@@ -319,8 +321,8 @@ def mask_words(state: MaskingState, words: Words) -> Words:
 def release_unmasking_shares(
     state: MaskingState, survivors: Sequence[str], earlier_survivors: Sequence[str] | None = None
 ) -> UnmaskingShares:
-    """Returns the secret shares with which the server can remove the masks from the sum over the surviving sites (step
-    4: ConsistencyCheck and Unmasking, rounds 3 and 4 of the paper).
+    """Returns the secret shares with which the server can remove the masks from the sum over the sites that replied
+    (step 4: ConsistencyCheck and Unmasking, rounds 3 and 4 of the paper).
 
     These are shares of the survivors' self-masks and of the other sites' keys, encrypted with F(L), which t sites with the
     same list recover together (see `polyfed.deploy.secure_aggregation`). A site releases them once: the caller then deletes
@@ -369,13 +371,15 @@ def derive_pairwise_mask_key(pair_secret: bytes, digest: bytes, first_site: str,
 
 
 def derive_self_mask_key(seed: bytes, digest: bytes, name: str) -> bytes:
-    """Derives, from a site's random seed, the key that generates the mask of that site alone."""
+    """Derives, from a site's random seed, the key that generates the site's individual mask, which it shares with no
+    other site.
+    """
     return crypto.derive_key(seed, digest, "self", name)
 
 
 def derive_released_shares_key(agreement_secret: int, digest: bytes, name: str, survivors: Sequence[str]) -> bytes:
-    """Derives the key that encrypts the unmasking shares of one site. Only the server can compute it, and only after
-    enough sites have confirmed the same list of survivors.
+    """Derives the key that encrypts the secret shares that one site releases for unmasking. Only the server can compute
+    it, and only after enough sites have confirmed the same list of sites that replied.
 
     It is derived from F(L) (see `polyfed.deploy.secure_aggregation`).
     """

@@ -13,8 +13,8 @@ ELEMENT_BYTES = 33
 
 
 def split_secrets_by_holder(values: Sequence[int], num_holders: int, threshold: int) -> list[list[int]]:
-    """Splits each secret number into `num_holders` shares, so that any `threshold` of its shares recover it and fewer
-    reveal nothing.
+    """Splits each secret number into `num_holders` shares, one per holder; any `threshold` shares of a secret recover
+    it, and fewer reveal nothing.
 
     Returns:
         For each holder its shares, one per value; holder k has the point k + 1.
@@ -42,7 +42,8 @@ def _evaluate(polynomial: Sequence[int], x: int) -> int:
 
 
 def recover_secret(shares: Mapping[int, int]) -> int:
-    """Recovers a secret number from at least `threshold` of its shares, by interpolating their polynomial at 0.
+    """Returns the secret number that at least `threshold` of its shares determine; does not detect that there are too
+    few shares.
 
     Args:
         shares: point (from 1) -> share.
@@ -51,8 +52,8 @@ def recover_secret(shares: Mapping[int, int]) -> int:
 
 
 def lagrange_weights_at_zero(points: Sequence[int]) -> dict[int, int]:
-    """Returns the weights by which shares at the given points are multiplied and summed to get the polynomial's value
-    at 0 (Lagrange interpolation).
+    """Returns {point: weight} for Lagrange interpolation at 0: the sum of the shares, each times its weight, is the
+    secret. Raises an error if points repeat or are not positive.
 
     Raises:
         ValueError: points are not positive, or one occurs twice.
@@ -78,7 +79,8 @@ def field_element_to_bytes(number: int) -> bytes:
 
 
 def field_elements_from_bytes(data: bytes) -> list[int]:
-    """Decodes a sequence of prime field elements from bytes, 33 bytes for each.
+    """Decodes bytes to a list of prime field elements, 33 bytes for each; raises an error if the bytes are not field
+    elements.
 
     Raises:
         ValueError: the bytes are no elements of the field.

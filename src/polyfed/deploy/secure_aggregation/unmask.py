@@ -30,7 +30,8 @@ def unmask_sum(
     masked_total: Words,
     unmasking_shares: Mapping[str, UnmaskingShares],
 ) -> Words:
-    """Returns the sum of the surviving sites' numbers after removing the masks.
+    """Removes the masks from the sum of the sites' masked numbers, and returns the sum; raises an error if too few
+    sites have released secret shares, or the shares are inconsistent.
 
     Args:
         sum_id: the sum.

@@ -1,4 +1,6 @@
-"""Looks at the data of all sites from the server, before round 1 and with the consent of each site."""
+"""Looks at the data of all sites from the server (summary statistics of each column), before round 1 and with the
+consent of each site.
+"""
 
 import dataclasses
 import json
@@ -34,8 +36,8 @@ def look_at_data(
     introductions: Mapping[str, Mapping[str, Any]],
     build_engine: Callable[[DeploymentServer], Any],
 ) -> Look | None:
-    """Looks at the data of the sites, if the operator asks for it; logs the look and writes it beside the run directory,
-    as `OUT-look.json` and `OUT-look.html`.
+    """Collects summary statistics of each site's data if the operator asks for it, logs them and writes them to
+    `OUT-look.json` and `OUT-look.html`; returns the `Look`, or None if not asked for.
 
     Args:
         server: the server of a run.

@@ -33,13 +33,13 @@ class EnvelopeEngine(Protocol):
     """Describes an engine that can also exchange messages with the sites that are not training or evaluation tasks."""
 
     def bind_federation(self, federation: Federation) -> None:
-        """Prepares the engine for a federation whose tasks it will execute."""
+        """Sets the federation whose tasks this engine will execute."""
 
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | str]]:
-        """Sends one message to each site, and yields (site, reply) as replies arrive; in place of a missing reply,
-        yields a text with the reason.
+        """Sends one message to each site, and yields (site, reply) as replies arrive; (site, reason as text) if there
+        is no reply.
         """
 
 
@@ -48,7 +48,8 @@ def agree_on_preprocessing(
     introductions: Mapping[str, Mapping[str, Any]],
     build_engine: Callable[[DeploymentServer], Any],
 ) -> DeploymentServer:
-    """Computes with the sites one preprocessing for all their tables, and returns a copy of the server that holds it.
+    """Computes with the sites one preprocessing for all their tables, and returns a copy of the server that holds it;
+    returns the server unchanged if no site asks for it.
 
     Args:
         server: the server of a run that has not begun.

@@ -1,4 +1,5 @@
-"""Validates a site's reply, step by step, so that large parts are read only after smaller ones have proved valid.
+"""Validates a site's reply at the server, step by step, so that large parts are read only after smaller ones have
+proved valid.
 
 The order is: limits of size (`polyfed.deploy.protocol.wire`), the header, the numbers, the names, shapes and types of the
 tensors, and last the tensors. `Federation.flaw` checks for every engine that their values are finite.
@@ -30,7 +31,8 @@ _METRIC_PREFIX = re.compile(r"([a-z]{1,20}_){0,2}")
 
 
 def sanitize_line(text: object) -> str:
-    """Returns a text from a site as one short line, without line breaks, which could forge lines in the log.
+    """Shortens a text from a site and replaces its line breaks, which could forge lines in the server's log; returns
+    one line.
 
     >>> sanitize_line("a\\nb"), len(sanitize_line("x" * 10_000))
     ('a b', 300)
@@ -48,7 +50,8 @@ def parse_task_result(
     *,
     with_evaluation: bool = False,
 ) -> TaskResult:
-    """Reads the result of a task from a site's reply, and raises an error if the reply is not valid.
+    """Reads a task's result from a site's reply: tensors and scalars for training, metrics for evaluation; raises an
+    error if the reply is not valid.
 
     Args:
         task: the task.
@@ -76,8 +79,8 @@ def parse_task_result(
 def parse_evaluation_result_or_failure(
     task: ClientTask, answer: PackedEnvelope | str, server: DeploymentServer, *, piggybacked: bool
 ) -> TaskResult:
-    """Reads the result of an evaluation from a site's reply. An invalid result counts as a failed evaluation, but the
-    site's training is not affected.
+    """Reads an evaluation's result from a site's reply; an invalid reply gives a result that reports a failure instead
+    of an error, and does not affect the site's training.
 
     Args:
         task: the evaluation.
@@ -101,8 +104,8 @@ def parse_evaluation_result_or_failure(
 def validate_answer_head(
     task: ClientTask, head: Mapping[str, Any], server: DeploymentServer, *, with_evaluation: bool = False
 ) -> Mapping[str, Any]:
-    """Checks that a reply's header belongs to the given task and reports neither refusal nor failure; returns the
-    header.
+    """Raises an error if a reply's header belongs to another task, or reports a refusal or a failure; otherwise returns
+    the header.
 
     Args:
         task: the task.
@@ -167,8 +170,8 @@ def _parse_scalars(packed: PackedEnvelope, server: DeploymentServer, introductio
 def reply_spec_error(
     packed: PackedEnvelope, message: Message, server: DeploymentServer, server_state: Any, scalars: Mapping[str, Any]
 ) -> str | None:
-    """Returns how the groups, names, shapes and types of a reply's tensors differ from those that the method expects;
-    None if no difference is found.
+    """Returns a sentence that says how the groups, names, shapes and data types of a reply's tensors differ from those
+    that the method expects; None if there is no difference.
 
     Args:
         packed: the site's answer.

@@ -65,7 +65,8 @@ class SecureRoundServer:
         self._boxes: dict[int, dict[str, dict[str, Tensor]]] = {}  # round -> site -> other site -> encrypted shares
 
     def run_secure_round(self, tasks: Sequence[ClientTask], server_state: Any) -> Iterator[TaskResult]:
-        """Executes the training tasks of one round with secure aggregation, and yields a result for each task.
+        """Executes the training tasks of one round with secure aggregation, and yields a result for each task; the
+        results add up to the sum over the sites, and none is one site's reply.
 
         The replies of the sites in the sum add up to it; a single one has no meaning.
 

@@ -97,7 +97,8 @@ class Deployment:
 @final
 @dataclass(frozen=True)
 class DeploymentServer:
-    """Holds everything that the server needs to run a deployment; `build_or_restore_server` builds it.
+    """Holds everything that the server needs to run a deployment: the method, the settings and the run's id;
+    `build_or_restore_server` builds it.
 
     Args:
         deployment: its settings.
@@ -136,7 +137,7 @@ class DeploymentServer:
         }  # fmt: skip
 
     def build_task_head(self, task: ClientTask) -> dict[str, Any]:
-        """Returns the header of the message that sends a task to a site."""
+        """Returns the header of the message that sends a training or evaluation task to a site."""
         span = 2 * self.settings.checkpoint_every + 1  # two checkpoints are kept, and the last round may have none
         return {
             "kind": "task", **self._common_head(), "phase": task.phase, "round": task.round, "client": task.client,
@@ -168,8 +169,8 @@ class DeploymentServer:
         return self.deployment.secure_threshold or 2 * self.sites_per_round // 3 + 1
 
     def build_checked_federation(self, introductions: Mapping[str, Mapping[str, Any]]) -> Federation:
-        """Builds the federation from what the sites report about themselves, and checks that they suit the method and
-        each other.
+        """Builds the federation from what the sites report about themselves; raises an error if the sites do not suit
+        the method or each other.
 
         Args:
             introductions: header of each site's answer to its introduction.
@@ -222,7 +223,8 @@ class DeploymentServer:
     def run_or_resume_federation(
         self, federation: Federation, engine: Engine, progress: Progress, introductions: Mapping[str, Mapping[str, Any]]
     ) -> Run:
-        """Runs all rounds; a resumed run continues after its newest checkpoint.
+        """Runs all rounds of the training, or for a resumed run those after its newest checkpoint, and returns the
+        finished run.
 
         Args:
             federation: the federation, from `build_checked_federation`.

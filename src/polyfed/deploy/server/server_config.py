@@ -26,7 +26,8 @@ from polyfed.simulation.storage.directory import RunDirectory, read_config
 
 
 def build_or_restore_server(config: Mapping[str, Any]) -> DeploymentServer:
-    """Builds the server of a deployment from Flower's flat configuration (option -> value).
+    """Builds the server of a deployment from Flower's flat configuration {option: value}; raises an error if an option
+    is missing, unknown or not valid.
 
     Args:
         config: fields of `Deployment` and `Settings` with hyphens (`sites` separated by commas; `file` is the server's

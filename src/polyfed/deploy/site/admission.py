@@ -1,4 +1,6 @@
-"""Decides which methods may run at a site, and checks and describes the site's client for the server."""
+"""Decides which methods may run at a site, checks the client that the site's `site.py` builds, and describes it for the
+server.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,7 +33,8 @@ def build_allowed_algorithm(
     protection: ReplyProtection,
     allow_look: bool = False,
 ) -> Algorithm[Any, Any]:
-    """Builds the method that a message's header names, or refuses if the site's owner does not allow it.
+    """Builds the method that a message's header names; raises a `RefusalError` if the site's owner does not allow the
+    method.
 
     Args:
         head: header of an envelope from the server.
@@ -76,7 +79,8 @@ def _build_registered(name: str, fields: Mapping[str, Any], methods: frozenset[s
 
 
 def call_client_factory(client_factory: Callable[[], Client], site: str) -> Client:
-    """Calls the function `client` of a site's `site.py`, and returns the client that it builds.
+    """Calls the function `client` of a site's `site.py` and returns the client; raises an error if the function returns
+    no `Client`, or one whose id is not the site's.
 
     Raises:
         UserError: it returns no client, or one with another id than the site.
@@ -92,7 +96,8 @@ def call_client_factory(client_factory: Callable[[], Client], site: str) -> Clie
 def check_client_and_get_architecture(
     client: Client, algorithm: Algorithm[Any, Any], head: Mapping[str, Any], *, clips_updates: bool
 ) -> str | None:
-    """Checks that a site's client suits the method and the federation, and returns the architecture of its network.
+    """Raises an error if the client does not suit the method, or its network is not one of the federation's; returns
+    the architecture of its network, or None if the method provides the network.
 
     Args:
         client: the site's client.
@@ -133,7 +138,7 @@ def check_client_and_get_architecture(
 def build_introduction_fields(
     client: Client, algorithm: Algorithm[Any, Any], architecture: str | None, *, reveals_example_count: bool
 ) -> dict[str, Any]:
-    """Returns the header fields that report to the server those facts about a client that the method needs.
+    """Returns as header fields those facts about a client that the method needs, which the site reports to the server.
 
     Args:
         client: the site's client.

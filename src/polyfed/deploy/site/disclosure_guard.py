@@ -54,13 +54,13 @@ class DisclosureGuard:
     disclose: frozenset[str]
 
     def check_budget_for_next_message(self) -> None:
-        """Raises a `UserError` if the owner's privacy budget does not allow one more message; records nothing."""
+        """Raises a `UserError` if one more message would exceed the owner's privacy budget; does not record a message."""
         if self.protection.max_epsilon is not None:
             check_budget_for_next_message(self.ledger, self.data_set, self.protection)
 
     def record_message_and_get_cost(self, *, already_recorded: bool = False) -> dict[str, float | None]:
-        """Records a message in the privacy ledger, and returns the ε and δ that all messages so far have spent, for the
-        site's own metrics.
+        """Records a message in the privacy ledger, and returns {"epsilon": ε, "delta": δ} that all messages so far have
+        spent, or {} without noise; raises an error if the budget is exceeded.
 
         Args:
             already_recorded: whether the ledger has this message already.
@@ -90,14 +90,16 @@ class DisclosureGuard:
         return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta}
 
     def describe_error(self, error: BaseException | str) -> str:
-        """Returns the text that the server gets about an error: its type or, if the owner allows it, all of it."""
+        """Returns the text that the server gets about an error: only its type or, if the owner allows it, the whole
+        message.
+        """
         if "errors" in self.disclose:
             return (error if isinstance(error, str) else f"{type(error).__name__}: {error}")[:_MAX_ERROR_LENGTH]
         kind = str(error).partition(":")[0] if isinstance(error, str) else type(error).__name__
         return f"{kind if kind.isidentifier() else 'an error'} (its text is in the log of the site)"
 
     def reply_depends_on_data(self, head: Mapping[str, Any], algorithm: Algorithm[Any, Any]) -> bool:
-        """Returns whether the answer to a task may contain anything that depends on the site's data.
+        """Returns True if the answer to a task may contain anything that depends on the site's data.
 
         Args:
             head: header of the task.
@@ -120,8 +122,8 @@ class DisclosureGuard:
         compression: Compressor | None,
         seed: int,
     ) -> Message:
-        """Returns a reply as it may leave the site: without scalars that must stay, clipped, with noise, and
-        compressed.
+        """Prepares a reply to leave the site: removes scalars that must not leave, clips the update, adds noise, and
+        compresses; returns the result.
 
         Args:
             reply: the client's reply.
@@ -145,7 +147,7 @@ class DisclosureGuard:
         algorithm: Algorithm[Any, Any],
         participation: "SumParticipation",
     ) -> Message:
-        """Returns a reply as it may enter a secure sum: clipped, with noise, and masked.
+        """Prepares a reply to enter a secure sum: clips the update, adds noise and masks; returns the result.
 
         Args:
             reply: the client's reply.

@@ -1,4 +1,6 @@
-"""Answers the server's look at a site's data: only with its owner's consent, and without counts of few rows."""
+"""Answers the server's request for summary statistics of a site's data: only with its owner's consent, and without
+counts of few rows.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +20,8 @@ LOOK = "look"  # an entry of `disclose`
 def build_allowed_look(
     fields: Mapping[str, Any], *, secure: bool, consents: bool, protection: ReplyProtection
 ) -> FederatedLook:
-    """Builds the method of a look from the fields that the server sends, or refuses.
+    """Builds the method that computes summary statistics of the site's data from the fields that the server sends;
+    raises a `RefusalError` if the site's owner does not allow it.
 
     Raises:
         RefusalError: the owner has not consented, the site adds noise or clips, or the server asks for counts of few rows.
@@ -40,7 +43,8 @@ def build_allowed_look(
 
 
 def answer_look(head: Mapping[str, Any], algorithm: Algorithm[Any, Any], client: Client) -> Envelope:
-    """Returns the reply with the names and categories of a client's columns, for the server to merge those of all sites.
+    """Returns a reply with the names and categories of a client's columns, which the server merges with those of the
+    other sites.
 
     Raises:
         RefusalError: the message names another method, or the client has too few examples.

@@ -26,7 +26,7 @@ _FLOWER_KEYS = {"partition-id", "num-partitions"}
 
 
 def build_site(node_config: Mapping[str, Any]) -> Site:
-    """Builds the site that a node configuration (`flower-supernode --node-config`) describes.
+    """Builds the `Site` that a node configuration (`flower-supernode --node-config`) describes.
 
     The keys are the fields of `Site` with hyphens; `client-id` is the name, `site` the path of `site.py`, and lists
     are separated by commas. `loss`, as `module:name`, replaces the loss of `client()`.
@@ -84,8 +84,8 @@ def _client_factory(config: Mapping[str, Any]) -> Callable[[], Client]:
 def answer_or_refuse_message(
     node_config: Mapping[str, Any], load_site: Callable[[], Site], unpack_message: Callable[[], PackedEnvelope]
 ) -> Envelope:
-    """Loads the site, lets it answer a message and returns its reply; the reply is a refusal if the site cannot be
-    loaded or the message cannot be read.
+    """Loads the site, passes it a message and returns its reply; the reply is a refusal if the site cannot be loaded or
+    the message cannot be read.
 
     Args:
         node_config: the node configuration of the site.

@@ -1,4 +1,4 @@
-"""Computes at a site its part of one preprocessing for the tables of all sites (`preprocess="federated"`), before round
+"""Computes a site's part of the one preprocessing that all sites' tables share (`preprocess="federated"`), before round
 1.
 
 1. Each site sends a hash of its columns, categories and classes and, if its owner allows it, the names (`SchemaSummary`).
@@ -58,12 +58,14 @@ class _CommonPreprocessing(TypedDict):
 
 
 def uses_federated_preprocessing(client: Client) -> bool:
-    """Returns whether a client's examples come from a table whose preprocessing is fitted over all sites."""
+    """Returns True if the client's examples come from a table whose preprocessing is fitted over the tables of all
+    sites.
+    """
     return isinstance(client.train.transform, TablePreprocessor) and client.train.transform.scope == "federated"
 
 
 def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, secure_sums: bool) -> None:
-    """Raises a `RefusalError` if the site's settings or data do not allow sums over its table's rows to be sent."""
+    """Raises a `RefusalError` if the site's settings or data do not allow the site to send sums over its table's rows."""
     if not uses_federated_preprocessing(client):
         raise RefusalError("its data do not ask for preprocessing from sums over all sites (preprocess='federated')")
     if protection.noise_multiplier or protection.clip_norm is not None:
@@ -98,7 +100,8 @@ def summarize_schema(client: Client, run: str, *, with_names: bool) -> SchemaSum
 
 
 def check_and_save_common_preprocessing(folder: Path, description: Any, client: Client) -> None:
-    """Checks the preprocessing that the server has computed for all sites, and saves it in the run's folder.
+    """Saves in the run's folder the preprocessing that the server has computed for all sites; raises an error if it
+    does not suit the site's table, or differs from the one saved before.
 
     Raises:
         RefusalError: it differs from the one saved before in this run, or does not suit the site's table.
@@ -117,7 +120,8 @@ def check_and_save_common_preprocessing(folder: Path, description: Any, client: 
 
 
 def apply_common_preprocessing(client: Client, folder: Path) -> Client:
-    """Returns a copy of the client whose table is transformed by the preprocessing that is saved in the run's folder.
+    """Returns a copy of the client whose table is transformed by the preprocessing of all sites, which is saved in the
+    run's folder.
 
     Raises:
         InvalidSiteStateError: there is no saved preprocessing, or it is damaged.
@@ -134,7 +138,7 @@ def apply_common_preprocessing(client: Client, folder: Path) -> Client:
 
 
 def parse_common_preprocessing(preprocessor: TablePreprocessor, description: Any) -> TablePreprocessor:
-    """Builds the common preprocessing from the server's description of it, for a site's table.
+    """Builds the preprocessing that all sites share from the server's JSON description, for this site's table.
 
     Args:
         preprocessor: the site's own preprocessing, which gives columns and classes where the description has None.

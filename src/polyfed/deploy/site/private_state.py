@@ -56,7 +56,7 @@ class _ClientIdentity(TypedDict):
 
 @final
 class InvalidSiteStateError(Exception):
-    """Says that a file of the site's private state is lost or damaged, or belongs to another run.
+    """Raised when a file of the site's private state is missing or damaged, or belongs to another run.
 
     The sentence goes to the server, so it holds nothing of data or network, and no path outside the site's folder.
     """
@@ -65,8 +65,7 @@ class InvalidSiteStateError(Exception):
 def read_private_state(
     folder: Path, site: str, round_number: int | None, method_description: Mapping[str, Any]
 ) -> PyTree:
-    """Reads the client's private state as it was stored after a round; returns None for the state before the first
-    round.
+    """Reads the client's private state as it was stored after a round; None for the state before the first round.
 
     Args:
         folder: the run's folder at the site.
@@ -155,7 +154,7 @@ def write_private_state_and_delete_older(
 
 
 def write_task_results(folder: Path, client: Client, result: TaskResult, record: Mapping[str, Any]) -> None:
-    """Stores a task's results for the site's own use: the personal model or the predictions, and a line in
+    """Writes a task's results for use at the site only: the personal model or the predictions, and a line in
     `metrics.jsonl`.
 
     Args:
@@ -180,7 +179,8 @@ def write_task_results(folder: Path, client: Client, result: TaskResult, record:
 
 
 def check_or_record_client_identity(folder: Path, client: str, data_fingerprint: str) -> None:
-    """Checks that the client and its data are those with which the site began the run; if the run is new, records them.
+    """Raises an error if the client or its data are not those with which the site began the run; in a new run, records
+    them.
 
     Args:
         folder: the run's folder at the site.
@@ -244,8 +244,8 @@ def _checksum(head: bytes, state: bytes) -> str:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks a site's folder within a `with` block, so that only one process at a time answers messages; files written
-    in the block are readable only by their owner.
+    """Locks a site's folder within a `with` block, so that only one process at a time answers messages; only the owner
+    can read files written in the block.
     """
     create_private_folder_if_missing(folder.resolve(), parents=True)  # its owner may have put a link there
     old_umask = os.umask(0o077)  # files below are private, whatever umask the site's unit sets

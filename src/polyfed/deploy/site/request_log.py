@@ -57,7 +57,7 @@ class _TaskRecord(TypedDict):
 @final
 @dataclass(frozen=True)
 class TaskRequest:
-    """Identifies a requested task by its name and a hash of its inputs, and says how often it may be refused.
+    """Identifies a requested task by its name and a hash of its inputs, and holds how often the site may refuse it.
 
     Args:
         name: phase and round, such as "local 3".
@@ -82,8 +82,8 @@ class RequestLog:
     folder: Path
 
     def check_allowed_and_find_in_ledger(self, task: "TaskRequest", *, same_inputs_only: bool) -> bool:
-        """Raises an error if the site may not begin a task, because it was refused too often or was requested before
-        with other inputs; returns whether the privacy ledger already counts the task.
+        """Raises an error if the site has refused this task too often, or if the server requested it before with other
+        inputs; returns True if the privacy ledger already counts the task.
 
         Args:
             task: the task.
@@ -125,7 +125,7 @@ class RequestLog:
         self._write_record(task, {**self._read_record(task), "inputs": task.inputs_hash, "entered": in_ledger})
 
     def count_refusal(self, task: "TaskRequest") -> None:
-        """Records that a task was refused for a reason that may depend on the data."""
+        """Records in the request log that the site refused a task for a reason that may depend on the data."""
         entry = self._read_record(task)
         _LOG.warning(
             "run %s: %r is refused for a reason that may depend on data, %d times of at most %d; each reveals one bit",

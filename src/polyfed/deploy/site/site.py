@@ -108,7 +108,9 @@ class Site:
             )
 
     def answer_envelope(self, envelope: Envelope) -> Envelope:
-        """Executes the request in a server's message and returns the reply; an error gives a logged refusal."""
+        """Executes the request in a server's message and returns the reply; after an error, logs it and returns a reply
+        that refuses.
+        """
         return self._refuse_on_error(lambda: self._dispatch(envelope))
 
     def _dispatch(self, envelope: Envelope) -> Envelope:

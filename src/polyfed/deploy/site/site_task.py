@@ -28,7 +28,7 @@ _ROUND_KEYS, _MAX_ROUNDS = ("round", "keep", "advertise"), 10**9  # rounds are p
 @final
 @dataclass(frozen=True)
 class SiteTask:
-    """Holds a task that a site has read from a message and checked.
+    """Holds a training or evaluation task that a site has read from a server's message and checked.
 
     Args:
         head: header of the task's envelope.
@@ -48,16 +48,16 @@ class SiteTask:
 
     @property
     def is_in_sum(self) -> bool:
-        """Returns whether the site's reply to this task enters the round's secure sum."""
+        """Returns True if the site's reply to this task enters the round's secure sum."""
         return self.task.phase == "local" and bool(self.head.get("secure")) and bool(self.head.get("part"))
 
     @property
     def next_sum_round(self) -> int | None:
-        """Returns the round for which the server asks the site for secure aggregation keys; None if it asks for none."""
+        """Returns the round for whose secure sum the server requests new keys from the site; None if it requests none."""
         return self.head.get("advertise") if self.head.get("secure") else None
 
     def answer_head(self) -> dict[str, Any]:
-        """Returns the header of the reply to this task, before results are filled in."""
+        """Returns the header of the reply to this task, without the results."""
         return {
             "client": self.task.client, "run": self.head["run"], "round": self.task.round, "phase": self.task.phase,
             "failure": None, "seconds": 0.0, "metrics": {},
@@ -67,8 +67,8 @@ class SiteTask:
 @final
 @dataclass(frozen=True)
 class StartedTask:
-    """Holds a task that the site is about to execute, with its records in the request log, the secure sum and the
-    privacy ledger.
+    """Holds a task that the site is about to execute, with what the site recorded about it in the request log, the
+    secure sum and the privacy ledger.
 
     Args:
         site_task: the checked task.
@@ -86,7 +86,8 @@ class StartedTask:
 def parse_site_task(
     envelope: Envelope, site: str, folder: Path, *, clips_updates: bool, nbytes: int | None = None
 ) -> SiteTask:
-    """Reads a task from a message, checks it, and loads the client's private state for it.
+    """Reads a task from a message, and loads the client's private state for it; raises an error if the task is not
+    valid.
 
     Args:
         envelope: an envelope addressed to this site.
@@ -125,13 +126,16 @@ def parse_site_task(
 
 
 def check_phase(head: Mapping[str, Any]) -> None:
-    """Raises a `RefusalError` if the phase that a header names is not one of a round's phases."""
+    """Raises a `RefusalError` if the phase that a message's header names is not one of the phases of a round, such as
+    training or evaluation.
+    """
     if (phase := head["phase"]) not in get_args(Phase):
         raise RefusalError(f"{phase!r} is no phase of a round; {did_you_mean(str(phase), get_args(Phase))}")
 
 
 def resolve_requested_metrics(names: Any, task: Task) -> tuple[Metric, ...]:
-    """Returns the metrics whose names a header lists, or refuses if one is not built into polyfed.
+    """Returns the metrics whose names a message's header lists; raises a `RefusalError` if a metric is not built into
+    polyfed.
 
     Args:
         names: the header's list of names.

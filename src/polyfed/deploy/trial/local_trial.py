@@ -75,7 +75,8 @@ class LocalTrial:
         return trial_folder_of(self.project)
 
     def restart_ended_supernodes(self) -> None:
-        """Restarts each SuperNode process that has ended, some seconds after its end.
+        """Restarts each SuperNode process of the trial some seconds after it has ended; raises an error if the
+        SuperLink has ended.
 
         Raises:
             RoundError: the SuperLink has ended.
@@ -124,12 +125,12 @@ class LocalTrial:
 
 
 def trial_folder_of(project: Project) -> Path:
-    """Returns the folder of a project's trial."""
+    """Returns the path of the folder in which a project's trial (its deployment on one machine) stores its files."""
     return project.path / "trial"
 
 
 class RunningTrial(TypedDict):
-    """Describes the content of `trial.json`: the port, the sites and the process ids of a running trial."""
+    """Describes the content of `trial.json`: the port, the names of the sites, and the process ids of a running trial."""
 
     port: int
     sites: list[str]
@@ -137,8 +138,8 @@ class RunningTrial(TypedDict):
 
 
 def read_running_trial(project: Project) -> RunningTrial | None:
-    """Returns port, sites and process ids of a project's running trial, from `trial.json`; None if no trial runs or the
-    file is damaged.
+    """Returns the port, sites and process ids of a project's running trial, from `trial.json`; None if no trial runs or
+    the file is damaged.
     """
     try:
         content = parse_json(read_file(trial_folder_of(project) / "trial.json"))
@@ -250,7 +251,7 @@ def _log_in(home: Path, address: str, token: Path, keys: Mapping[str, Path] = Ma
 
 
 def find_flower_program(name: str) -> str:
-    """Returns the path of a command that Flower has installed, such as `flwr`.
+    """Returns the path of a command that Flower has installed, such as `flwr`; raises an error if it is missing.
 
     Raises:
         UserError: it is not installed.
@@ -278,8 +279,8 @@ def run_flwr(flower_home: Path | None, arguments: Sequence[str], **options: Any)
 
 
 def flower_environment(flower_home: Path | None, extra_variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment variables for a process of Flower: this process's, without telemetry, and with Flower's
-    programs on PATH.
+    """Returns the environment variables for a process of Flower: those of this process, with telemetry turned off and
+    with Flower's programs on PATH.
 
     Args:
         flower_home: FLWR_HOME; None uses the user's own configuration of Flower.
@@ -328,8 +329,8 @@ def _wait_until(is_ready: Any, process: TrialProcess) -> None:
 
 
 def raise_keyboard_interrupt_on_signals() -> None:
-    """Makes SIGTERM and Ctrl-C end the trial in order; Ctrl-C then also works for a trial that a shell started in the
-    background.
+    """Makes SIGTERM and Ctrl-C raise a KeyboardInterrupt, so that the trial stops its processes; Ctrl-C then also works
+    for a trial that a shell started in the background.
     """
 
     def raise_interrupt(*_: object) -> None:

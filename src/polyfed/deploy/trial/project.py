@@ -55,7 +55,7 @@ class Project:
         return self.path / "certificates"
 
     def read_server_configuration(self) -> Mapping[str, Any]:
-        """Returns the server's configuration, the table `[tool.flwr.app.config]` of `app/pyproject.toml`.
+        """Returns the server's configuration as a dict: the table `[tool.flwr.app.config]` of `app/pyproject.toml`.
 
         Raises:
             UserError: the file is no valid TOML, or lacks the table.
@@ -79,7 +79,8 @@ class Project:
 
 
 def parse_site_names_or_count(text: str) -> list[str]:
-    """Parses a list of site names: either names separated by commas, or a number N, which gives "site-1" to "site-N".
+    """Parses the option that lists sites, and returns their names: either names separated by commas, or a number N,
+    which gives "site-1" to "site-N".
 
     Raises:
         UserError: there is no name, one occurs twice, or one is not valid.
@@ -100,8 +101,8 @@ def parse_site_names_or_count(text: str) -> list[str]:
 
 
 def create_project(path: str | Path, sites: Sequence[str]) -> Project:
-    """Creates a project folder for a deployment from templates, with certificates and keys to try it out; the README in
-    it explains the files.
+    """Writes a new project folder for a deployment from templates, with certificates and keys for a trial on one
+    machine; the README in it explains the files.
 
     Raises:
         UserError: the folder exists and is not empty.
@@ -158,8 +159,8 @@ def _write_catalogue(path: Path) -> None:
 
 
 def write_trial_certificates(folder: Path) -> None:
-    """Creates a certificate authority (`ca.crt`) for a trial, and a server certificate signed by it for this machine
-    (`server.pem`, `server.key`).
+    """Writes a certificate authority (`ca.crt`) for a trial, and a server certificate for this machine that the
+    authority signed (`server.pem`, `server.key`).
 
     The authority's own key is not stored.
     """
@@ -204,7 +205,7 @@ def write_trial_certificates(folder: Path) -> None:
 
 
 def write_site_key_pair(private_key_file: Path) -> None:
-    """Creates a site's key pair in OpenSSH's format: the private key at the given path, and the public key at that path
+    """Writes a site's key pair in OpenSSH's format: the private key to the given path, and the public key to that path
     with the suffix `.pub`.
     """
     from cryptography.hazmat.primitives import serialization

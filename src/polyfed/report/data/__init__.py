@@ -1,1 +1,1 @@
-"""Reads the runs that a report shows, and computes the numbers that it shows of them."""
+"""Reads the runs that a report shows, and computes the numbers about them that the report shows."""

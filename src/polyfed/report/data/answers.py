@@ -1,4 +1,4 @@
-"""Reads the answers of a comparison: whether each site should join the federation, train alone, or cannot be advised."""
+"""Reads a comparison's advice to each site: join the federation, train on its own data only, or undecided."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ ANSWER_LABELS: Mapping[AnswerKind, str] = {"join": "Join", "stay": "Stay alone",
 @final
 @dataclass(frozen=True)
 class SiteAnswer:
-    """Holds a comparison's advice to one site (join, train alone, or undecided), and the numbers that the advice rests
-    on.
+    """Holds a comparison's advice to one site ("join" the federation, "stay" with training on its own data only, or
+    "undecided"), and the numbers that the advice rests on.
 
     Args:
         client: the site; None for the mean over sites.
@@ -51,8 +51,8 @@ class SiteAnswer:
             )
 
     def sentence_without_answer(self) -> str:
-        """Returns the advice's sentence without the site's name and the answer, which the page shows before the
-        sentence.
+        """Returns the sentence of the advice without the site's name and the word for the advice, which the page shows
+        before it.
         """
         text = self.sentence.removeprefix(f"{'mean over clients' if self.client is None else self.client}: ")
         if self.kind == "undecided":  # what a simple model does alone is said before
@@ -63,8 +63,8 @@ class SiteAnswer:
 
 
 def parse_site_answers(comparison_results: Mapping[str, Any]) -> list[SiteAnswer]:
-    """Reads the answer to each site from the content of `comparison.json`, in its order; the list is empty if the
-    comparison has no answers.
+    """Reads the advice to each site from the content of `comparison.json`, and returns a `SiteAnswer` per site; an
+    empty list if the comparison gives no advice.
 
     Raises:
         UserError: one of them is damaged.
@@ -73,8 +73,8 @@ def parse_site_answers(comparison_results: Mapping[str, Any]) -> list[SiteAnswer
 
 
 def parse_answer_for_mean_over_sites(comparison_results: Mapping[str, Any]) -> SiteAnswer | None:
-    """Reads the answer for the mean over all sites from the content of `comparison.json`; None if there is no such
-    answer.
+    """Reads the advice for the mean score over all sites from the content of `comparison.json`; None if the comparison
+    gives none.
 
     Raises:
         UserError: it is damaged.

@@ -27,8 +27,8 @@ _POINTS = 10
 @final
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """Holds one point of a calibration curve: the mean predicted probability of a group of examples, the share of
-    positives among them with its interval, and the number of examples (mean over seeds).
+    """Holds one point of a calibration curve, for a group of examples: their mean predicted probability, the share of
+    positives with its confidence interval, and the number of examples (mean over seeds).
     """
 
     mean_probability: float
@@ -40,7 +40,7 @@ class CalibrationPoint:
 
 @final
 class RocCurve(NamedTuple):
-    """Holds a ROC curve, as the sensitivity at each false positive rate of `FALSE_ALARM_GRID`, and the area under it."""
+    """Holds a ROC curve (the sensitivity at each false positive rate in `FALSE_ALARM_GRID`) and the area under it."""
 
     sensitivity: Floats
     area: float
@@ -48,14 +48,14 @@ class RocCurve(NamedTuple):
 
 @final
 class PositiveCounts(NamedTuple):
-    """Holds the numbers of true and of false positives at each of `THRESHOLDS`."""
+    """Holds the numbers of true and of false positives at each probability threshold in `THRESHOLDS`."""
 
     true_positives: NDArray[np.int64]
     false_positives: NDArray[np.int64]
 
 
 def roc_curve_and_area(predictions: BinaryPredictions) -> RocCurve | None:
-    """Computes the ROC curve of binary predictions and the area under it; None if all examples are of one class.
+    """Computes the ROC curve of binary predictions and the area under it; None if all examples belong to one class.
 
     The curve has shape (61,): the sensitivity at each false positive rate of `FALSE_ALARM_GRID`.
 
@@ -84,7 +84,8 @@ def roc_curve_and_area(predictions: BinaryPredictions) -> RocCurve | None:
 
 
 def count_true_and_false_positives(predictions: BinaryPredictions) -> PositiveCounts:
-    """Counts the true positives and the false positives at each of `THRESHOLDS`.
+    """Counts the true positives and the false positives of binary predictions at each probability threshold in
+    `THRESHOLDS`.
 
     An example counts as positive if its probability is at least the threshold.
 
@@ -100,7 +101,8 @@ def count_true_and_false_positives(predictions: BinaryPredictions) -> PositiveCo
 def calibration_points(
     predictions_by_seed: Sequence[BinaryPredictions], level: float, units_per_example: float = 1.0
 ) -> list[CalibrationPoint]:
-    """Computes the points of a calibration curve: examples of similar probability form up to ten groups of equal size.
+    """Sorts binary predictions by probability into up to ten groups of equal size, and returns one point of the
+    calibration curve per group.
 
     The list is empty for fewer than 20 examples.
 
@@ -126,8 +128,8 @@ def calibration_points(
 
 
 def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, float]:
-    """Computes the confidence interval of a share by Wilson's method (1927); both ends are NaN if there are no
-    examples.
+    """Computes the confidence interval (low, high) of a share by Wilson's method (1927); both ends are NaN if there are
+    no examples.
 
     >>> [round(end, 3) for end in wilson_interval(8, 10, 0.95)]
     [0.49, 0.943]
@@ -142,7 +144,8 @@ def wilson_interval(hits: float, examples: float, level: float) -> tuple[float, 
 
 
 def auc_interval(area: float, positives: float, negatives: float, level: float) -> tuple[float, float]:
-    """Computes the confidence interval of an AUC from the numbers of positive and negative examples, within 0 and 1.
+    """Computes the confidence interval (low, high) of an AUC from the numbers of positive and negative examples,
+    clipped to 0 to 1.
 
     Source: Hanley and McNeil 1982.
 
@@ -156,7 +159,7 @@ def auc_interval(area: float, positives: float, negatives: float, level: float) 
 
 
 def z_of_confidence_level(level: float) -> float:
-    """Returns z, the standard deviations to each side of the mean that hold a share `level` of a normal distribution:
+    """Returns how many standard deviations to each side of the mean hold the share `level` of a normal distribution:
     1.96 for 0.95.
     """
     return NormalDist().inv_cdf((1 + level) / 2)

@@ -1,4 +1,6 @@
-"""Reads the predictions that a group's runs stored for their test examples, by method, seed and client."""
+"""Reads the predictions for test examples that the runs of a group (methods on the same data) stored, by method, seed
+and client.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +26,8 @@ _MANY_CLIENTS = 100  # clients from which only these two are read
 @final
 @dataclass(frozen=True, eq=False)
 class BinaryQuestion:
-    """Describes one yes/no question of a classification task: is an example of this class, or does it have this label?
-    `column` is the column of the network's outputs that answers.
+    """Describes one yes/no question of a classification task, such as "is the example of this class?"; `column` is the
+    position of the network output that answers it.
     """
 
     name: str
@@ -35,7 +37,8 @@ class BinaryQuestion:
 @final
 @dataclass(frozen=True, eq=False)
 class GroupPredictions:
-    """Holds the stored predictions of several methods for the clients' test examples, by method, seed and client.
+    """Holds the predictions that several methods' runs stored for the clients' test examples, by method, seed and
+    client.
 
     Attributes:
         task: of the clients.
@@ -61,13 +64,13 @@ class GroupPredictions:
 
     @property
     def is_binary(self) -> bool:
-        """Returns whether the task is a classification into exactly two classes."""
+        """Returns True if the task is a classification into exactly two classes."""
         return self.task.one_class_per_example and len(self.class_names) == 2
 
     @cached_property
     def binary_questions(self) -> tuple[BinaryQuestion, ...]:
-        """Returns the yes/no questions of the task: for two classes, whether an example is of the second; otherwise one
-        question per class or label.
+        """Returns the yes/no questions of the task: for two classes one question, whether an example is of the second
+        class; otherwise one question per class or label.
         """
         columns = self.task.yes_no_columns(len(self.class_names))
         return tuple(BinaryQuestion(self.class_names[k], k) for k in columns)
@@ -75,8 +78,8 @@ class GroupPredictions:
     def binary_predictions(
         self, method: str, seed: int, clients: Sequence[str], question: BinaryQuestion
     ) -> BinaryPredictions:
-        """Returns, for all test examples of the given clients, the predicted probability of the answer "yes" and the
-        true answer.
+        """Returns, for all test examples of the given clients, the predicted probability of the answer "yes" and
+        whether "yes" is true, as two arrays.
 
         Each client's examples are predicted by that client's own network.
 
@@ -93,13 +96,15 @@ class GroupPredictions:
         return score, np.asarray(positive.numpy(), dtype=np.bool_)
 
     def groups(self, clients: Sequence[str], seed: int) -> NDArray[np.int64] | None:
-        """Returns the groups (patients, say) of the clients' test examples as numbers, in the order of `column_values`; None
-        without groups.
+        """Returns for each test example of the clients the number of the group that it belongs to (such as a patient),
+        in the order of `column_values`; None if examples have no groups.
         """
         return _join_groups([self.prediction_tables[self.methods[0], seed, client] for client in clients])
 
     def groups_of_predictions(self, method: str, seed: int, clients: Sequence[str]) -> NDArray[np.int64] | None:
-        """Returns the groups of the examples in the order of `binary_predictions`; None without groups."""
+        """Returns for each example of `binary_predictions` the number of the group that it belongs to (such as a
+        patient), in the same order; None if examples have no groups.
+        """
         tables = [self.prediction_tables[method, seed, client] for client in clients]
         groups = _join_groups(tables)
         if groups is None:
@@ -108,8 +113,8 @@ class GroupPredictions:
         return np.asarray(groups[is_finite])
 
     def confusion_matrix(self, method: str, seed: int, clients: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Counts the test examples of some clients by true class (rows) and most probable class (columns); shape (K, K)
-        for K classes.
+        """Counts the test examples of the given clients by true class (rows) and most probable class (columns), as an
+        array of shape (K, K) for K classes.
         """
         size = len(self.class_names)
         matrix = np.zeros((size, size), np.int64)
@@ -120,12 +125,14 @@ class GroupPredictions:
         return matrix
 
     def column_names(self) -> list[str]:
-        """Returns the names of the further columns that come with the test examples, such as "sex", in ascending order."""
+        """Returns the names of the columns, such as "sex", that come with the test examples besides inputs and targets,
+        in ascending order.
+        """
         return sorted({name for table in self.prediction_tables.values() for name in table.columns})
 
     def column_values(self, name: str, clients: Sequence[str], seed: int) -> list[Any]:
-        """Returns the values of one further column, such as "sex", for the clients' test examples, in the order of
-        `binary_predictions`.
+        """Returns the values that the clients' test examples have in one of the columns in `column_names`, such as
+        "sex", in the order of `binary_predictions`.
 
         A client that lacks the column has None for each example.
         """
@@ -153,7 +160,8 @@ def _join_groups(tables: Sequence[Predictions]) -> NDArray[np.int64] | None:
 def read_group_predictions(
     run_group: RunGroup, class_names: Sequence[str] | None = None
 ) -> tuple[GroupPredictions | None, str]:
-    """Reads the predictions of a group's runs at the rounds whose scores the page shows.
+    """Reads the stored test predictions of a group of comparable runs, at the rounds whose scores the report page
+    shows.
 
     Returns the predictions and an empty text, or None and a sentence that says why there are no predictions.
 

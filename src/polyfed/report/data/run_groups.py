@@ -40,7 +40,7 @@ _IGNORED_SETTINGS = {
 @final
 @dataclass(frozen=True, eq=False)
 class MethodRuns:
-    """Holds the runs of one method with the same settings: one run per seed, at least one.
+    """Holds the runs of one method with the same settings: one run per seed, and at least one run.
 
     Attributes:
         label: the method's name; where several lines have it, what tells them apart is added.
@@ -53,12 +53,13 @@ class MethodRuns:
 
     @cached_property
     def mean_score_by_run(self) -> tuple[float, ...]:
-        """Returns the mean score over clients of each run, in the order of `runs`."""
+        """Returns for each run, in the order of `runs`, the mean score over clients."""
         return tuple(mean_of_defined(list(run.score_by_client.values())) for run in self.runs)
 
     @cached_property
     def learning_curve_columns(self) -> Mapping[str, tuple[float, ...]]:
-        """Computes the learning curve of the method over the rounds that all of its runs have evaluated.
+        """Returns the learning curve over the rounds that all runs of the method have evaluated, as {column: values};
+        columns are rounds, megabytes, seconds, and mean, low and high score.
 
         Columns: `rounds`; `megabytes` and `seconds` (means over runs); `mean`, `low` and `high` of the mean score.
         """
@@ -82,7 +83,8 @@ class MethodRuns:
 @final
 @dataclass(frozen=True, eq=False)
 class RunGroup:
-    """Holds the methods that were run on the same data, clients and networks; training alone comes last.
+    """Holds the methods that were run on the same data, clients and networks; the method with which clients train on
+    their own data only comes last.
 
     Attributes:
         title: what the data are.
@@ -103,7 +105,7 @@ class RunGroup:
 
     @property
     def local_method(self) -> MethodRuns | None:
-        """Returns the runs of the method that trains each client alone; None if it was not run."""
+        """Returns the runs of the method with which each client trains on its own data only; None if it was not run."""
         return next((method for method in self.methods if method.label == self.local_label), None)
 
     @cached_property
@@ -113,18 +115,20 @@ class RunGroup:
 
     @cached_property
     def clients(self) -> tuple[str, ...]:
-        """Returns the ids of all clients of the group's runs, in ascending order."""
+        """Returns the ids of all clients in the group's runs, in ascending order."""
         return tuple(
             sorted({client for method in self.methods for run in method.runs for client in run.score_by_client})
         )
 
     def participant_name(self, client: str, seed: int) -> str:
-        """Returns a client's name on the page: its id, and the seed too if each seed has other clients."""
+        """Returns the name under which the page shows a client: its id, followed by the seed if clients differ between
+        seeds.
+        """
         return client if self.same_clients or len(self.seeds) == 1 else f"{client}, seed {seed}"
 
     @cached_property
     def common_seeds(self) -> tuple[int, ...]:
-        """Returns the seeds for which all methods have a mean score; methods without any scores are ignored."""
+        """Returns the seeds for which every method has a mean score; methods without any scores do not count."""
         scored_seeds = [
             {run.seed for run, value in zip(method.runs, method.mean_score_by_run, strict=True) if value == value}
             for method in self.methods
@@ -132,11 +136,13 @@ class RunGroup:
         return tuple(sorted(set.intersection(*filter(None, scored_seeds)) if any(scored_seeds) else ()))
 
     def runs_of_common_seeds_or_all(self, method: MethodRuns) -> list[RunRecord]:
-        """Returns the method's runs with the common seeds, or all of its runs if there is none."""
+        """Returns the method's runs with the seeds for which every method has a score; all of its runs if there is no
+        such seed.
+        """
         return [run for run in method.runs if run.seed in self.common_seeds or not self.common_seeds]
 
     def mean_score(self, method: MethodRuns) -> float:
-        """Returns the method's mean score over clients and common seeds (as stored, for a finished comparison)."""
+        """Returns the method's mean score over clients and over the seeds that all methods have; NaN if undefined."""
         if self.comparison_results:
             stored_mean = method.statistics["mean"]
             return math.nan if stored_mean is None else round(stored_mean, DIGITS)
@@ -149,20 +155,26 @@ class RunGroup:
         )
 
     def ranking_key(self, method: MethodRuns) -> float:
-        """Returns a number to sort methods by: higher for a better mean score, minus infinity without one."""
+        """Returns a number by which to sort methods: the better the mean score, the higher; minus infinity without a
+        mean score.
+        """
         mean_score = self.mean_score(method)
         return -math.inf if math.isnan(mean_score) else self.score_format.positive_if_better(mean_score)
 
     @cached_property
     def best_method_besides_local(self) -> MethodRuns | None:
-        """Returns the method with the best mean score, not counting training alone; None if there is none."""
+        """Returns the method with the best mean score, except the one with which clients train on their own data only;
+        None if there is no other.
+        """
         others = [m for m in self.methods if m is not self.local_method and self.ranking_key(m) > -math.inf]
         stated_label = self.comparison_results.get("leader") or self.comparison_results.get("best")
         stated = [method for method in others if method.label == stated_label]
         return max(stated or others, key=self.ranking_key, default=None)
 
     def mean_score_by_participant(self, method: MethodRuns) -> dict[str, float]:
-        """Returns the method's score by client's name on the page, a mean over common seeds; NaN if undefined."""
+        """Returns {client's name on the page: score} of a method, each a mean over the seeds that all methods have; NaN
+        if undefined.
+        """
         values_by_name: dict[str, list[float | None]] = {}
         for run in self.runs_of_common_seeds_or_all(method) if self.same_clients else method.runs:
             for client, value in run.score_by_client.items():
@@ -170,7 +182,8 @@ class RunGroup:
         return {name: mean_of_defined(values) for name, values in sorted(values_by_name.items())}
 
     def gains_over_local(self, method: MethodRuns) -> list[ClientGain]:
-        """Computes how much better each client scores than with training alone in that seed, the largest gain first.
+        """Computes how much better each client scores than when it trains on its own data only with the same seed, as a
+        list with the largest gain first; empty if that was not run.
 
         Participants that lack one of the scores are left out. Empty without local runs.
         """
@@ -194,14 +207,15 @@ class RunGroup:
 
 @final
 class RunGroups(NamedTuple):
-    """Holds groups of comparable runs, and a sentence on each run that was left out or is not finished."""
+    """Holds groups of comparable runs, and a sentence about each run that was left out or is not finished."""
 
     groups: list[RunGroup]
     notes: list[str]
 
 
 def read_run_groups(folders: Sequence[Path]) -> RunGroups:
-    """Reads the runs in the given run directories and comparisons, and groups those whose scores can be compared.
+    """Reads the runs in the given run directories and comparison directories, and groups runs whose scores can be
+    compared; raises an error if a directory has no evaluated round.
 
     Baselines in a run directory are read too. Returns the groups, and a sentence on each run that was left out.
 

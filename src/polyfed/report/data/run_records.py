@@ -1,4 +1,4 @@
-"""Reads from a run directory what the report's page shows of the run.
+"""Reads from a run directory what the HTML report shows of the run.
 
 A damaged `metrics.jsonl` is an error, not a run that has not begun.
 """
@@ -40,7 +40,7 @@ class LearningCurvePoint(NamedTuple):
 
 @final
 class RunCost(NamedTuple):
-    """Holds the megabytes that a run has sent, and the seconds that it has spent."""
+    """Holds the megabytes that the server and clients of a run have sent, and the seconds that the run has spent."""
 
     megabytes: float
     seconds: float
@@ -48,7 +48,7 @@ class RunCost(NamedTuple):
 
 @final
 class NormsAndWarnings(NamedTuple):
-    """Holds the norm of each client's update, by round and client, and the warnings of all rounds."""
+    """Holds the norm of each client's update, as {round: {client: norm}}, and the warnings of all rounds."""
 
     norms_by_round: dict[int, dict[str, float]]
     warnings: tuple[str, ...]
@@ -57,7 +57,7 @@ class NormsAndWarnings(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """Holds what the page shows of one run: its configuration, scores, learning curve, traffic and warnings.
+    """Holds what the HTML report shows of one run: its configuration, scores, learning curve, traffic and warnings.
 
     Attributes:
         folder: the run directory; None for a run that was kept in memory.
@@ -95,7 +95,7 @@ class RunRecord:
 
     @property
     def cost_until_scored_round(self) -> RunCost:
-        """Returns the megabytes sent and the seconds spent up to `scored_round`."""
+        """Returns the megabytes sent and the seconds spent up to the round whose scores count (`scored_round`)."""
         last_point = next(point for point in reversed(self.learning_curve) if point[0] == self.scored_round)
         return RunCost(last_point[2], last_point[3])
 
@@ -103,7 +103,9 @@ class RunRecord:
 @final
 @dataclass(frozen=True, eq=False)
 class ClientGain:
-    """Holds how much better a client scores than with training alone: mean over seeds, lowest and highest seed."""
+    """Holds how much better a client scores than when it trains on its own data only: mean over seeds, lowest and
+    highest seed.
+    """
 
     client: str
     mean: float
@@ -112,7 +114,7 @@ class ClientGain:
 
 
 def mean_of_defined(values: Sequence[float | None]) -> float:
-    """Returns the mean of the values that are neither None nor NaN; NaN if there are none.
+    """Returns the mean of the values that are neither None nor NaN; NaN if there are no such values.
 
     The mean is rounded so that equal means are equal.
 
@@ -124,7 +126,7 @@ def mean_of_defined(values: Sequence[float | None]) -> float:
 
 
 def read_run_record(folder: Path) -> RunRecord | None:
-    """Reads the record of a run from its run directory; None if the run has evaluated no round.
+    """Reads what the HTML report shows of a run from its run directory; None if the run has evaluated no round.
 
     Raises:
         UserError: its configuration or a round is damaged.
@@ -183,8 +185,8 @@ def _data_warnings(folder: Path) -> tuple[str, ...]:
 
 
 def norms_and_warnings_of_rounds(records: Sequence[Mapping[str, Any]]) -> NormsAndWarnings:
-    """Returns the norm of each client's update by round, and the warnings of all rounds, from the records in
-    `metrics.jsonl`.
+    """Collects from the records in `metrics.jsonl` the norm of each client's update, as {round: {client: norm}}, and
+    the warnings of all rounds.
 
     Both are empty for runs of early versions.
     """
@@ -205,8 +207,8 @@ def _deciding_metric(config: Mapping[str, Any]) -> str | None:
 
 
 def read_checked_round_records(path: Path, score_names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Reads and checks the records of the rounds in a `metrics.jsonl` file; a last line that was only partly written is
-    left out.
+    """Reads a `metrics.jsonl` file, and returns one dict per round; leaves out a partly written last line, and raises
+    an error if another line is not a valid round.
 
     Args:
         path: the file.

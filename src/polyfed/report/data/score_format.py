@@ -1,4 +1,4 @@
-"""Describes how a score is written for people: its label, its unit, and whether higher is better."""
+"""Describes how the report writes a score: its label, its unit, and whether higher is better."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from polyfed.core.io.number_format import NumberUnit, format_number
 @final
 @dataclass(frozen=True)
 class ScoreFormat:
-    """Describes how a score is written and compared: its label, its unit, and whether higher is better.
+    """Holds how the report writes and compares a score: its label, its unit, and whether higher is better.
 
     Args:
         name: of its column.
@@ -31,7 +31,9 @@ class ScoreFormat:
     higher_is_better: bool = True
 
     def positive_if_better(self, difference: float) -> float:
-        """Returns a difference of two scores with the sign set so that it is positive if the first score is better."""
+        """Returns the difference of two scores (first minus second) with the sign changed if lower is better, so that a
+        positive value means that the first is better.
+        """
         return difference if self.higher_is_better else -difference
 
     def best_value(self, values: list[float]) -> float:
@@ -42,11 +44,11 @@ class ScoreFormat:
 
     @property
     def highest_or_lowest(self) -> str:
-        """Returns the word "highest" or "lowest", whichever describes the best score."""
+        """Returns "highest" if higher scores are better, otherwise "lowest"."""
         return "highest" if self.higher_is_better else "lowest"
 
     def format_magnitude(self, difference: float) -> str:
-        """Returns the size of a difference of scores as text with its unit, without the sign.
+        """Returns the absolute value of a difference of scores as text with its unit.
 
         >>> score_format_of("accuracy").format_magnitude(-0.051), score_format_of("auc").format_magnitude(0.02)
         ('5.1 points', '0.020')
@@ -65,7 +67,7 @@ class ScoreFormat:
 
 
 def score_format_of(name: str, overrides: Mapping[str, Any] | None = None) -> ScoreFormat:
-    """Returns the label, unit and direction of a score with the given name.
+    """Returns the label, the unit and the direction (whether higher is better) of the score with the given name.
 
     Args:
         name: of the score.

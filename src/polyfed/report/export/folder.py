@@ -50,7 +50,7 @@ DESCRIPTION = "description.json"
 
 
 class ExportedSignature(TypedDict):
-    """Describes the fields of an exported folder's `signature.json` that polyfed reads again."""
+    """Describes the fields that polyfed reads from an exported folder's `signature.json`."""
 
     client: str
     task: TaskSpec
@@ -69,7 +69,7 @@ def export_model(
     format: Format = "torchscript",
     network: Architecture | None = None,
 ) -> Path:
-    """Exports a client's trained network to a new folder, which can be used without polyfed and without the data.
+    """Writes a client's trained network to a new folder, which can be used without polyfed and without the data.
 
     The folder holds the network with its preprocessing as TorchScript or ONNX, its weights, its signature, and a model
     card (README.md). For rows of a table it also holds `inputs.py`, which reads them. The folder is written whole or
@@ -179,13 +179,13 @@ def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
 
 
 def is_exported_folder(folder: Path) -> bool:
-    """Returns whether a folder was written by `export_model`."""
+    """Returns True if the folder contains a file `signature.json`, which `export_model` writes."""
     return (folder / SIGNATURE).is_file()
 
 
 @final
 class ExportedModel:
-    """Opens an exported folder of a network on a table, and predicts with it.
+    """Opens a folder that `export_model` wrote for a network on a table, and predicts with the network.
 
     The network is built as in a run: by polyfed, or by code that the caller allowed.
 
@@ -239,7 +239,7 @@ class ExportedModel:
         self._network = build_trained_network(network_spec, weights, folder, None, method, description)
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """Predicts every row of a table; arguments and results are those of
+        """Predicts every row of a table; takes the arguments and returns the results of
         `polyfed.simulation.results.saved_model.SavedModel.predict`.
         """
         if self._network is not None:

@@ -27,7 +27,8 @@ _OUTPUT = "outputs"
 
 
 def validate_format(name: str) -> None:
-    """Raises an error if an export format is unknown or needs a package that is not installed.
+    """Raises an error if the name is not an export format ("torchscript", "onnx" or "weights"), or the format needs a
+    package that is not installed.
 
     Raises:
         UserError: which, and what to do.
@@ -49,7 +50,8 @@ class _OutputsDifferError(Exception):
 
 @final
 class SerializedNetwork(NamedTuple):
-    """Holds an exported network.
+    """Holds an exported network: the bytes of its file, the shape of its outputs, and whether the file's outputs were
+    compared with the network's.
 
     Attributes:
         content: the bytes of the file; None for the format "weights".
@@ -64,7 +66,8 @@ class SerializedNetwork(NamedTuple):
 
 @exclusive_single_torch_thread_with_grad()
 def serialize_network(trained: TrainedModel, name: str) -> SerializedNetwork:
-    """Exports a network as the bytes of a file in the given format, and compares the file's outputs with the network's.
+    """Exports a network as the bytes of a file in the given format; raises an error if the export fails, or its outputs
+    differ from the network's.
 
     Args:
         trained: with its network.

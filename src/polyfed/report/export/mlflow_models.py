@@ -37,7 +37,8 @@ _PARENT = "mlflow.parentRunId"
 
 
 def log_models_once_to_mlflow(folder: Path) -> int:
-    """Logs the clients' networks of a finished run to the MLflow run that tracks it, unless they are logged already.
+    """Logs the clients' trained networks to the MLflow run that tracks this finished run; does nothing if they are
+    logged already.
 
     Returns the number of logged networks; one that cannot be exported is left out, with a warning.
 
@@ -86,7 +87,7 @@ def _log_exported_model(exported: Path, code: Path, name: str) -> None:
 
 
 def mlflow_signature_of_folder(exported_folder: Path) -> Any:
-    """Converts the signature of an exported folder to an MLflow signature.
+    """Converts the `signature.json` of an exported folder to an MLflow `ModelSignature`.
 
     A table has one column each, numbers as double and categories as string; other inputs are one tensor each, with the
     batch as the first axis; the output is a tensor.
@@ -114,8 +115,8 @@ def mlflow_signature_of_folder(exported_folder: Path) -> Any:
 
 
 def log_comparison_to_trackers(results: Mapping[str, Any], folder: Path, tracker_names: Sequence[str]) -> None:
-    """Logs a finished comparison to TensorBoard or MLflow: the rounds of each run, and for MLflow also a run for the
-    whole comparison.
+    """Logs a finished comparison of methods to TensorBoard or MLflow: the rounds of each run and, for MLflow, also one
+    run for the whole comparison.
 
     The comparison's run in MLflow has the mean scores and gains of the methods, the results, and the networks of the
     first seed's runs.

@@ -17,7 +17,7 @@ CHECKED_BATCH_SIZES = (1, 3, 5)  # of the examples on which a written network is
 
 @final
 class StandaloneModule(nn.Module):
-    """Applies the preprocessing and the client's network to stored inputs, and returns the outputs.
+    """Applies the preprocessing and then the client's network to raw input tensors, and returns the network's outputs.
 
     Images of uint8 are normalised; rows of a table are scaled, filled in and encoded; targets of regression come in the
     table's unit.
@@ -35,7 +35,9 @@ class StandaloneModule(nn.Module):
         self.ready = nn.ModuleList(ready)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Returns the network's outputs, (batch, ...), for the input tensors in the order of the signature."""
+        """Returns the network's outputs, shape (batch, ...), for the input tensors, which are in the order of the
+        signature.
+        """
         ready_inputs = tuple(ready(tensor) for ready, tensor in zip(self.ready, inputs, strict=True))
         outputs = logits_of(call_network(self.network, _build_input_tree(self.tree, ready_inputs)))
         return outputs if self.unit is None else self.unit(outputs)
@@ -131,7 +133,8 @@ class _Unit(nn.Module):
 
 
 def draw_random_inputs(trained: TrainedModel, num_examples: int, seed: int) -> tuple[Tensor, ...]:
-    """Draws random inputs for the network, of the signature's shapes and types, without any client's data.
+    """Returns random input tensors for the network, with the shapes and data types of its signature; uses no client's
+    data.
 
     Floating-point numbers are normal; whole numbers are 0 or 1, which every vocabulary has; rows of a table also have
     missing cells and unknown categories.
@@ -167,7 +170,7 @@ def _random_rows(preprocessor: TablePreprocessor, number: int, generator: torch.
 
 
 def onnx_input_names(signature: Signature) -> list[str]:
-    """Returns the names of the network's inputs for ONNX, where no name may begin with a digit.
+    """Returns the names of the network's inputs, changed where a name begins with a digit, which ONNX does not allow.
 
     >>> onnx_input_names({"inputs": [{"name": "0"}, {"name": "image"}]})
     ['input_0', 'image']

@@ -54,7 +54,9 @@ TABLE_OPTIONS = (
 @final
 @dataclass(frozen=True)
 class ClientScore:
-    """Holds one score of a network on the client's own test examples, with its confidence interval or None."""
+    """Holds one score of a network on the client's test examples, with its confidence interval; the interval may be
+    None.
+    """
 
     label: str
     value: float
@@ -64,7 +66,7 @@ class ClientScore:
 @final
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """Holds a client's trained network with everything that is exported with it.
+    """Holds a client's trained network and what is exported with it, such as its signature, preprocessing and scores.
 
     Attributes: `network`, in evaluation mode on the CPU; `signature`; `preprocessor`, of a table;
     `architecture_description`, with which the method builds its own kind of network, or None; `class_names`, empty if
@@ -89,19 +91,22 @@ class TrainedModel:
 
     @property
     def method_name(self) -> str:
-        """Returns the name of the method that trained the network; empty at a site, where it is not known."""
+        """Returns the name of the method that trained the network; empty for a network from a site, where the method is
+        not known.
+        """
         return "" if self.algorithm is None else registry_name(self.algorithm)
 
     @property
     def method_summary(self) -> str:
-        """Returns the first sentence of the docstring of the method's module, which names the paper."""
+        """Returns the first sentence of the docstring of the method's module, which names the method's paper."""
         module = sys.modules.get(type(self.algorithm).__module__)
         text = inspect.getdoc(module) or inspect.getdoc(type(self.algorithm)) or ""
         return " ".join(text.split("\n\n")[0].split())
 
 
 def trained_model_of_run(run: Run, client: str) -> TrainedModel:
-    """Returns a client's trained network, with its preprocessing and scores, from a run in memory.
+    """Returns a client's trained network, with its preprocessing and scores, from a run in memory; raises an error if
+    no client has the id.
 
     Raises:
         UserError: no client has this id.
@@ -152,7 +157,8 @@ def _refuse_wrapped_network(algorithm: Algorithm[Any, Any]) -> None:
 
 
 def read_trained_model(folder: Path, client: str | None, network: Architecture | None = None) -> TrainedModel:
-    """Loads a client's trained network from a run directory, or from a site's folder of a run; reads no data.
+    """Loads a client's trained network, with its preprocessing and scores, from a run directory or from a site's folder
+    of a run; does not read the data.
 
     Args:
         folder: of the run, which has ended.
@@ -236,7 +242,7 @@ def _find_model(folder: Path, client: str | None) -> tuple[Path, Signature]:
 
 
 def read_preprocessor(path: Path) -> TablePreprocessor | None:
-    """Reads the fitted preprocessing of a table from a file; None if there is no such file.
+    """Reads from a file the preprocessing that was fitted to a table; None if the file does not exist.
 
     Raises:
         UserError: it is damaged.
@@ -250,7 +256,8 @@ def read_preprocessor(path: Path) -> TablePreprocessor | None:
 
 
 def read_architecture_description(path: Path) -> Mapping[str, Any]:
-    """Reads the description from which a method builds a client's network, from a JSON file.
+    """Reads from a JSON file the description from which a method builds a client's network, as a dict; raises an error
+    if the file is missing or damaged.
 
     Raises:
         UserError: there is none, or it is damaged.

@@ -1,1 +1,3 @@
-"""Reads what methods have learned (aggregation weights, alignment, architectures), and draws cells and warm starts."""
+"""Reads what methods have learned (aggregation weights, similarity of representations, network architectures), and
+draws searched cells and learning curves.
+"""

@@ -1,4 +1,5 @@
-"""Reads the aggregation weights α that a pFedLA or HeurpFedLA run stored in its directory.
+"""Reads the aggregation weights α (how much each client takes of every other client's layers) that a pFedLA or
+HeurpFedLA run stored.
 
 Dimensions: R rounds, N clients, L layers. α[r, i, l, j] is the weight that client i gives to layer l of client j.
 """
@@ -20,7 +21,8 @@ _KEYS = ("alpha", "rows", "layers", "clients")
 @final
 @dataclass(frozen=True, eq=False)
 class AggregationWeights:
-    """Holds, for every round, the weight that each client gives to each layer of every other client's network.
+    """Holds, for every round, the weight that each client gives to each layer of every client's network when its
+    network is averaged.
 
     Attributes:
         rounds: the rounds' numbers, (R,), ascending; 0 is before training.
@@ -36,7 +38,8 @@ class AggregationWeights:
 
 
 def read_aggregation_weights(run_directory: str | Path) -> AggregationWeights:
-    """Reads the aggregation weights of every round of a run, from its files `analysis/round-N.npz`.
+    """Reads the aggregation weights of every round from the files `analysis/round-N.npz` in a run directory; raises an
+    error if there are none, or one is damaged.
 
     Raises:
         UserError: there are no such files, or one of them is damaged or does not fit the others.
@@ -87,7 +90,8 @@ def _read_weights_file(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def round_positions_by_third(aggregation: AggregationWeights) -> list[NDArray[np.int64]]:
-    """Divides the rounds into thirds of training, and returns the positions of the rounds in each third.
+    """Divides the rounds after round 0 into thirds of training, and returns, for each third, the positions of its
+    rounds in `aggregation.rounds`.
 
     As in the paper's Fig. 5.
 

@@ -73,8 +73,8 @@ def measure_alignment(
     clients: Sequence[Client] | None = None,
     module: str | Mapping[str, str] | None = None,
 ) -> RepresentationAlignment:
-    """Measures how similar the clients' networks of a finished run represent the same examples, for any method with one
-    network per client.
+    """Measures how similar the clients' networks of a finished run represent the same examples (linear CKA), before and
+    after training; works for any method with one network per client.
 
     Args:
         run: a run, or its directory, which is only read.

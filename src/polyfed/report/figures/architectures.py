@@ -1,4 +1,6 @@
-"""Reads the cells that a run of FedPNAS, CA-FedPNAS, FedDSNAS or CA-FedDSNAS found for each client, and draws them."""
+"""Reads the cells (small graphs of operations) that the architecture search of FedPNAS, CA-FedPNAS, FedDSNAS or
+CA-FedDSNAS selected for each client, and draws them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +37,8 @@ _INCH = 0.62  # of a unit of a graph
 @final
 @dataclass(frozen=True, eq=False)
 class SearchedCell:
-    """Describes one cell that the architecture search found for a client: its E edges, and the probabilities of its K
-    candidate operations at each edge.
+    """Describes one cell (a small graph of operations) of a client's searched network: its E edges, and the probability
+    of each of the K candidate operations at each edge.
 
     Attributes:
         stack: "base" or "personal".
@@ -60,18 +62,19 @@ class SearchedCell:
     chosen_operations: tuple[str, ...]
 
     def node_name(self, index: int) -> str:
-        """Returns the name of a node in the drawing: c(k-1) and c(k-2) for the inputs, then 0, 1 and so on."""
+        """Returns the name of a cell's node in the drawing: c(k-1) and c(k-2) for the two inputs, then 0, 1 and so on."""
         return f"c(k-{index + 1})" if index < self.input_count else str(index - self.input_count)
 
     def edge_label(self, edge: tuple[int, int]) -> str:
-        """Returns the names of the two nodes that an edge connects, such as "c(k-1) → 0"."""
+        """Returns the names of the two nodes that an edge of a cell connects, such as "c(k-1) → 0"."""
         return f"{self.node_name(edge[0])} → {self.node_name(edge[1])}"
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ArchitectureSearchResult:
-    """Holds the cells that the architecture search found for each client.
+    """Holds, for each client, the cells (small graphs of operations) that the architecture search selected for its
+    network.
 
     Attributes:
         clients: the clients' ids, ascending.
@@ -82,7 +85,8 @@ class ArchitectureSearchResult:
     cells: tuple[tuple[SearchedCell, ...], ...]
 
     def cells_of(self, client: str) -> tuple[SearchedCell, ...]:
-        """Returns the cells of the client with the given id, base cells first.
+        """Returns the cells of the client with the given id, first those whose weights all clients share (base cells);
+        raises an error if no client has the id.
 
         Raises:
             UserError: the run has no client of this id.
@@ -93,13 +97,16 @@ class ArchitectureSearchResult:
 
     @property
     def cell_titles(self) -> tuple[str, ...]:
-        """Returns the titles of a client's cells in their order: base cell 1, base cell 2, ..., personal cell 1, ..."""
+        """Returns the titles of a client's cells in their order: "base cell 1", "base cell 2", ..., "personal cell 1",
+        ...
+        """
         stacks = [cell.stack for cell in self.cells[0]]
         return tuple(f"{stack} cell {stacks[: k + 1].count(stack)}" for k, stack in enumerate(stacks))
 
 
 def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
-    """Reads the cells that a finished run of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas found for each client.
+    """Reads from a run directory the cells that the architecture search of fedpnas, ca_fedpnas, feddsnas or ca_feddsnas
+    selected for each client.
 
     Args:
         run: a run, or its directory, of which only models/ID.json are read.
@@ -131,7 +138,7 @@ def read_search_result(run: Run | str | Path) -> ArchitectureSearchResult:
 
 
 def draw_client_cells(result: ArchitectureSearchResult, client: str, path: str | Path) -> "Figure":
-    """Draws each cell of a client as a graph from left to right, and writes the picture to a file.
+    """Draws each cell of a client's searched network as a graph from left to right, and writes the picture to a file.
 
     Each edge is labelled with its most probable operation and that probability.
 

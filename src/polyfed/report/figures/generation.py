@@ -1,5 +1,5 @@
-"""Draws how fast clients learn from weights that FLHA-GHN generated, against training from scratch (its Figs. 3 and 7),
-and generates weights by an untrained hypernetwork (Fig. 6).
+"""Draws how fast clients learn from weights that FLHA-GHN's hypernetwork generated, compared with training from scratch
+(its Figs. 3 and 7), and generates weights by an untrained hypernetwork (Fig. 6).
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ _WARM, _SCRATCH = "#0072B2", "#D55E00"
 
 
 def draw_warm_start_curves(curves: Mapping[str, TrainingCurves]) -> "Figure":
-    """Draws the score of each unseen client by epoch: trained from generated weights, and from scratch (Figs. 3 and 7).
+    """Draws each unseen client's score by epoch as two lines: trained from generated weights, and trained from scratch
+    (FLHA-GHN's Figs. 3 and 7).
 
     Each unseen client has a panel. A dotted line marks the last score from scratch, a circle the epoch in which the warm
     start reaches it.
@@ -88,7 +89,7 @@ def generate_untrained_weights(
     form: GHNConfig | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Generates the values of one parameter of a network by a hypernetwork that was not trained (Fig. 6).
+    """Returns the values that an untrained hypernetwork of FLHA-GHN generates for one parameter of a network (Fig. 6).
 
     Args:
         graph: the network's graph, for example from `graphs.extract`.

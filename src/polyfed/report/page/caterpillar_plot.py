@@ -1,4 +1,6 @@
-"""Draws a caterpillar plot: the gains of many sites with their intervals, sorted, one thin line below the other."""
+"""Draws a caterpillar plot: one thin horizontal line per site with the site's gain and confidence interval, sorted by
+gain.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +27,8 @@ _TOP, _BOTTOM = 6, 44
 def svg_caterpillar_plot(
     marks: Sequence[IntervalMark], *, key: str, title: str, x_label: str, unit: NumberUnit = ""
 ) -> Markup:
-    """Draws the gains of sites as SVG, from the largest to the smallest; those without a value are left out.
+    """Draws the gains of sites with their confidence intervals as SVG, sorted from the largest to the smallest gain;
+    leaves out sites without a value.
 
     Args:
         marks: one for each site; the label is shown on hover.

@@ -15,7 +15,7 @@ HALF_INDEX = 49  # the position of 50 % among the thresholds
 
 @final
 class ShareOfExamples(NamedTuple):
-    """Holds a number of examples, and the number of which it is a share."""
+    """Holds a count of examples, and the total of which the count is a share."""
 
     examples: float
     total: float
@@ -28,8 +28,8 @@ def html_confusion_tables_at_threshold(
     level: float,
     threshold_index: int = HALF_INDEX,
 ) -> Markup:
-    """Renders, for each method, the counts of true and false positives and negatives at a threshold, and a table of the
-    rates that follow from them.
+    """Renders, for each method, a table of true and false positives and negatives at a probability threshold, and a
+    table of the rates computed from them.
 
     Args:
         performances: from `polyfed.report.page.performance.binary_performance`, each with its method's name.
@@ -88,8 +88,8 @@ def html_confusion_tables_at_threshold(
 def sensitivity_specificity_and_predictive_values(
     performance: Mapping[str, Any], threshold_index: int
 ) -> list[ShareOfExamples]:
-    """Returns sensitivity, specificity, and positive and negative predictive value at a threshold, each as a count of
-    examples and the total of which it is a share.
+    """Returns sensitivity, specificity, and positive and negative predictive value at a probability threshold, each as
+    a count of examples and the total.
     """
     hits, false_alarms, positives = (
         performance["hits"][threshold_index],
@@ -121,8 +121,8 @@ def format_share_with_interval(hits: float, examples: float, level: float, units
 
 
 def html_confusion_matrix(matrix: Sequence[Sequence[float]], method: str, class_names: Sequence[str]) -> Markup:
-    """Renders a confusion matrix as a table: true classes as rows, predicted classes as columns; a cell is the darker,
-    the larger its share of the row.
+    """Renders a confusion matrix as a table with true classes as rows and predicted classes as columns; the larger a
+    cell's share of its row, the darker the cell.
     """
     rows = []
     for row in matrix:

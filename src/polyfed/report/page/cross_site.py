@@ -1,4 +1,6 @@
-"""Renders the matrix of every site's model at every site: a table whose cells are the darker the better the score."""
+"""Renders the scores of every site's model on every other site's data as a table; the better the score, the darker the
+cell.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +16,9 @@ _MAX_SITES = 40  # rows and columns of the table
 
 
 def html_cross_site(scores_by_method: Mapping[str, CrossSiteScores], key: str) -> Markup:
-    """Renders the matrices of several methods, with a menu to choose one."""
+    """Renders, for each method, the table of scores of every site's model on every other site's data, with a menu to
+    choose the method.
+    """
     return html_dropdown_panels(
         key, "Method", {name: _html_matrix(scores) for name, scores in scores_by_method.items()}
     )

@@ -38,13 +38,13 @@ _LISTED = 30  # sites up to which each has a sentence; more are grouped by their
 
 
 def confidence_level_of(run_group: RunGroup) -> float:
-    """Returns the confidence level of the intervals of a comparison, such as 0.95."""
+    """Returns the confidence level of a comparison's intervals, such as 0.95."""
     return float(run_group.comparison_results.get("level", 0.95))
 
 
 def is_comparison_with_answers(run_group: RunGroup) -> bool:
-    """Returns whether the group is a comparison with answers for its sites or their mean; False for comparisons of
-    earlier versions.
+    """Returns True if the group is a comparison that advises its sites, or all sites on average, whether to join the
+    federation; False for comparisons of earlier versions.
     """
     return bool(run_group.comparison_results) and bool(
         run_group.comparison_results.get("answers") or run_group.comparison_results.get("mean_answer")
@@ -52,8 +52,8 @@ def is_comparison_with_answers(run_group: RunGroup) -> bool:
 
 
 def html_advice_section(run_group: RunGroup, predictions: GroupPredictions | None, key: str) -> Markup:
-    """Renders the top section of a comparison's page: warnings, answers, the mean, omissions, limits, methods and two
-    figures.
+    """Renders the top section of a comparison's page: warnings, the advice to each site and for the mean, limits, a
+    table of methods, and two figures.
     """
     results, level = run_group.comparison_results, confidence_level_of(run_group)
     answers, mean_answer = parse_site_answers(results), parse_answer_for_mean_over_sites(results)

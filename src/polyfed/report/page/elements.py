@@ -56,7 +56,7 @@ def html_table(
     *,
     bold: Sequence[Collection[int]] | None = None,
 ) -> Markup:
-    """Renders a table whose first column names the row; a wide table scrolls sideways by itself.
+    """Renders a table whose first column names the row; the reader can scroll a wide table sideways.
 
     Args:
         caption: text above the table.
@@ -71,7 +71,7 @@ def html_table(
 
 
 def html_dropdown_panels(key: str, label: str, panels: Mapping[str, Markup]) -> Markup:
-    """Renders a menu that shows one of several panels; without JavaScript all panels are shown.
+    """Renders several panels with a menu that shows one at a time; without JavaScript all panels are shown.
 
     >>> html_dropdown_panels("k", "Layer", {"conv": Markup("<p>a</p>")})
     Markup('<p>a</p>')
@@ -85,7 +85,7 @@ def html_legend(labels: Sequence[str], styles: Sequence[int] | None = None) -> M
 
 
 def html_bullet_list(sentences: Sequence[str]) -> Markup:
-    """Renders sentences as a bullet list; empty for no sentences."""
+    """Renders sentences as a bullet list; returns an empty text if there are no sentences."""
     return _render_macro("sentence_list", sentences)
 
 

@@ -1,4 +1,4 @@
-"""Draws forest plots: values with their intervals, one row below the other."""
+"""Draws forest plots: one row per label, with one or several values and their confidence intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ MAX_ROWS = 30  # rows that are drawn
 @final
 @dataclass(frozen=True)
 class IntervalMark:
-    """Holds one mark of a forest plot: a value with its interval.
+    """Holds one mark of a forest plot: a value with its confidence interval.
 
     Args:
         label: what it is of; told on hover.
@@ -44,7 +44,7 @@ class IntervalMark:
 @final
 @dataclass(frozen=True)
 class ForestRow:
-    """Holds one row of a forest plot: its label, and one or several marks."""
+    """Holds one row of a forest plot: its label, and one or several marks (values with confidence intervals)."""
 
     label: str
     marks: tuple[IntervalMark, ...]
@@ -60,7 +60,7 @@ def svg_forest_plot(
     signed: bool = False,
     show_zero: bool = False,
 ) -> Markup:
-    """Draws a forest plot as SVG; marks whose value is NaN are left out.
+    """Draws a forest plot as SVG, one row per label; leaves out marks whose value is NaN.
 
     Args:
         rows: at most `MAX_ROWS` are drawn, evenly.

@@ -1,5 +1,6 @@
-"""Renders a look at the sites' data for the page: what differs, then for each column the histograms of the sites side by
-side, and a table."""
+"""Renders summary statistics of the sites' data: what differs, then for each column the sites' histograms side by side,
+and a table.
+"""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -34,7 +35,7 @@ _ROW = 30  # height of a site's histogram
 
 
 def html_look(look: Look, key: str) -> Markup:
-    """Renders what differs between the sites, the sites' sizes, and a figure for each column."""
+    """Renders what differs between the data of the sites, the sites' numbers of examples, and a figure for each column."""
     marks = marked_sites(look.summaries, look.findings)
     sentences = [
         f"{end_with_period(capitalize_first(finding.text))} {capitalize_first(finding.meaning)}."
@@ -117,7 +118,8 @@ def _number_cells(summary: NumberSummary) -> list[str]:
 def svg_site_histograms(
     look: Look, column: LookColumn, sites: Sequence[str], marks: Mapping[tuple[str, str], str], key: str
 ) -> Markup:
-    """Draws the histograms of one column, one below the other on one axis; those of marked sites have the colour of a loss.
+    """Draws the sites' histograms of one column, one below the other on one axis; marked sites have the colour that
+    stands for a loss.
 
     The heights are shares of the site's values, so that small sites can be compared with large ones.
     """
@@ -177,7 +179,8 @@ def _describe(site: SiteLook, column: LookColumn) -> str:
 
 
 def write_look_page(look: Look, path: Path) -> None:
-    """Writes a page with nothing but the look: one HTML file that needs no network connection.
+    """Writes an HTML page with the summary statistics of the sites' data only: one file that needs no network
+    connection.
 
     Raises:
         UserError: the file cannot be written.

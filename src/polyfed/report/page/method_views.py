@@ -1,5 +1,5 @@
-"""Renders the panels that single methods add to the page: aggregation weights, alignment, cells, coverage and warm
-starts.
+"""Renders the panels that some methods add to the page: aggregation weights, similarity of representations, searched
+cells, share of generated parameters, and warm starts.
 
 Each reads a run directory and changes nothing.
 """
@@ -45,7 +45,8 @@ MAX_PANELS = 12  # panels of one kind, so that a page stays below 3 MB
 
 
 def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANELS) -> Markup:
-    """Renders the aggregation weights α of a pFedLA run as heat maps and curves.
+    """Renders the aggregation weights α of a pFedLA run (how much each client takes of every other client's layers) as
+    heat maps and curves.
 
     A heat map for each of the first `max_layers` layers shows the weights after the last round; curves show the weight
     of each client's own layer by round.
@@ -99,8 +100,8 @@ def html_aggregation_weights(folder: Path, key: str, max_layers: int = MAX_PANEL
 
 
 def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
-    """Renders two heat maps of the similarity (linear CKA) of any two clients' representations, before and after
-    training.
+    """Renders two heat maps of the similarity (linear CKA) of any two clients' representations of the same examples,
+    before and after training.
     """
     parts = []
     for when, values, mean in (
@@ -115,8 +116,8 @@ def html_alignment(alignment: RepresentationAlignment, key: str) -> Markup:
 
 
 def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_clients: int = MAX_PANELS) -> Markup:
-    """Renders the cells that the architecture search found for the first `max_clients` clients, as drawings and as heat
-    maps of each operation's probability at each edge.
+    """Renders the cells (small graphs of operations) that the architecture search selected for the first `max_clients`
+    clients: drawings, and heat maps of each operation's probability at each edge.
     """
     from matplotlib import rc_context
 
@@ -167,8 +168,8 @@ def html_searched_cells(search_result: ArchitectureSearchResult, key: str, max_c
 
 
 def html_generatable_parameter_share(clients: Sequence[Client], key: str, contraction: Contraction) -> Markup:
-    """Renders which share of each client's parameters a graph hypernetwork can generate, and why the rest stays with
-    the client.
+    """Renders the share of each client's parameters that a graph hypernetwork can generate, and the reasons why the
+    other parameters stay with the client.
 
     Args:
         clients: of the run, with their networks.
@@ -216,8 +217,8 @@ def html_generatable_parameter_share(clients: Sequence[Client], key: str, contra
 
 
 class WarmStartCurves(TypedDict):
-    """Describes what `polyfed warmstart` stores for each unseen client: the scores by epoch from generated weights and
-    from scratch.
+    """Holds what `polyfed warmstart` stores for each unseen client: its scores by epoch, trained from generated weights
+    and from scratch.
     """
 
     score: str
@@ -226,8 +227,8 @@ class WarmStartCurves(TypedDict):
 
 
 def html_warm_starts(folder: Path, key: str) -> Markup:
-    """Renders the learning curves of unseen clients that `polyfed warmstart` trained from generated weights and from
-    scratch.
+    """Renders the learning curves of unseen clients that `polyfed warmstart` trained, both from generated weights and
+    from scratch.
 
     Empty if the run directory has no such curves.
 

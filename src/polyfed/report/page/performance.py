@@ -45,8 +45,8 @@ NO_VERDICT = (
 
 
 def performance_numbers_for_script(predictions: GroupPredictions, level: float) -> dict[str, Any]:
-    """Computes the numbers of every ROC curve, calibration curve and confusion table that a reader can select, as JSON
-    for the page's script.
+    """Computes, as a dict for the page's script, the numbers of every ROC curve, calibration curve and confusion table
+    that a reader can select.
 
     Returns:
         `sites`, `methods`, `classes`: names. `reference`: position of training alone, or -1. `cells`: by site, class and
@@ -79,8 +79,8 @@ def performance_numbers_for_script(predictions: GroupPredictions, level: float) 
 def binary_performance(
     predictions: GroupPredictions, method: str, clients: Sequence[str], question: BinaryQuestion, level: float
 ) -> dict[str, Any] | None:
-    """Computes the ROC curve, calibration curve and counts of one method for one yes/no question, on the test examples
-    of some clients.
+    """Computes the ROC curve, calibration curve and counts of one method for one yes/no question, on the given clients'
+    test examples; None if there are no examples.
 
     Returns:
         None without test examples; else `n`, `yes`: numbers of examples and of positives, means over seeds. `area`: AUC with
@@ -169,8 +169,8 @@ def _selectable_sites(predictions: GroupPredictions, question_count: int) -> lis
 
 
 def html_performance_section(predictions: GroupPredictions, level: float, key: str) -> Markup:
-    """Renders the section with ROC curves, calibration curves and confusion tables; for a regression task it renders
-    one sentence.
+    """Renders the section with ROC curves, calibration curves and confusion tables; for a regression task, one sentence
+    instead.
     """
     if not predictions.binary_questions:
         return html_paragraph(predictions.task.no_curves_reason)
@@ -236,7 +236,7 @@ def _limit_notes(predictions: GroupPredictions, page_data: dict[str, Any]) -> li
 
 
 def unit_square_point(x: float, y: float) -> str:
-    """Returns the SVG coordinates of the point (x, y) of the unit square, as text.
+    """Converts the point (x, y) of the unit square to coordinates in the SVG drawing, as text.
 
     >>> unit_square_point(0, 0), unit_square_point(1, 1)
     ('50.0 340.0', '398.0 10.0')
@@ -268,8 +268,8 @@ def svg_unit_square(
 
 
 def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_index: int | None = 49) -> str:
-    """Draws a method's ROC curve with its band over seeds, and a point at the threshold `THRESHOLDS[threshold_index]`;
-    no point if the index is None.
+    """Draws a method's ROC curve, the range over seeds as a band, and a point at the threshold
+    `THRESHOLDS[threshold_index]`; no point if the index is None.
     """
     group = [f'<g data-slot="{slot}" class="s{style % COLOUR_COUNT} d{style // COLOUR_COUNT % 3}">']
     if performance["roc"] is not None:
@@ -294,7 +294,7 @@ def svg_roc_curve(performance: dict[str, Any], style: int, slot: int, threshold_
 
 
 def describe_auc(name: str, performance: dict[str, Any], level: float | None = None) -> str:
-    """Returns a method's AUC as text, with its confidence interval if `level` is given."""
+    """Returns a method's AUC as text, with its confidence interval if a confidence level is given."""
     if performance["area"] is None:
         return f"{name}: no curve, since all test examples are of one class"
     area, low, high = performance["area"]
@@ -327,7 +327,7 @@ def _roc_figure(
 
 
 def describe_averaging(predictions: GroupPredictions) -> str:
-    """Returns sentences that say which sites and seeds a curve is averaged over."""
+    """Returns sentences that name the sites and seeds over which a curve is averaged."""
     sites_sentence = "All sites: their test examples together, each with its own site's network."
     if len(predictions.seeds) == 1:
         return f"{sites_sentence} One training (seed {predictions.seeds[0]})."

@@ -1,4 +1,6 @@
-"""Renders the parts of a group's section: methods, learning curves, gains and scores of clients, and class counts."""
+"""Renders the parts of the page's section on a group of comparable runs: methods, learning curves, gains and scores of
+clients, and class counts.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -44,8 +46,8 @@ _CELLS = 5000  # cells of a table of classes
 @final
 @dataclass(frozen=True, eq=False)
 class PageExtras:
-    """Holds what the page shows of a group of runs besides its scores: class counts, test predictions, and panels of
-    single methods.
+    """Holds what the page shows of a group of runs besides its scores: class counts, test predictions, and panels that
+    only one method has.
 
     Attributes:
         class_counts: by seed, the number of training examples per class of each client.
@@ -69,7 +71,9 @@ class PageExtras:
 
 
 def html_methods_table(run_group: RunGroup) -> Markup:
-    """Renders a table with one row per method; a comparison with a target score also shows the cost of reaching it."""
+    """Renders a table with one row per method; for a comparison with a target score, the table also shows the cost
+    until each method reached it.
+    """
     unit, several_seeds, is_comparison = (
         run_group.score_format.unit,
         len(run_group.seeds) > 1,
@@ -163,8 +167,8 @@ def _cost_to_target(run_group: RunGroup) -> tuple[str, list[list[str]]]:
 
 
 def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: dict[str, Any]) -> Markup:
-    """Renders the mean score of each method against rounds, megabytes and seconds as three charts with one legend, and
-    adds the numbers to `script_curves_by_key`.
+    """Renders three charts of each method's mean score, against rounds, megabytes and seconds, and adds the numbers to
+    `script_curves_by_key`.
 
     Args:
         run_group: the group.
@@ -234,7 +238,7 @@ def html_learning_curves(run_group: RunGroup, key: str, script_curves_by_key: di
 
 
 def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
-    """Renders how much better each client scores than with training alone, one chart per method."""
+    """Renders how much better each client scores than when it trains on its own data only, one chart per method."""
     unit, local_method = run_group.score_format.unit, run_group.local_method
     if local_method is None:
         reason = "has no score here" if run_group.comparison_results else "was not run"
@@ -280,7 +284,7 @@ def html_gains_over_local(run_group: RunGroup, key: str) -> Markup:
 
 
 def html_client_scores(run_group: RunGroup) -> Markup:
-    """Renders a table of each client's score with each method; the best of each row is bold."""
+    """Renders a table of scores with a row per client and a column per method; the best score of each row is bold."""
     unit = run_group.score_format.unit
     order = sorted(
         run_group.methods, key=lambda method: (method is not run_group.local_method, -run_group.ranking_key(method))
@@ -326,7 +330,7 @@ def _reference_label(name: str, entry: Mapping[str, Any]) -> str:
 
 
 def html_class_counts(extras: PageExtras, key: str) -> Markup:
-    """Renders the number of training examples by client and class, one chart per seed."""
+    """Renders each client's number of training examples per class, one chart per seed."""
     if not extras.class_counts:
         return html_paragraph(extras.class_note)
     panels = {}

@@ -1,4 +1,6 @@
-"""Writes the sentences of the page on a group's scores, without claims that one seed cannot support."""
+"""Writes the page's sentences about the scores of a group of comparable runs, and claims nothing that one seed cannot
+support.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ _NAMED = 3  # clients named in a sentence
 
 
 def unit_of_score(score: str) -> NumberUnit:
-    """Returns the unit in which a score is written: "%" for shares such as the accuracy, otherwise an empty text.
+    """Returns the unit in which a score with this name is written: "%" for shares such as the accuracy, otherwise an
+    empty text.
 
     >>> unit_of_score("accuracy"), unit_of_score("brier")
     ('%', '')
@@ -29,7 +32,9 @@ def unit_of_score(score: str) -> NumberUnit:
 
 
 def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
-    """Returns one sentence on what was compared; `noun` is "client" or "site"."""
+    """Returns one sentence with the numbers of clients, methods and seeds, the score, and the rounds after which it was
+    computed; `noun` is "client" or "site".
+    """
     clients = count_with_noun(len(run_group.clients), noun)
     rounds = sorted({run.scored_round for method in run_group.methods for run in method.runs})
     rounds_text = f"after round {rounds[0]}" if len(rounds) == 1 else f"after rounds {rounds[0]} to {rounds[-1]}"
@@ -42,7 +47,7 @@ def describe_comparison(run_group: RunGroup, noun: str = "client") -> str:
 
 
 def result_summary_sentences(run_group: RunGroup) -> list[str]:
-    """Returns the sentences that sum up the results of a group, the most important first."""
+    """Returns the sentences that sum up the results of a group of comparable runs, the most important first."""
     local_method = run_group.local_method
     scored_methods = [method for method in run_group.methods if not math.isnan(run_group.mean_score(method))]
     if not scored_methods:
@@ -102,7 +107,9 @@ def _best_method_sentence(run_group: RunGroup, scored_methods: Sequence[MethodRu
 
 
 def omission_and_tuning_notes(run_group: RunGroup) -> list[str]:
-    """Returns sentences on what a comparison left out and why, and on how it chose hyper-parameters and rounds."""
+    """Returns sentences about what a comparison left out and why, and about how it chose hyper-parameters and numbers
+    of rounds.
+    """
     results = run_group.comparison_results
     if not results:
         return []

@@ -1,4 +1,6 @@
-"""Computes and renders the scores of subgroups of the test examples, formed by a column such as "sex"."""
+"""Computes and renders scores for subgroups of the test examples, which are formed by the values of a column such as
+"sex".
+"""
 
 import math
 from collections import Counter
@@ -34,8 +36,8 @@ _NOTHING = (math.nan, math.nan, math.nan)
 @final
 @dataclass(frozen=True, eq=False)
 class Subgroup:
-    """Holds the scores of a subgroup of test examples by method, each as (value, low, high), and the gains over
-    training alone.
+    """Holds one subgroup of test examples: each method's score as (value, low, high), and the gain over training on the
+    client's own data only.
 
     None stands for a score that is not defined.
 
@@ -53,7 +55,7 @@ class Subgroup:
 
 
 def example_positions_by_group(column_values: Sequence[Any]) -> dict[str, list[int]]:
-    """Groups the positions of examples by their values in a column, and returns the positions by the group's name.
+    """Groups examples by their values in a column, and returns {group's name: positions of its examples}.
 
     A column with many different numbers is divided into quarters; rare values of a long list form one group.
 
@@ -106,8 +108,8 @@ def _quartile_label(low: float, high: float, first: bool, last: bool) -> str:
 def score_subgroups(
     predictions: GroupPredictions, column: str, clients: Sequence[str], metric: Metric, level: float
 ) -> list[Subgroup]:
-    """Computes the scores of each subgroup that a column forms, and the gains over training alone; all examples
-    together come first.
+    """Computes the scores of each subgroup formed by a column's values, and the gains over training on own data only;
+    the first entry is all examples together.
 
     Args:
         predictions: the predictions. Where each seed deals other data, those of the first seed.
@@ -135,7 +137,8 @@ def score_subgroups(
 
 
 def leader_and_local_labels(predictions: GroupPredictions) -> list[str]:
-    """Returns the labels of the best method and of training alone, the methods for which subgroups are scored.
+    """Returns the labels of the methods for which subgroups are scored: the best method, and training on own data only
+    if it was run.
 
     Intervals of more methods would take long.
     """
@@ -185,8 +188,8 @@ def _clip_estimate(estimate: ScoreInterval, metric: Metric, lowest: float) -> Sc
 def html_subgroup_scores(
     predictions: GroupPredictions, column: str, score_format: ScoreFormat, level: float, key: str
 ) -> Markup:
-    """Renders the scores of the subgroups that a column forms, as a chart and a table, for all sites together and,
-    where sites are few, for each site.
+    """Renders the scores of the subgroups formed by a column's values, as a chart and a table, for all sites together
+    and, if there are not too many sites, for each site.
 
     Raises:
         UserError: there is no such column.

@@ -18,7 +18,8 @@ Floats = NDArray[np.float64]
 
 
 def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
-    """Renders for each method one chart of all clients' test patients, and one of each client's.
+    """Renders Kaplan-Meier curves by predicted risk for each method: one chart of all clients' test patients together,
+    and one per client.
 
     A client's patients are divided by the risk that the client's own network gives them, into thirds, or halves where there
     are few; equal groups of all clients are then drawn together, since risks of different networks have no common scale.
@@ -60,7 +61,8 @@ def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
 
 
 def divide_by_risk(risk: Floats, num_groups: int) -> NDArray[np.int64]:
-    """Returns the group of each patient, from 0 for the lowest risks: equally many in each, ties in the order of rows.
+    """Divides patients into groups of equal size by predicted risk, and returns each patient's group, from 0 for the
+    lowest risks; equal risks are sorted by row.
 
     >>> divide_by_risk(np.array([0.5, 0.1, 0.9, 0.2]), 2)
     array([1, 0, 1, 0])

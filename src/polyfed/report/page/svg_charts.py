@@ -32,7 +32,7 @@ _LABELLED = 40  # bars with a label and a number of their own
 @final
 @dataclass(frozen=True)
 class ChartLine:
-    """Holds one line of a chart: its points x and y, a band from `low` to `high`, and its style.
+    """Holds one line of a chart: its points (x, y), a band from `low` to `high` around it, and its style.
 
     All sequences are of one length; NaN leaves a gap.
     """
@@ -48,7 +48,7 @@ class ChartLine:
 @final
 @dataclass(frozen=True)
 class ChartBar:
-    """Holds one bar of a chart: a mean, and the lowest and highest of the averaged values."""
+    """Holds one bar of a chart: a mean, and the lowest and the highest of the values that it averages."""
 
     label: str
     value: float
@@ -129,7 +129,7 @@ def svg_line_chart(
 def svg_bar_chart(
     bars: Sequence[ChartBar], *, key: str, title: str, x_label: str, unit: NumberUnit = "", signed: bool = False
 ) -> Markup:
-    """Draws a chart of horizontal bars that start at 0, in the given order; many bars are thin and have no labels."""
+    """Draws horizontal bars that start at 0, in the given order; if there are many, bars are thin and have no labels."""
     shown = [bar for bar in bars if math.isfinite(bar.value)]
     if not shown:
         return svg_empty_chart(key, title, "nothing is known of any of them")
@@ -291,7 +291,7 @@ def svg_heat_map(
 
 
 def png_data_url(pixels: NDArray[np.uint8]) -> str:
-    """Returns a data URL with an RGB picture, (H, W, 3), encoded as PNG."""
+    """Encodes an RGB picture of shape (H, W, 3) as PNG, and returns it as a data URL."""
     from matplotlib.image import imsave
 
     file = io.BytesIO()
@@ -310,7 +310,7 @@ def svg_element_with_title(
 
 
 def estimate_text_width(text: str) -> float:
-    """Returns an upper estimate of the width of a text in the units of the charts, since fonts differ."""
+    """Returns an upper estimate of the width of a text in chart units, since fonts differ."""
     wide_letters = sum(12.0 for letter in text if unicodedata.east_asian_width(letter) in "WF")
     return wide_letters + sum(
         9.5 if letter in "mwMW%@" else 6.8 for letter in text if unicodedata.east_asian_width(letter) not in "WF"
@@ -318,7 +318,7 @@ def estimate_text_width(text: str) -> float:
 
 
 def svg_empty_chart(key: str, title: str, reason: str) -> Markup:
-    """Draws a chart that only shows a sentence on why there is nothing to draw."""
+    """Draws a chart that contains only a sentence on why there is nothing to draw."""
     return svg_element_with_title(
         key, title, reason, 60, [svg_text(CHART_WIDTH / 2, 34, f"Nothing to draw: {reason}.", "middle")]
     )
@@ -333,13 +333,13 @@ def svg_text(
     turned: bool = False,
     pivot: bool = False,
 ) -> str:
-    """Returns an SVG text element; it can be turned by 90° about the origin, or about its own point."""
+    """Returns an SVG text element, turned by 90° about the origin or about its position if asked for."""
     turn = "" if not turned else f' transform="rotate(-90 {x:.1f} {y:.1f})"' if pivot else ' transform="rotate(-90)"'
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
 def choose_axis_ticks(low: float, high: float, *, integer: bool = False, max_ticks: int = 5) -> list[float]:
-    """Returns round numbers for the ticks of an axis from `low` to `high`."""
+    """Returns the tick values of an axis that covers `low` to `high`, as round numbers."""
     from matplotlib.ticker import MaxNLocator
 
     if low == high:
@@ -350,7 +350,7 @@ def choose_axis_ticks(low: float, high: float, *, integer: bool = False, max_tic
 
 
 def format_axis_tick(value: float, unit: NumberUnit, signed: bool = False) -> str:
-    """Returns the label of a tick of an axis, with its unit."""
+    """Returns the label of one tick of an axis as text, with its unit."""
     value = 0.0 if abs(value) < 1e-12 else value
     text = f"{100 * value if unit == '%' else value:{'+' if signed and value else ''}.4g}".replace("-", "−")
     return f"{text} %" if unit == "%" and not signed else text

@@ -1,4 +1,6 @@
-"""Maps the names of sections that a task asks of the page (`Task.page_sections`) to their headings and renderers."""
+"""Maps the names in `Task.page_sections` (sections that a task adds to the page) to their headings and to the functions
+that render them.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -14,6 +16,8 @@ TASK_SECTIONS: Mapping[str, tuple[str, Callable[[GroupPredictions, str], Markup]
 
 
 def html_task_sections(predictions: GroupPredictions, key: str) -> list[tuple[str, Markup]]:
-    """Renders the sections that the predictions' task asks for, each with its heading; unknown names are left out."""
+    """Renders the sections that the task of the predictions adds to the page, as (heading, HTML) pairs; leaves out
+    unknown names.
+    """
     sections = [TASK_SECTIONS[name] for name in predictions.task.page_sections if name in TASK_SECTIONS]
     return [(heading, render(predictions, f"{key}-t{k}")) for k, (heading, render) in enumerate(sections)]

@@ -16,8 +16,8 @@ _ROUNDS = 8  # in the table
 
 
 def html_update_norms(run: RunRecord, key: str) -> Markup:
-    """Renders the norms of the clients' updates by round as a line chart, the clients with the largest first; empty if
-    the run has no norms.
+    """Renders the norms of the clients' updates by round as a line chart of the clients with the largest norms; empty
+    if the run recorded no norms.
 
     Args:
         run: as read.

@@ -1,1 +1,1 @@
-"""The command `compare`."""
+"""Implements the command `polyfed compare`."""

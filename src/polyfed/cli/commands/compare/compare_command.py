@@ -87,7 +87,8 @@ def run_compare_command(
 def resume_comparison(
     folder: Path, options: CompareOptions, extra_arguments: Sequence[str] = (), console: Console | None = None
 ) -> None:
-    """Continues the comparison in a directory, or computes the results of a finished one again, and prints them.
+    """Continues the comparison in a directory and prints its results; if it is finished, computes the results again
+    from its runs.
 
     `extra_arguments` are words of the command line that are refused, since the directory decides them.
 
@@ -109,8 +110,8 @@ def resume_comparison(
 
 
 def read_comparison_plan(folder: Path, options: CompareOptions) -> ComparisonPlan:
-    """Builds the plan of a comparison from the description in its directory, changed by the options of the command
-    line.
+    """Builds the plan of a comparison from the description in its directory and the options of the command line, which
+    replace stored values; raises an error if the description is damaged.
 
     Raises:
         UserError: its description is damaged, or the clients were made in Python.

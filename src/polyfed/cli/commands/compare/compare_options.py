@@ -1,4 +1,4 @@
-"""Parses the options of `polyfed compare` before torch is imported, which takes seconds."""
+"""Parses the options of `polyfed compare` without importing torch, which would take seconds."""
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ UNSEEN_CLIENT_KEYS = frozenset({"data.test_fraction", "data.augment"})  # fields
 @final
 @dataclass(frozen=True)
 class CompareOptions:
-    """Holds the options of `polyfed compare`, apart from those that describe the experiment.
+    """Holds the options of `polyfed compare` that do not describe the experiment.
 
     Args:
         algorithms: labels; empty for the experiment's method and its baselines.
@@ -66,8 +66,9 @@ class CompareOptions:
     logger: tuple[str, ...] = ()
 
     def result_criteria(self, stored: ResultCriteria | None = None) -> ResultCriteria:
-        """Returns the budget and target of the command line; an option that is missing there is taken from `stored`,
-        those of the directory."""
+        """Returns the budget (the rule that selects the round at which each run is compared) and the target score of
+        the command line; a missing option is taken from `stored`, those of the comparison's directory.
+        """
         defaults = stored or ResultCriteria()
         budget = defaults.budget if self.budget is None else Budget.from_text(self.budget)
         return ResultCriteria(budget, defaults.target if self.target is None else self.target)
@@ -166,7 +167,8 @@ def build_compare_parser() -> CommandParser:
 
 @final
 class ParsedCompareOptions(NamedTuple):
-    """Holds the options of a command line of `polyfed compare`.
+    """Holds the command line of `polyfed compare` in three parts: the options of the comparison; --out, --scale,
+    --variant and --cross-site; and all other words.
 
     Attributes:
         compare_options: the options of the comparison.
@@ -180,8 +182,8 @@ class ParsedCompareOptions(NamedTuple):
 
 
 def parse_compare_options(argv: Sequence[str]) -> ParsedCompareOptions:
-    """Parses the options of `polyfed compare`; returns them, the options --out, --scale, --variant and --cross-site, and the
-    remaining words.
+    """Parses the options of `polyfed compare`, and returns them, the options --out, --scale, --variant and
+    --cross-site, and all other words of the command line.
 
     Raises:
         UserError: a value is missing or is not of its kind.
@@ -211,12 +213,12 @@ def _number_or_auto(text: str) -> int | str:
 
 
 def is_comparison_folder(folder: str) -> bool:
-    """Returns whether a folder is the directory of a comparison."""
+    """Returns True if `polyfed compare` has written a comparison to the folder."""
     return bool(folder) and (expand_user_path(folder) / DESCRIPTION).exists()
 
 
 def is_warmstart_key(key: str) -> bool:
-    """Returns whether a configuration key is an option of `polyfed warmstart`.
+    """Returns True if the configuration key is an option of `polyfed warmstart`.
 
     It takes the fields of networks and sources, and those fields of the split that suit one client alone.
 

@@ -15,7 +15,7 @@ from polyfed.core.errors import UserError
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Prints the conclusions of a comparison, the scores and costs of its methods, and the methods that were left out."""
+    """Prints the conclusions of a comparison, each method's scores and costs, and the methods that were left out."""
     results = comparison.results
 
     participants_text = f"{len(results['clients'])} clients, {_count_with_noun(len(results['seeds']), 'seed')}"

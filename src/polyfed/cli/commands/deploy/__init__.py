@@ -1,1 +1,1 @@
-"""The commands `flower` and `doctor`."""
+"""Implements the commands `polyfed flower` and `polyfed flower doctor`."""

@@ -1,4 +1,6 @@
-"""Implements `polyfed flower doctor`: checks a deployment's folder for errors, and prints the findings."""
+"""Implements `polyfed flower doctor`: checks the folder of a server or site of a deployment for mistakes, and prints
+what it detects.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -25,7 +27,7 @@ _FUNCTIONS = {
 
 
 def check_folder_and_print_findings(folder: Path, trial_port: int = 8000, server_address: str | None = None) -> None:
-    """Checks a server's or a site's folder for errors in its deployment, and prints each finding on a line.
+    """Checks the folder of a deployment's server or site for mistakes, and prints one line per result.
 
     Raises:
         UserError: the folder is none of a project, a server or a site.
@@ -49,7 +51,9 @@ def check_folder_and_print_findings(folder: Path, trial_port: int = 8000, server
 
 
 def check_server_configuration(config: Mapping[str, Any], file: Path) -> Findings:
-    """Checks the names, types and combinations of values in a server's configuration; it does not import the method."""
+    """Yields a `Finding` for each unknown name, wrong type or contradiction in a server's configuration, or one "ok"
+    finding; does not import the method.
+    """
     findings = list(_configuration_findings(config, file))
     yield from findings
     if not any(finding.level == "wrong" for finding in findings):

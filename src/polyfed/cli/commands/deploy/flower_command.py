@@ -1,5 +1,6 @@
-"""Implements `polyfed flower`: creates a deployment project, tries it on this machine, submits runs, and shows their
-state."""
+"""Implements `polyfed flower`: creates a project for a deployment to real sites, tries it on this machine, submits
+runs, and shows their state.
+"""
 
 import json
 import shutil
@@ -29,7 +30,7 @@ def require_flower() -> None:
 
 
 def write_flower_project(folder: Path, sites: str) -> None:
-    """Writes the folders and files of a deployment for the given sites, and prints the next steps."""
+    """Writes the folders and files of a deployment for the given sites, and prints what the user should do next."""
     require_flower()
     project = create_project(folder, parse_site_names_or_count(sites))
     print(
@@ -40,7 +41,7 @@ def write_flower_project(folder: Path, sites: str) -> None:
 
 
 def run_local_trial(folder: Path, sites: str | None, port: int, node_config: str) -> None:
-    """Runs the server and all sites of a deployment on this machine, until it is interrupted by Ctrl-C or SIGTERM."""
+    """Runs the server and all sites of a deployment on this machine, until Ctrl-C or SIGTERM ends it."""
     require_flower()
     project = Project(folder.resolve())
     names = project.read_site_names() if sites is None else parse_site_names_or_count(sites)
@@ -66,8 +67,8 @@ def submit_run_and_follow_log(
     connection: str = "fed",
     console: Console | None = None,
 ) -> None:
-    """Submits a training run to the deployed server, prints its log on standard error, and its table of results at the
-    end.
+    """Submits a training run to the deployed server, prints the run's log on standard error, and prints a table of
+    results when it ends.
 
     Args:
         folder: the project.
@@ -190,7 +191,7 @@ def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainT
 
 
 def show_deployment_status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
-    """Prints the connected sites, the runs, and the state of the newest run directory of a deployment."""
+    """Prints the connected sites of a deployment, its runs, and the last round of the newest run."""
     require_flower()
     console = console or Console()
     project = Project(folder.resolve())
@@ -221,8 +222,8 @@ def show_deployment_status(folder: Path, connection: str = "fed", console: Conso
 
 
 def show_newest_run(runs_folder: Path, console: Console) -> None:
-    """Prints the state of the newest run directory in a folder: its last round, failures, warnings and the metrics of
-    each site.
+    """Prints the state of the newest run directory in a folder: the last round, its failures and warnings, and each
+    site's metrics; prints nothing if there is no run.
 
     The norm of each update is printed where the server sees single updates.
     """

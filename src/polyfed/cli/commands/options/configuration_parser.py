@@ -1,4 +1,5 @@
-"""Merges command line options and YAML into one complete configuration, with values of the declared types.
+"""Merges the command line's options and a YAML configuration into one complete configuration, with values of the
+declared types.
 
 A configuration is a nested mapping. The sections `data`, `data.partition`, `model` and `algorithm` each name a choice
 from a registry (`name`) and hold the fields of that choice; everything else are the fields of `Settings`. The options of
@@ -58,7 +59,7 @@ _EXTRA_OPTIONS: Mapping[str, tuple[Any, Any, str]] = {  # keys that belong to no
 @final
 @dataclass(frozen=True)
 class Option:
-    """Describes an option of the command line: its key, type, default, whether it is required, and its help text."""
+    """Describes one option of the command line: its key, type, default, help text, and whether it is required."""
 
     key: str
     type: Any
@@ -68,7 +69,8 @@ class Option:
 
 
 def options_of(choice: Callable[..., Any], section: str) -> list[Option]:
-    """Returns the options for a dataclass's fields or a network's constructor arguments, with help from the docstrings.
+    """Returns one `Option` per field of a dataclass, or per constructor argument of a network, with help texts from the
+    docstrings.
 
     >>> [option.key for option in options_of(MODELS["mlp"], "model")]
     ['model.hidden']
@@ -95,7 +97,8 @@ def parse_configuration(
     program: str,
     is_offered: Callable[[str], bool] = lambda key: True,
 ) -> dict[str, Any]:
-    """Parses command line options over `config`, and returns the complete configuration with all defaults.
+    """Parses the command line's options, which replace values of `config`, and returns the complete configuration with
+    all defaults.
 
     Args:
         arguments: options, e.g. ["--rounds", "5", "--algorithm", "fedprox"].

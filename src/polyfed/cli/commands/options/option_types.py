@@ -1,4 +1,4 @@
-"""Describes in words which values an option takes, for error messages."""
+"""Describes in words which values an option accepts, for error messages."""
 
 from collections.abc import Mapping
 from types import UnionType
@@ -15,7 +15,8 @@ _LISTS: Mapping[Any, str] = {
 
 
 def describe_type(value_type: Any) -> str:
-    """Describes in words which values an option of this type takes.
+    """Returns a description in words of the values that an option of this type accepts, such as "a whole number or
+    null".
 
     >>> from typing import Literal
     >>> describe_type(int | None), describe_type(Literal["sgd", "adam"]), describe_type(tuple[int, ...])

@@ -28,7 +28,8 @@ _CHOICES = ("data", "partition", "model", "algorithm")  # sections of which a ba
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """Holds a recipe: the configuration of an experiment, its variants and its scales.
+    """Holds a recipe: the configuration of an experiment, its variants (such as the columns of a table), and its scales
+    (how much of the experiment to run).
 
     Args:
         name: as the user gave it.
@@ -50,7 +51,8 @@ class Recipe:
     scales: Mapping[str, Mapping[str, Any]]
 
     def chosen_or_first_variant(self, name: str | None = None) -> str | None:
-        """Returns the name of the variant to run, by default the first; None for a recipe without variants.
+        """Returns the name of the variant to run: `name`, or the first variant by default; None for a recipe without
+        variants. Raises an error if there is no such variant.
 
         Raises:
             UserError: there is none of this name.
@@ -58,7 +60,8 @@ class Recipe:
         return _resolve_choice(self.name, "variant", name, self.variants, next(iter(self.variants), None))
 
     def chosen_or_cpu_scale(self, name: str | None = None) -> str | None:
-        """Returns the name of the scale to run, by default "cpu"; None for a recipe without scales.
+        """Returns the name of the scale to run: `name`, or "cpu" by default; None for a recipe without scales. Raises
+        an error if there is no such scale.
 
         Raises:
             UserError: there is none of this name.
@@ -67,7 +70,8 @@ class Recipe:
         return _resolve_choice(self.name, "scale", name, self.scales, default)
 
     def configuration(self, scale: str | None = None, variant: str | None = None) -> dict[str, Any]:
-        """Returns the configuration to run: the recipe's base, with those of the variant and of the scale laid over it.
+        """Returns the configuration to run: the recipe's base, in which values of the variant and then of the scale
+        replace those of the same key.
 
         Raises:
             UserError: there is no such scale or variant.
@@ -86,13 +90,12 @@ class Recipe:
         return config
 
     def reduction_note(self, scale: str | None = None) -> str:
-        """Returns a note on what a scale leaves out of the paper's experiment; empty if nothing is known to be left
-        out."""
+        """Returns a note on what a scale leaves out of the paper's experiment; empty if the recipe names nothing."""
         chosen_scale = self.chosen_or_cpu_scale(scale)
         return "" if chosen_scale is None else " ".join(str(self.scales[chosen_scale].get("reduced") or "").split())
 
     def title(self, scale: str | None = None, variant: str | None = None) -> str:
-        """Returns the recipe's name with its variant and scale, as a text for headings.
+        """Returns a heading: the recipe's name with the variant and the scale.
 
         >>> read_recipe("quickstart").title()
         'quickstart'
@@ -102,7 +105,8 @@ class Recipe:
 
 
 def merge_configurations(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration `base` with the values of `overrides` laid over it, key by key in nested mappings.
+    """Returns a copy of the configuration `base` in which the values of `overrides` replace those of the same key, also
+    within nested mappings.
 
     A mapping that names another choice than the one below replaces it, since the fields belong to the choice.
 
@@ -123,12 +127,12 @@ def merge_configurations(base: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 
 def shipped_recipe_files() -> dict[str, Path]:
-    """Returns the paths of the recipes that polyfed ships, by recipe name."""
+    """Returns {recipe's name: path of its YAML file} for the recipes that polyfed ships."""
     return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}
 
 
 def load_shipped_yaml(file: Path) -> Any:
-    """Loads a YAML file that polyfed ships.
+    """Loads a YAML file that is part of polyfed.
 
     It takes the parser in C where that is installed, which is six times as fast.
     """
@@ -136,8 +140,8 @@ def load_shipped_yaml(file: Path) -> Any:
 
 
 def read_recipe(name_or_path: str) -> Recipe:
-    """Reads a recipe, given by its name, by the path of a YAML file, or by a run directory's `config.yaml` (which has
-    no variants and scales).
+    """Reads a recipe by its name, from a YAML file, or from a run directory's `config.yaml` (then without variants and
+    scales); raises an error if there is no such recipe or file.
 
     Raises:
         UserError: there is no such recipe or file, or its variants or scales are not what they should be, or it is of a run
@@ -186,7 +190,8 @@ def _require_data_section(path: Path, config: Mapping[str, Any]) -> None:
 def load_recipe_configuration(
     name_or_path: str, scale: str | None = None, variant: str | None = None
 ) -> dict[str, Any]:
-    """Returns the configuration of a recipe for a scale and variant, with the recipe's `description` if it has one.
+    """Returns the configuration of a recipe at a scale and for a variant, as a dict, with the key "description" if the
+    recipe has one.
 
     Raises:
         UserError: there is no such recipe, file, scale or variant.
@@ -200,14 +205,14 @@ def load_recipe_configuration(
 
 
 def add_scale_and_variant_options(parser: CommandParser) -> None:
-    """Adds the options --scale and --variant to a command's parser; `pop_recipe` takes their values."""
+    """Adds the options --scale and --variant to a command's parser; their values are passed to `pop_recipe`."""
     parser.add_option("--scale", "SCALE", "of a recipe that has them (polyfed list recipes); default: cpu")
     parser.add_option("--variant", "NAME", "of a recipe that has them; default: the first")
 
 
 @final
 class ChosenRecipe(NamedTuple):
-    """Holds the recipe that a command line names, with the configuration to run.
+    """Holds the name of the recipe on the command line, the configuration to run, and a headline.
 
     Attributes:
         name: "quickstart" for a command line without words; None for options without a recipe.
@@ -221,8 +226,9 @@ class ChosenRecipe(NamedTuple):
 
 
 def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> ChosenRecipe:
-    """Removes the recipe's name from the front of the command line's words, and returns the recipe's configuration at a
-    scale and variant."""
+    """Removes the recipe's name from the front of the command line's words (a list, changed in place), and returns the
+    recipe's configuration at a scale and for a variant.
+    """
     name = argv.pop(0) if argv and not argv[0].startswith("-") else None
     if name is None:
         if scale is not None or variant is not None:

@@ -1,4 +1,6 @@
-"""Parses the option that gives each site its own network, and derives the partition from a table's column of sites."""
+"""Parses the option that gives each site a different network, and makes each site of a table with a site column one
+client.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +12,8 @@ from polyfed.core.errors import UserError
 
 
 def networks_by_site(model_section: Any) -> dict[str, Any] | None:
-    """Returns the network of each site, by the site's name, from the section `model_section` of a configuration; None if the
-    section names one network for all sites.
+    """Returns {site's name: network} from the section `model_section` of a configuration; None if the section names one
+    network for all sites.
 
     >>> networks_by_site({"north": "mlp", "south": {"name": "mlp", "hidden": [8]}})
     {'north': 'mlp', 'south': {'name': 'mlp', 'hidden': [8]}}
@@ -31,8 +33,8 @@ def _is_network(entry: Any) -> bool:
 
 
 def parse_networks_by_site(model_option: str) -> dict[str, Any] | None:
-    """Parses a value of `--model` that gives a network for each site; None if the value is the name of one network, or
-    several names with commas.
+    """Parses the value of `--model` as a mapping {site's name: network}; None if the value is the name of one network,
+    or several names separated by commas.
 
     Raises:
         UserError: it begins as a mapping and is none of networks.
@@ -55,7 +57,9 @@ def parse_networks_by_site(model_option: str) -> dict[str, Any] | None:
 
 
 def find_last_option_value(option: str, argv: Sequence[str]) -> str | None:
-    """Returns the last value that a command line gives an option; None if the option is missing."""
+    """Returns the value that a command line gives an option, the last one if there are several; None if the option is
+    missing.
+    """
     value = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         if word == option and following is not None:
@@ -68,7 +72,8 @@ def find_last_option_value(option: str, argv: Sequence[str]) -> str | None:
 def partition_options_of_site_column(
     fields: Mapping[str, Any], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
-    """Returns the options that make each site one client, for a data source with a column of sites.
+    """Returns the options that make each site one client, as {key: value}, for a data source with a site column; {} if
+    the user chose another partition.
 
     Args:
         fields: the options of the source, with their defaults.

@@ -1,1 +1,1 @@
-"""The command `reproduce`: the tables of the papers."""
+"""Implements the command `polyfed reproduce`, which computes the tables of papers again."""

@@ -1,5 +1,6 @@
-"""Computes polyfed's value for a cell of a paper's table from a finished run: scores, training after the run, weights,
-bytes."""
+"""Computes polyfed's value for one cell of a paper's table from a finished run: scores, scores of training after the
+run, aggregation weights, or bytes.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -43,7 +44,8 @@ _PER_ROUND = 750  # what pFedLA's Table 3 multiplies a round's megabytes with, s
 @final
 @dataclass(frozen=True)
 class RecipeRun:
-    """Describes a finished run of a recipe with its baselines.
+    """Holds the folder and scale of a finished run of a recipe, and the runs of other variants with which a cell
+    compares it.
 
     Attributes: its folder, the scale of its recipe, and the runs of `compared_runs`, the variants with which a cell compares
     it.
@@ -54,14 +56,14 @@ class RecipeRun:
     compared_runs: tuple["RecipeRun", ...] = ()
 
     def folder_of(self, method: str) -> Path:
-        """Returns the run directory of the method called `method`; an empty name means the recipe's own method."""
+        """Returns the run directory of the method with this name; an empty name stands for the recipe's main method."""
         recipe_method = read_config(self.folder)["algorithm"]["name"]
         return self.folder if method in ("", recipe_method) else self.folder / BASELINES / method
 
 
 def measure_cell(cell: PaperCell, run: RecipeRun | None) -> float | None:
-    """Computes the value of a cell from a run, in the cell's unit; None where the run has no such method or the value
-    is not defined.
+    """Computes polyfed's value for a cell of a paper's table from a run, in the cell's unit; None if the run lacks the
+    cell's method or the value is undefined.
 
     Raises:
         UserError: the run is damaged.

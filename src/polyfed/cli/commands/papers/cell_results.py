@@ -1,4 +1,4 @@
-"""Computes the cells of a paper's table from finished runs, and prints them next to the paper's figures."""
+"""Computes the cells of a paper's table from finished runs, and prints them next to the values in the paper."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +23,7 @@ _DECIMALS = {"%": 1, "fraction": 3, "count": 0, "MB": 2, "s": 1, "ratio": 2}
 @final
 @dataclass(frozen=True)
 class CellResult:
-    """Holds polyfed's values for one cell of a paper's table, one per seed, and the folders of the runs."""
+    """Holds polyfed's values for one cell of a paper's table, one value per seed, and the folders of the runs."""
 
     cell: PaperCell
     value_by_seed: Mapping[int, float]
@@ -31,24 +31,26 @@ class CellResult:
 
     @property
     def mean_value(self) -> float | None:
-        """Returns the mean of the values over seeds; None without values."""
+        """Returns the mean of the cell's values over seeds; None if there are no values."""
         return fmean(self.value_by_seed.values()) if self.value_by_seed else None
 
     @property
     def standard_deviation(self) -> float | None:
-        """Returns the standard deviation of the values over seeds; None with fewer than two values."""
+        """Returns the standard deviation of the cell's values over seeds; None with fewer than two values."""
         return stdev(self.value_by_seed.values()) if len(self.value_by_seed) > 1 else None
 
     @property
     def difference_to_paper(self) -> float | None:
-        """Returns polyfed's mean value minus the paper's figure; None if one of them is missing."""
+        """Returns polyfed's mean value minus the value in the paper; None if one of them is missing."""
         return None if self.mean_value is None or self.cell.paper is None else self.mean_value - self.cell.paper
 
 
 def measure_cell_over_seeds(
     cell: PaperCell, recipes: Mapping[str, Recipe], scale: str, seeds: Sequence[int | None], out: Path
 ) -> CellResult:
-    """Computes a cell's values from all runs that exist below `out`, including those of earlier calls."""
+    """Computes polyfed's value for a cell of a paper's table from every run of it below the folder `out`, one per seed,
+    including runs of earlier calls.
+    """
     from polyfed.cli.commands.papers.cell_metrics import RecipeRun, measure_cell
 
     if not cell.recipe:
@@ -77,7 +79,9 @@ def build_reproduction_results(
     reduced: Mapping[str, str],
     run_arguments: Sequence[str],
 ) -> dict[str, Any]:
-    """Builds the content of `reproduce.json`: each cell with polyfed's and the paper's figures."""
+    """Returns the content of `reproduce.json` as a dict: for each cell of a paper's table, polyfed's values and the
+    paper's value.
+    """
     cells = [
         {
             **asdict(result.cell),
@@ -103,7 +107,9 @@ def show_cells(
     run_arguments: Sequence[str],
     console: Console,
 ) -> None:
-    """Prints the cells of a table next to the paper's figures, and a note on what is reduced against the paper."""
+    """Prints polyfed's values for the cells of a table next to the paper's, and a note on what was reduced compared
+    with the paper.
+    """
     several = max((len(f.value_by_seed) for f in results), default=0)
     over = f", means over {several} seeds" if several > 1 else ""
     units = dict.fromkeys(f.cell.unit for f in results)

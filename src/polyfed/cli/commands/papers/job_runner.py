@@ -23,7 +23,7 @@ _BUSY = 0.85
 @final
 @dataclass(frozen=True)
 class PaperJob:
-    """Holds an experiment whose run a paper's table needs, with the folder of the run."""
+    """Holds one experiment that must be run for a paper's table, and the folder of its run."""
 
     title: str
     experiment: "Experiment"
@@ -44,7 +44,8 @@ class _MethodRun:
 
 
 def first_variant_with_same_configuration(recipe: Recipe, scale: str, variant: str | None) -> str | None:
-    """Returns the first variant that has the same configuration as `variant` at this scale.
+    """Returns the first variant of the recipe whose configuration at this scale equals that of `variant`, so that they
+    can share a run.
 
     At scale smoke many variants are the same.
     """
@@ -53,25 +54,25 @@ def first_variant_with_same_configuration(recipe: Recipe, scale: str, variant: s
 
 
 def job_folder(out: Path, recipe: str, variant: str | None, seed: int) -> Path:
-    """Returns the run directory, below `out`, for a recipe's variant and a seed."""
+    """Returns the path, below `out`, of the run directory for a recipe's variant and a seed."""
     return out / "-".join([recipe, *([variant] if variant else []), f"seed{seed}"])
 
 
 def is_complete_run(folder: Path) -> bool:
-    """Returns whether a folder holds a run with all of its rounds."""
+    """Returns True if the folder holds a run that has finished all of its rounds."""
     if not (folder / "config.yaml").exists():
         return False
     return len(read_metrics(folder / "metrics.jsonl")) == int(read_config(folder)["rounds"])
 
 
 def is_complete_job(job: PaperJob) -> bool:
-    """Returns whether the run of a job and the runs of its baselines have all of their rounds."""
+    """Returns True if the job's run and the runs of its baselines have finished all of their rounds."""
     return not _unfinished_runs(job)
 
 
 def run_paper_jobs_and_list_failures(jobs: Sequence[PaperJob], *, quiet: bool) -> list[str]:
-    """Executes the jobs' runs that are missing, continues those that were stopped, and returns one sentence for each
-    method that failed.
+    """Executes the jobs' missing runs and continues the stopped ones; returns one sentence per method that failed, and
+    lets the others finish.
 
     A method that cannot finish does not keep the others from running. Returns one sentence for each such method.
 

@@ -1,4 +1,4 @@
-"""Loads the tables and figures of the papers from `recipes/papers/*.yaml`.
+"""Loads the descriptions of the papers' tables and figures from `recipes/papers/*.yaml`.
 
 Each cell has the paper's figure, if the paper's text states one, and the metric of a recipe's run to compare with it.
 
@@ -27,7 +27,8 @@ _CELL_KEYS = ("recipe", "variant", "method", "metric", "unit", "cells", "title",
 @final
 @dataclass(frozen=True)
 class PaperCell:
-    """Describes one cell of a paper's table: the paper's figure, and the run and metric that give polyfed's value.
+    """Describes one cell of a paper's table: the paper's value, and the run and metric from which polyfed computes its
+    value.
 
     Args:
         row, column: where it is.
@@ -56,16 +57,17 @@ class PaperCell:
 
     @property
     def needed_variants(self) -> tuple[str | None, ...]:
-        """Returns the recipe variants whose runs the cell needs: its own variant, and the `others` with which it is
-        compared."""
+        """Returns the recipe variants whose runs the cell needs: the cell's variant, and the variants `others` with
+        which the cell compares it.
+        """
         return (self.variant, *self.part.get("others", ()))
 
 
 @final
 @dataclass(frozen=True)
 class PaperTable:
-    """Describes a table or figure of a paper, or a sweep of polyfed's own: its names, its title, and its cells in the
-    order of rows and columns.
+    """Describes a table or figure of a paper, or a series of experiments that polyfed adds: its names, its title, and
+    its cells in the order of rows and columns.
 
     A table that cannot be run has `reason_not_run`, a sentence that says what to do.
     """
@@ -104,8 +106,7 @@ class PaperTable:
         return f"{prefixes[kind]} {suffix}".rstrip()
 
     def variants_by_recipe(self) -> dict[str, tuple[str | None, ...]]:
-        """Returns, for each recipe, the variants that give a value of one of the table's cells, in the order of the
-        cells.
+        """Returns {recipe: its variants that give the value of a cell of this table}, in the order of the cells.
 
         >>> find_table("fedhenn", "table 3").variants_by_recipe()["fedhenn_table3"][:2]
         ('cifar10-linear', 'cifar10-rbf')
@@ -120,7 +121,7 @@ class PaperTable:
 @final
 @dataclass(frozen=True)
 class Paper:
-    """Describes a paper: its short name, title and other names, and its tables by short name."""
+    """Describes a paper: its short name, title and other names, and its tables as {short name: table}."""
 
     name: str
     title: str
@@ -130,7 +131,7 @@ class Paper:
 
 @cache
 def load_papers() -> Mapping[str, Paper]:
-    """Loads the descriptions of all papers, by short name.
+    """Loads the descriptions of all papers, and returns {short name: paper}.
 
     >>> list(load_papers())
     ['fedhenn', 'fedpnas', 'flha', 'pfedla']
@@ -141,7 +142,7 @@ def load_papers() -> Mapping[str, Paper]:
 
 
 def find_paper(name: str) -> Paper:
-    """Returns the paper with this name, in any spelling; raises a `UserError` if there is none.
+    """Returns the paper with this name, ignoring case and punctuation; raises a `UserError` if there is none.
 
     Raises:
         UserError: there is none of this name.
@@ -157,8 +158,8 @@ def find_paper(name: str) -> Paper:
 
 
 def find_table(paper: str, table: str) -> PaperTable:
-    """Returns the table or figure of a paper with this name: "table1", "Table 1", "1", "Fig. 3", "appendix B", or its
-    recipe's name.
+    """Returns the table or figure of a paper by a name such as "table1", "Table 1", "1", "Fig. 3" or "appendix B", or
+    by its recipe's name; raises an error if there is none.
 
     A bare number is the table, or where there is no such table the figure.
 

@@ -1,4 +1,6 @@
-"""Implements `polyfed reproduce`: runs the recipes of a paper's table, and prints the results next to the paper's."""
+"""Implements `polyfed reproduce`: runs the recipes of a paper's table, and prints the results next to those in the
+paper.
+"""
 
 import fnmatch
 import itertools
@@ -33,7 +35,8 @@ _PATHS = ("path", "cache")
 @final
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """Holds the options of `polyfed reproduce`, apart from the paper, the table, and the options of `polyfed run`.
+    """Holds the options of `polyfed reproduce`, except the paper, the table, and the options that it passes to `polyfed
+    run`.
 
     Args:
         scale: of the recipes; None is "cpu".
@@ -61,7 +64,8 @@ class ReproduceOptions:
 
     @property
     def seeds_to_run(self) -> list[int | None]:
-        """Returns the seeds to run with; None stands for the seed of the recipe.
+        """Returns the seeds with which to run each experiment; None in the list stands for the seed that the recipe
+        names.
 
         >>> ReproduceOptions(seeds="0, 7").seeds_to_run, ReproduceOptions().seeds_to_run
         ([0, 7], [None])
@@ -69,7 +73,7 @@ class ReproduceOptions:
         return [None] if self.seeds is None else [int(part) for part in self.seeds.split(",")]
 
     def output_folder(self, table: PaperTable) -> Path:
-        """Returns the folder for the runs of a table and for `reproduce.json`."""
+        """Returns the path of the folder for the runs of a table and for `reproduce.json`."""
         default_folder = Path("runs") / f"reproduce-{table.paper}-{table.name}-{self.scale or 'cpu'}"
         return default_folder if self.out is None else expand_user_path(self.out, "--out")
 

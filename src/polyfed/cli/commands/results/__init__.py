@@ -1,1 +1,1 @@
-"""The commands `report`, `predict` and `export`."""
+"""Implements the commands `polyfed report`, `polyfed predict` and `polyfed export`."""

@@ -1,4 +1,4 @@
-"""Implements `polyfed export`."""
+"""Implements `polyfed export`, which writes a trained network to a folder that can be used without polyfed."""
 
 from polyfed.cli.commands.argv import CommandParser, has_help_flag
 from polyfed.core.errors import UserError
@@ -6,7 +6,7 @@ from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
 
 
 def export_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed export`, and writes the network of a run's client to a folder."""
+    """Parses the command line of `polyfed export`, and writes the trained network of one client of a run to a folder."""
     parser = CommandParser(
         "polyfed export RUN --client ID --to FOLDER [--format FORMAT] [--model MODULE:FACTORY]",
         "Writes a trained network to a new folder that works without polyfed and without the data: the network with "

@@ -1,4 +1,4 @@
-"""Builds the panels that a method adds to the page of `polyfed report`, and prints their main results."""
+"""Builds the panels that some methods add to the page of `polyfed report`, and prints their main results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MAX_CLIENTS_ACROSS = 8  # clients side by side in a table
 @final
 @dataclass(frozen=True, eq=False)
 class PanelInputs:
-    """Holds everything from which the panels of one run are built.
+    """Holds everything from which the panels that a run's method adds to the report page are built.
 
     Attributes:
         run: the run; it has a directory.
@@ -40,7 +40,8 @@ class PanelInputs:
 
 
 def build_method_panels_and_print_results(inputs: PanelInputs) -> dict[str, Markup]:
-    """Builds the panels that a run's method adds to the report page (heading -> HTML), and prints their main results.
+    """Builds the panels that a run's method adds to the report page, prints their main results, and returns {heading:
+    HTML}.
 
     A panel that cannot be built says why.
     """
@@ -77,20 +78,24 @@ def build_image_panel(inputs: PanelInputs, reason_missing: str) -> dict[str, Mar
 
 
 def method_adds_panels(method_name: str) -> bool:
-    """Returns whether the method with this name adds panels to the report page."""
+    """Returns True if the method with this name adds panels to the report page."""
     return method_name in _PANELS
 
 
 @final
 class OfflineParticipants(NamedTuple):
-    """Holds the clients of a run, or None and a sentence that says why they could not be loaded without a download."""
+    """Holds the clients of a run; if they cannot be loaded without a download, holds None and a sentence with the
+    reason.
+    """
 
     participants: Participants | None
     reason_missing: str
 
 
 def load_participants_offline(run: RunRecord) -> OfflineParticipants:
-    """Loads the clients of a run from its configuration, if their data need no download; otherwise returns the reason."""
+    """Loads the clients of a run from its configuration without a download; if this is impossible, returns None in
+    their place and a sentence with the reason.
+    """
     data = run.config.get("data")
     if not isinstance(data, Mapping):
         return OfflineParticipants(

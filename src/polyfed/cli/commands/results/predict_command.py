@@ -1,4 +1,4 @@
-"""Implements `polyfed predict`."""
+"""Implements `polyfed predict`, which predicts the rows of a table file with a client's trained network."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,9 @@ _SHOWN = 10
 
 
 def predict_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed predict`, and predicts the rows of a file with the network of a client."""
+    """Parses the command line of `polyfed predict`, and predicts the rows of a table file with a client's trained
+    network.
+    """
     parser = CommandParser(
         "polyfed predict RUN|FOLDER FILE [--client ID] [--out FILE.csv]",
         "Predicts new rows with the network of a client, after a run on a table (polyfed run --data table) or from a "
@@ -35,8 +37,8 @@ def predict_command(argv: list[str]) -> None:
 def predict_file(
     folder: Path, client: str | None, file: str, out: Path | None, console: "Console | None" = None
 ) -> None:
-    """Predicts all rows of the table `file` with the network in `folder`, and writes the predictions to the CSV file
-    `out`.
+    """Predicts all rows of the table `file` with the trained network in `folder`, and writes the predictions to the CSV
+    file `out`, or prints the first ones.
 
     Without `out` it prints the predictions for the first rows.
 

@@ -1,4 +1,4 @@
-"""Implements `polyfed report`: prints the last scores of runs, and writes an HTML page about them."""
+"""Implements `polyfed report`: prints the last scores of runs, and writes an HTML page about the runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,8 +49,8 @@ def show_report(
     subgroups: Sequence[str] = (),
     show_images: bool = False,
 ) -> Path:
-    """Prints the scores of runs, of their baselines and of comparisons, and writes an HTML page with details about
-    them.
+    """Prints the scores of runs, of their baselines and of comparisons, writes an HTML page with details, and returns
+    the page's path.
 
     Args:
         folders: run directories, or those of `polyfed compare`.
@@ -94,7 +94,7 @@ def show_report(
 
 
 def write_report_quietly(folder: Path, out: Path | None) -> Path:
-    """Writes the page of one run or comparison, prints nothing, and returns the page's path."""
+    """Writes the HTML page of one run or comparison without printing anything, and returns the page's path."""
     return show_report([folder], Console(quiet=True), out=out)
 
 

@@ -1,1 +1,1 @@
-"""The commands `run`, `resume`, `evaluate` and `graph`."""
+"""Implements the commands `polyfed run`, `resume`, `evaluate` and `graph`."""

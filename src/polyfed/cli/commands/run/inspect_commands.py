@@ -1,4 +1,4 @@
-"""Implements `polyfed data` and `polyfed graph`, which show clients and networks before training."""
+"""Implements `polyfed data` and `polyfed graph`, which show the clients' data and a network's layers before training."""
 
 from dataclasses import replace
 from typing import get_args
@@ -16,7 +16,7 @@ from polyfed.core.io.trusted_code import trust_code
 
 
 def data_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed data`, and shows how many examples of each class every client has."""
+    """Parses the command line of `polyfed data`, and shows each client's number of examples per class."""
     from polyfed.cli.commands.options import configuration_parser, recipes
 
     parser = CommandParser(
@@ -42,8 +42,9 @@ def data_command(argv: list[str]) -> None:
 
 
 def graph_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed graph`, and shows the layers of a network and which of them a hypernetwork
-    can generate."""
+    """Parses the command line of `polyfed graph`, and shows a network's layers and which of them a hypernetwork can
+    generate.
+    """
     parser = CommandParser(
         "polyfed graph MODEL --input SHAPE [OPTIONS]",
         "Prints the graph of a network's layers: which of them FLHA-GHN's hypernetwork can generate, and "

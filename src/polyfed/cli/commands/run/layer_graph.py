@@ -1,4 +1,6 @@
-"""Prints a network's graph of layers as tables, draws the graph, and writes the catalogue of its layer types."""
+"""Prints the graph of a network's layers as tables, draws it, and writes a file (the catalogue) with the network's
+types of layers.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

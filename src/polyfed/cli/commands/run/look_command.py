@@ -1,4 +1,4 @@
-"""Implements `polyfed look`: describes the data of all sites side by side, before anything is trained."""
+"""Implements `polyfed look`: describes the data of all sites side by side before training."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ _TABLES = frozenset({".csv", ".tsv", ".parquet", ".pq"})
 
 
 def look_command(argv: list[str]) -> None:
-    """Parses the command line of `polyfed look`, and shows the look."""
+    """Parses the command line of `polyfed look`, and prints a description of the data of all sites, side by side."""
     from polyfed.cli.commands.options import configuration_parser, recipes
 
     parser = CommandParser(

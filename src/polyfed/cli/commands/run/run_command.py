@@ -46,7 +46,8 @@ def run_experiment(
     logger: Sequence[str] = (),
     console: Console | None = None,
 ) -> None:
-    """Runs an experiment and its baselines, saves them in `out` and in the trackers `logger`, and prints a table.
+    """Runs an experiment and its baselines, saves the runs in `out`, logs them to the trackers `logger` (such as
+    MLflow), and prints a table.
 
     Raises:
         UserError: what `federate` refuses; nothing has been computed.
@@ -112,7 +113,8 @@ def _check_methods_and_models(experiment: Experiment, experiment_data: Participa
 
 
 def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
-    """Continues the run in `out` and its baselines, tracked as before, and prints a table of the results.
+    """Continues the stopped run in `out` and its baselines, logs to the same trackers as before, and prints a table of
+    the results.
 
     Raises:
         UserError: `out` is not a run directory that can be resumed.
@@ -145,7 +147,9 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
 
 
 def run_folders_by_method(experiment: Experiment, out: Path) -> dict[str, Path]:
-    """Returns the run directory of each method of an experiment: the experiment's own method, and then its baselines."""
+    """Returns {method's name: run directory} for an experiment: its main method in `out` first, and then its baselines
+    in `out/baselines`.
+    """
     baseline_folders = {name: out / BASELINES / name for name in experiment.baselines}
     return {registry_name(experiment.algorithm): out, **baseline_folders}
 
@@ -153,7 +157,7 @@ def run_folders_by_method(experiment: Experiment, out: Path) -> dict[str, Path]:
 def run_or_resume_method(
     experiment: Experiment, name: str, experiment_data: Participants, folder: Path, progress: Progress
 ) -> Run:
-    """Runs one method of an experiment, or continues its run if `folder` holds one.
+    """Runs one method of an experiment and returns the run; if `folder` already holds a run of it, continues that run.
 
     Call `load_checked_participants` before it.
     """
@@ -183,7 +187,7 @@ def _resume_method(
 
 
 def load_checked_participants(experiment: Experiment) -> Participants:
-    """Loads the clients of an experiment, and checks that all of its methods suit them.
+    """Loads the clients of an experiment; raises an error unless they suit all of the experiment's methods.
 
     Raises:
         UserError: they do not.
@@ -225,7 +229,8 @@ def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, 
 def print_scores_by_client_and_traffic(
     runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console
 ) -> None:
-    """Prints a table of the scores of a run and its baselines, with the gain over the first baseline.
+    """Prints a table of the scores of a run and its baselines by client, with the gain over the first baseline, and the
+    megabytes sent.
 
     It has a row per client, or only overall scores where the terminal is too narrow for all methods.
     """

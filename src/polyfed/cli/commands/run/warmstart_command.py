@@ -1,4 +1,6 @@
-"""Implements `polyfed warmstart`: generates weights for unseen clients with the hypernetwork of a trained run."""
+"""Implements `polyfed warmstart`: generates initial weights for the networks of unseen clients with the hypernetwork of
+a trained run.
+"""
 
 import json
 import math
@@ -43,7 +45,7 @@ _LISTED_TENSORS = 6  # tensors that a line names
 @final
 @dataclass(frozen=True)
 class WarmStartOptions:
-    """Holds the options of `polyfed warmstart`, apart from those of the sections `data` and `model`.
+    """Holds the options of `polyfed warmstart`, except those of the sections `data` and `model`.
 
     Args:
         unseen: id of one of the run's unseen clients; None for all of them.
@@ -83,7 +85,8 @@ class WarmStartOptions:
 def run_warmstart(
     folder: Path, argv: Sequence[str], warmstart_options: WarmStartOptions, console: Console | None = None
 ) -> None:
-    """Generates weights for the unseen clients' networks, writes them to files, and prints the networks' scores.
+    """Generates weights for the networks of unseen clients, writes the weights to files, and prints the networks'
+    scores; raises an error before writing if something does not fit.
 
     Args:
         folder: run directory of a run of flha_ghn.
@@ -296,7 +299,7 @@ def _show_scores(
 
 
 def format_share_as_percent(share: float) -> str:
-    """Formats a share as a percentage; 0 % and 100 % are printed only if the share is exactly 0 or 1.
+    """Formats a share between 0 and 1 as a percentage; prints 0 % and 100 % only if the share is exactly 0 or 1.
 
     >>> [format_share_as_percent(share) for share in (1.0, 0.9999, 0.25, 0.0001, 0.0)]
     ['100 %', '>99.9 %', '25.0 %', '<0.1 %', '0 %']
@@ -376,7 +379,8 @@ def _show_curves(
 
 
 def describe_epochs_to_scratch_score(curves: TrainingCurves) -> str:
-    """Describes after how many epochs the warm start reaches the final score of training from scratch.
+    """Returns a sentence that says after how many epochs training from generated weights reaches the final score of
+    training from scratch.
 
     >>> describe_epochs_to_scratch_score(TrainingCurves("accuracy", (0.5, 0.8, 0.9), (0.1, 0.4, 0.7)))
     'the warm start has after 1 epoch what training from scratch has after 2 (0.700)'
