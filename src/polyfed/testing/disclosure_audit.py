@@ -64,8 +64,7 @@ class IdentityWithCounters(nn.Module):
 def audit_network(
     width: int = 8, depth: int = 1, norm: bool = True, inputs: int = 6, outputs: int = 3, tied: bool = True
 ) -> nn.Module:
-    """Builds a small network for the audit, whose hidden layers all have the same width, with or without normalisation
-    layers.
+    """Builds a small network with hidden layers of one width, with or without normalisation layers.
 
     `tied` adds two layers that share their weight.
     """
@@ -97,8 +96,7 @@ def network_without_norms() -> nn.Module:
 
 def untied_network() -> nn.Module:
     """Builds a network like `audit_network` whose layers share no weights, for methods that slice layers to a smaller
-    width.
-    """
+    width."""
     return audit_network(tied=False)
 
 
@@ -132,8 +130,7 @@ def build_audit_clients(model: Architecture | None = audit_network, image: bool 
 
 def with_fact_changed(client: Client, fact: str) -> Client:
     """Returns a copy of the client with one fact changed, such as its number of examples or the width of its network;
-    `fact` is the fact's name.
-    """
+    `fact` is the fact's name."""
     x, y = client.train.input_tensor, client.train.y
     if fact in NETWORK_VARIANTS:
         return with_client_fields(client, model=NETWORK_VARIANTS[fact])
@@ -227,8 +224,7 @@ def _proportional_rows(reply: Message, counts: Tensor) -> set[tuple[str, str, in
 
 def declared_facts(algorithm: Algorithm[Any, Any]) -> frozenset[str]:
     """Returns the names of the facts about a client that the method declares to reveal, by its attributes
-    `scalars_needed`, `requires` and `discloses`.
-    """
+    `scalars_needed`, `requires` and `discloses`."""
     facts = {"number of examples"} if "num_examples" in algorithm.scalars_needed else set()
     if "architecture" in algorithm.discloses or "architectures" in algorithm.requires:
         facts |= set(NETWORK_FACTS)

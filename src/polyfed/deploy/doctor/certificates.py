@@ -265,8 +265,7 @@ def _check_key(part: str, file: Path, leaf: x509.Certificate, key: Path) -> Find
 
 def _check_handshake(part: str, file: Path, key: Path, authority: Path, host: str | None) -> Findings:
     """Tries a TLS handshake in memory with a server's certificate, since OpenSSL detects some mistakes that the other
-    checks do not.
-    """
+    checks do not."""
     try:
         server_context, client_context = (
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
@@ -302,8 +301,7 @@ def describe_openssl_error(error: Exception) -> str:
 
 def check_site_key_pair(component: str, private_key_file: Path) -> Findings:
     """Yields findings on a site's key pair: whether the private key can be read, is closed to other users, and matches
-    the public key file beside it.
-    """
+    the public key file beside it."""
     if unreadable := finding_if_unreadable(component, private_key_file):
         yield unreadable
         return
@@ -340,8 +338,7 @@ def check_site_key_pair(component: str, private_key_file: Path) -> Findings:
 
 def read_openssh_public_key_as_der(file: Path) -> bytes | None:
     """Reads a public key file in OpenSSH's format, and returns the key as DER bytes; None if the file holds no key in
-    this format.
-    """
+    this format."""
     try:
         return serialization.load_ssh_public_key(read_file(file)).public_bytes(*_RAW)
     except (OSError, *_PARSE_ERRORS):
@@ -350,8 +347,7 @@ def read_openssh_public_key_as_der(file: Path) -> bytes | None:
 
 def check_public_keys_of_all_sites(component: str, folder: Path, site_name: str, private_key_file: Path) -> Findings:
     """Yields findings on the folder with the public keys of all sites, which secure aggregation needs: whether all keys
-    differ, and this site's key is among them.
-    """
+    differ, and this site's key is among them."""
     files = sorted(folder.glob("*.pub")) if folder.is_dir() else []
     if not files:
         yield problem_finding(
@@ -392,8 +388,7 @@ def check_public_keys_of_all_sites(component: str, folder: Path, site_name: str,
 
 def first_host_in_certificate(file: Path) -> str | None:
     """Returns the first DNS name or IP address for which a certificate file is valid; None if the file cannot be read
-    or names none.
-    """
+    or names none."""
     try:
         leaf = read_pem_certificates(file)[0]
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -63,8 +63,7 @@ def envelope_to_record(envelope: Envelope) -> RecordDict:
 
 
 def envelope_from_record(record: RecordDict, max_head_length: int = SERVER_HEAD_BYTES) -> Envelope:
-    """Converts a Flower RecordDict back to a message with header and tensors; raises an error if it holds none, or a
-    damaged one.
+    """Converts a Flower RecordDict to a message; raises an error if it holds none, or a damaged one.
 
     Args:
         record: the records.
@@ -211,8 +210,7 @@ class SiteRegistry:
 
 
 def pull_arrived_replies(grid: Grid, awaited_ids: Mapping[str, Any], unreadable: set[str]) -> Iterator[FlowerMessage]:
-    """Fetches from Flower the replies that have arrived, one by one, so that an unreadable reply does not affect the
-    others.
+    """Fetches the replies that have arrived, one by one, so that an unreadable reply does not affect the others.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -253,9 +251,7 @@ class FlowerEngine(Engine):
         self._schedules: dict[str, PollingSchedule] = {}  # client -> when to ask for its reply
 
     def bind_federation(self, federation: Federation) -> None:
-        """Sets the federation to whose tasks this engine will check the replies, against the server state from which
-        each task was sent.
-        """
+        """Sets the federation whose server state this engine needs to check the replies to its tasks."""
         tasks = federation.build_task_blocks
 
         def tasks_with_state(
@@ -269,9 +265,7 @@ class FlowerEngine(Engine):
             self._secure_rounds = SecureRoundServer(self._server, federation, self.exchange)
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Sends tasks to sites, and yields one result per task as replies arrive; for a missing, late or invalid reply
-        it yields a result that reports a failure.
-        """
+        """Sends tasks, and yields one result per task as replies arrive; without a valid reply in time, a failure."""
         if self._secure_rounds is not None and any(task.phase == "local" for task in tasks):
             yield from self._secure_rounds.run_secure_round(tasks, self._server_state)
             return
@@ -302,9 +296,7 @@ class FlowerEngine(Engine):
     def exchange(
         self, envelopes: Mapping[str, Envelope], round_number: int
     ) -> Iterator[tuple[str, PackedEnvelope | FailureReason]]:
-        """Sends one message to each site, and yields (site, reply) as replies arrive; (site, reason as text) if there
-        is no reply.
-        """
+        """Sends one message per site, and yields (site, reply) as they arrive, or (site, reason) without a reply."""
         deployment = self._server.deployment
         self._sites.query_new_nodes_and_register_answers()
         connected = self._activation_by_node()

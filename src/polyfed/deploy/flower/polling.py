@@ -54,7 +54,7 @@ class PollingSchedule:
         self._next_poll = self._since + self._expected_idle_seconds(0.0)
 
     def record_empty_poll(self) -> None:
-        """Records that a poll found no message."""
+        """Records that Flower had no message when it was asked for one."""
         now = self._clock()
         passed = now - self._since
         self._misses += 1
@@ -63,11 +63,11 @@ class PollingSchedule:
         )
 
     def record_arrival_time(self) -> None:
-        """Records that a poll found the awaited message, and stores how long it took to arrive."""
+        """Records that the awaited message has arrived, and how long it took to arrive."""
         self._durations.append((self._clock() - self._since) / (1 if self._misses else 2))
 
     def seconds_until_poll(self) -> float:
-        """Returns how many seconds to wait before the next poll."""
+        """Returns how many seconds to wait before the next request for a message."""
         return max(0.0, self._next_poll - self._clock())
 
     def _expected_idle_seconds(self, passed: float) -> float:

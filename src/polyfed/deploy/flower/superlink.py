@@ -78,7 +78,9 @@ class TokenPlugin(NoOpControlAuthnPlugin):
     def refresh_tokens(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
-        """Always raises an error: the one token is fixed, and only its owner can replace it."""
+        """Always raises an error, since Flower's control interface has one fixed token, which only its owner can
+        replace.
+        """
         raise FlowerError(ApiErrorCode.NO_ACCOUNT_AUTH, "The token of the control interface is wrong.")
 
 
@@ -162,8 +164,8 @@ def save_control_token_for_flwr(superlink_address: str, token: str) -> None:
 
 
 def register_site_keys(key_file_by_site: Mapping[str, str], connection: str = "fed") -> None:
-    """Registers the sites' public keys at the SuperLink, all in one process, which is faster than one `flwr supernode
-    register` per site.
+    """Registers the sites' public keys at the SuperLink in one process, which is faster than the command `flwr
+    supernode register` for each site.
 
     Args:
         key_file_by_site: site -> file of its public key; keys that are registered already are left.
@@ -189,8 +191,8 @@ def register_site_keys(key_file_by_site: Mapping[str, str], connection: str = "f
 
 
 def start_superlink_or_log_in(arguments: list[str]) -> None:
-    """Starts the SuperLink with the given command-line arguments; with `--login`, instead saves the token for `flwr`
-    and registers sites' keys.
+    """Starts the SuperLink with the given command-line arguments; with `--login`, instead saves the token for the
+    command `flwr` and registers the sites' public keys.
 
     Raises:
         UserError: the token is missing, or others can read it, or a key cannot be registered.

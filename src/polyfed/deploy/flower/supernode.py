@@ -163,7 +163,9 @@ class MessageLoop:
         _, self._receive, self._send, _, _, self._pull, self._push, self._confirm = connection
 
     def answer_messages_forever(self, schedule: PollingSchedule) -> NoReturn:
-        """Polls for messages and answers them until this process is ended or the connection fails for good."""
+        """Polls Flower for messages and answers them, until a signal ends this process or the connection fails for
+        good.
+        """
         while True:
             time.sleep(schedule.seconds_until_poll())
             if (received := self._receive()) is None:

@@ -178,8 +178,7 @@ def _count_outputs(factory: Architecture, inputs: tuple[int, ...]) -> int | None
 
 
 def input_spec_by_part(inputs: Any) -> dict[str, list[Any]]:
-    """Returns the data type and the shape (without the example dimension) of each part of the inputs, by the part's
-    name.
+    """Returns {part's name: data type and shape without the example dimension} for all parts of the inputs.
 
     >>> input_spec_by_part({"age": torch.zeros(5, 1), "image": torch.zeros(5, 1, 8, 8)})
     {'x/age': ['float32', [1]], 'x/image': ['float32', [1, 8, 8]]}

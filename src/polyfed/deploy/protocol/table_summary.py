@@ -55,7 +55,7 @@ def build_table_head_field(
     adds_noise: bool = False,
     method_discloses: frozenset[str] = frozenset(),
 ) -> dict[str, TableSummary]:
-    """Returns the header field `table`, which summarises a client's table by hashes; an empty dict if the client has no
+    """Returns {"table": hashes that summarise the client's table} for a message's header; {} if the client has no
     table, or if the method discloses nothing and does not need equal inputs.
 
     Args:

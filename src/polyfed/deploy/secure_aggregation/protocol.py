@@ -372,8 +372,7 @@ def derive_pairwise_mask_key(pair_secret: bytes, digest: bytes, first_site: str,
 
 def derive_self_mask_key(seed: bytes, digest: bytes, name: str) -> bytes:
     """Derives, from a site's random seed, the key that generates the site's individual mask, which it shares with no
-    other site.
-    """
+    other site."""
     return crypto.derive_key(seed, digest, "self", name)
 
 

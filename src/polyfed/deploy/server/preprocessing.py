@@ -30,7 +30,7 @@ _MAX_NAME_LENGTH = 200  # characters of a column's name or of a category
 
 
 class EnvelopeEngine(Protocol):
-    """Describes an engine that can also exchange messages with the sites that are not training or evaluation tasks."""
+    """Describes an engine that exchanges messages of any kind with the sites, besides training and evaluation tasks."""
 
     def bind_federation(self, federation: Federation) -> None:
         """Sets the federation whose tasks this engine will execute."""

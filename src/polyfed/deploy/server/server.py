@@ -46,8 +46,8 @@ MAX_EXAMPLES = 10**12  # the largest number of examples that a site may report
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Holds the settings of a deployment (sites, time limits, folders), apart from those of the method and of the
-    rounds.
+    """Holds the settings of a deployment, such as sites, time limits and folders, but not the settings of the method or
+    of the rounds.
 
     Args:
         sites: ids of the sites that take part; no others may.

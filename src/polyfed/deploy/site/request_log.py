@@ -73,7 +73,7 @@ class TaskRequest:
 @final
 @dataclass(frozen=True)
 class RequestLog:
-    """Reads and writes the log of the tasks that the server has requested in a run.
+    """Reads and writes the log of the tasks that the server has requested of this site in a run.
 
     Args:
         folder: the run's folder at the site.
@@ -116,7 +116,7 @@ class RequestLog:
         return entry["entered"] and entry["inputs"] == task.inputs_hash
 
     def record_start(self, task: "TaskRequest", *, in_ledger: bool) -> None:
-        """Records that the site is about to use its data for a task, or to draw noise for the reply.
+        """Records in the request log that the site is about to use its data for a task, or to draw noise for the reply.
 
         Args:
             task: the task.

@@ -53,7 +53,9 @@ class SiteRunner:
         self._loaded_at, self._stamps = 0.0, _file_stamps(config)
 
     def try_to_load_site(self) -> None:
-        """Loads `site.py` and builds its client; an error is only logged, and the next message tries again."""
+        """Loads `site.py` and builds the site's client; logs an error instead of raising it, and the next message tries
+        again.
+        """
         start = self._clock()
         try:
             self._get_site()

@@ -22,7 +22,7 @@ _CERTIFICATE_DAYS = 365
 @final
 @dataclass(frozen=True)
 class Project:
-    """Gives the paths and the configuration in a project folder that `create_project` wrote.
+    """Holds the path of a project folder that `create_project` wrote, and gives the paths and the configuration in it.
 
     Args:
         path: the project's folder.

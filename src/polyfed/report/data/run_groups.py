@@ -1,6 +1,5 @@
 """Groups runs that can be compared: runs that differ only in their seed are one method, and methods on the same data,
-clients and networks are one group.
-"""
+clients and networks are one group."""
 
 import json
 import math
@@ -83,8 +82,7 @@ class MethodRuns:
 @final
 @dataclass(frozen=True, eq=False)
 class RunGroup:
-    """Holds the methods that were run on the same data, clients and networks; the method with which clients train on
-    their own data only comes last.
+    """Holds the methods run on the same data, clients and networks; training on own data only comes last.
 
     Attributes:
         title: what the data are.
@@ -121,9 +119,7 @@ class RunGroup:
         )
 
     def participant_name(self, client: str, seed: int) -> str:
-        """Returns the name under which the page shows a client: its id, followed by the seed if clients differ between
-        seeds.
-        """
+        """Returns a client's name on the page: its id, and the seed if seeds have different clients."""
         return client if self.same_clients or len(self.seeds) == 1 else f"{client}, seed {seed}"
 
     @cached_property
@@ -136,9 +132,7 @@ class RunGroup:
         return tuple(sorted(set.intersection(*filter(None, scored_seeds)) if any(scored_seeds) else ()))
 
     def runs_of_common_seeds_or_all(self, method: MethodRuns) -> list[RunRecord]:
-        """Returns the method's runs with the seeds for which every method has a score; all of its runs if there is no
-        such seed.
-        """
+        """Returns the method's runs with the seeds that all methods have; all of its runs if there are none."""
         return [run for run in method.runs if run.seed in self.common_seeds or not self.common_seeds]
 
     def mean_score(self, method: MethodRuns) -> float:
@@ -155,26 +149,20 @@ class RunGroup:
         )
 
     def ranking_key(self, method: MethodRuns) -> float:
-        """Returns a number by which to sort methods: the better the mean score, the higher; minus infinity without a
-        mean score.
-        """
+        """Returns a sort key for a method: the better its mean score, the higher; minus infinity without one."""
         mean_score = self.mean_score(method)
         return -math.inf if math.isnan(mean_score) else self.score_format.positive_if_better(mean_score)
 
     @cached_property
     def best_method_besides_local(self) -> MethodRuns | None:
-        """Returns the method with the best mean score, except the one with which clients train on their own data only;
-        None if there is no other.
-        """
+        """Returns the best method by mean score, except training on own data only; None if there is no other."""
         others = [m for m in self.methods if m is not self.local_method and self.ranking_key(m) > -math.inf]
         stated_label = self.comparison_results.get("leader") or self.comparison_results.get("best")
         stated = [method for method in others if method.label == stated_label]
         return max(stated or others, key=self.ranking_key, default=None)
 
     def mean_score_by_participant(self, method: MethodRuns) -> dict[str, float]:
-        """Returns {client's name on the page: score} of a method, each a mean over the seeds that all methods have; NaN
-        if undefined.
-        """
+        """Returns {client's name on the page: mean score of the method over common seeds}; NaN if undefined."""
         values_by_name: dict[str, list[float | None]] = {}
         for run in self.runs_of_common_seeds_or_all(method) if self.same_clients else method.runs:
             for client, value in run.score_by_client.items():
@@ -214,8 +202,7 @@ class RunGroups(NamedTuple):
 
 
 def read_run_groups(folders: Sequence[Path]) -> RunGroups:
-    """Reads the runs in the given run directories and comparison directories, and groups runs whose scores can be
-    compared; raises an error if a directory has no evaluated round.
+    """Reads runs and comparisons, and groups runs with comparable scores; raises an error if none is evaluated yet.
 
     Baselines in a run directory are read too. Returns the groups, and a sentence on each run that was left out.
 

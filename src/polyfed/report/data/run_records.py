@@ -27,7 +27,8 @@ _SECONDS = ("seconds_clients", "seconds_server")  # runs of early versions have 
 
 @final
 class LearningCurvePoint(NamedTuple):
-    """Holds one point of a run's learning curve: an evaluated round, its mean score, and the costs so far.
+    """Holds one point of a run's learning curve: an evaluated round, its mean score, and the megabytes sent and seconds
+    spent so far.
 
     Megabytes are up and down, of 2^20 bytes; a value that is not defined is NaN.
     """

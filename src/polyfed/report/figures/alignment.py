@@ -56,12 +56,16 @@ class RepresentationAlignment:
 
     @property
     def mean_cka_of_initial_networks(self) -> float:
-        """Returns the mean linear CKA over all pairs of different clients, for the networks before training."""
+        """Returns the mean similarity (linear CKA) of two clients' representations before training, over all pairs of
+        clients.
+        """
         return _mean_over_pairs(self.cka_before)
 
     @property
     def mean_cka_of_trained_networks(self) -> float:
-        """Returns the mean linear CKA over all pairs of different clients, for the networks after training."""
+        """Returns the mean similarity (linear CKA) of two clients' representations after training, over all pairs of
+        clients.
+        """
         return _mean_over_pairs(self.cka_after)
 
 
@@ -73,8 +77,8 @@ def measure_alignment(
     clients: Sequence[Client] | None = None,
     module: str | Mapping[str, str] | None = None,
 ) -> RepresentationAlignment:
-    """Measures how similar the clients' networks of a finished run represent the same examples (linear CKA), before and
-    after training; works for any method with one network per client.
+    """Measures how similarly the clients' networks of a finished run represent the same examples (linear CKA), before
+    and after training; works for any method with one network per client.
 
     Args:
         run: a run, or its directory, which is only read.

@@ -392,8 +392,7 @@ def _defined_scores(score_by_client: Mapping[str, float | None]) -> list[float]:
 
 def _best_columns(values: Sequence[float], score_format: ScoreFormat) -> set[int]:
     """Returns the columns with the best value of a table row, where column 0 is the row's name; empty if all values are
-    equal.
-    """
+    equal."""
     defined = [value for value in values if not math.isnan(value)]
     if len(defined) < 2 or max(defined) == min(defined):
         return set()

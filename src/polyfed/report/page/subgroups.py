@@ -36,8 +36,8 @@ _NOTHING = (math.nan, math.nan, math.nan)
 @final
 @dataclass(frozen=True, eq=False)
 class Subgroup:
-    """Holds one subgroup of test examples: each method's score as (value, low, high), and the gain over training on the
-    client's own data only.
+    """Holds one subgroup of test examples: each method's score as (value, low, high), and the gains over training on
+    the client's own data only.
 
     None stands for a score that is not defined.
 
@@ -108,8 +108,8 @@ def _quartile_label(low: float, high: float, first: bool, last: bool) -> str:
 def score_subgroups(
     predictions: GroupPredictions, column: str, clients: Sequence[str], metric: Metric, level: float
 ) -> list[Subgroup]:
-    """Computes the scores of each subgroup formed by a column's values, and the gains over training on own data only;
-    the first entry is all examples together.
+    """Computes the scores of each subgroup formed by a column's values, and the gains over training on the client's own
+    data only; the first entry is all examples together.
 
     Args:
         predictions: the predictions. Where each seed deals other data, those of the first seed.
@@ -137,8 +137,8 @@ def score_subgroups(
 
 
 def leader_and_local_labels(predictions: GroupPredictions) -> list[str]:
-    """Returns the labels of the methods for which subgroups are scored: the best method, and training on own data only
-    if it was run.
+    """Returns the labels of the methods for which subgroups are scored: the best method, and training on the client's
+    own data only if it was run.
 
     Intervals of more methods would take long.
     """

@@ -62,7 +62,7 @@ def html_survival_curves(predictions: GroupPredictions, key: str) -> Markup:
 
 def divide_by_risk(risk: Floats, num_groups: int) -> NDArray[np.int64]:
     """Divides patients into groups of equal size by predicted risk, and returns each patient's group, from 0 for the
-    lowest risks; equal risks are sorted by row.
+    lowest risks; patients with equal risks are ordered by row.
 
     >>> divide_by_risk(np.array([0.5, 0.1, 0.9, 0.2]), 2)
     array([1, 0, 1, 0])

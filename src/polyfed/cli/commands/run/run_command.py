@@ -46,8 +46,7 @@ def run_experiment(
     logger: Sequence[str] = (),
     console: Console | None = None,
 ) -> None:
-    """Runs an experiment and its baselines, saves the runs in `out`, logs them to the trackers `logger` (such as
-    MLflow), and prints a table.
+    """Runs an experiment and its baselines, saves the runs in `out`, logs them to `logger`, and prints a table.
 
     Raises:
         UserError: what `federate` refuses; nothing has been computed.
@@ -113,8 +112,7 @@ def _check_methods_and_models(experiment: Experiment, experiment_data: Participa
 
 
 def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None = None) -> None:
-    """Continues the stopped run in `out` and its baselines, logs to the same trackers as before, and prints a table of
-    the results.
+    """Continues a stopped run and its baselines, logs to the same trackers, and prints a table of the results.
 
     Raises:
         UserError: `out` is not a run directory that can be resumed.
@@ -147,9 +145,7 @@ def resume_experiment(out: Path, *, quiet: bool = False, console: Console | None
 
 
 def run_folders_by_method(experiment: Experiment, out: Path) -> dict[str, Path]:
-    """Returns {method's name: run directory} for an experiment: its main method in `out` first, and then its baselines
-    in `out/baselines`.
-    """
+    """Returns {method's name: run directory}: the main method in `out`, the baselines in `out/baselines`."""
     baseline_folders = {name: out / BASELINES / name for name in experiment.baselines}
     return {registry_name(experiment.algorithm): out, **baseline_folders}
 
@@ -229,8 +225,7 @@ def _preparation_facts(experiment_data: Participants) -> dict[str, Mapping[str, 
 def print_scores_by_client_and_traffic(
     runs: Mapping[str, Run], experiment_data: Participants, out: Path, console: Console
 ) -> None:
-    """Prints a table of the scores of a run and its baselines by client, with the gain over the first baseline, and the
-    megabytes sent.
+    """Prints a table of each client's scores in a run and its baselines, and of the megabytes sent.
 
     It has a row per client, or only overall scores where the terminal is too narrow for all methods.
     """
