@@ -30,8 +30,8 @@ search."""
 @final
 @dataclass(frozen=True)
 class AlignmentTarget:
-    """Holds the mean of all clients' kernel matrices, K̄, on the public examples of a round; each client trains to make
-    its kernel matrix similar to it.
+    """Holds the mean of all clients' kernel matrices, K̄, on the public examples of a round; a client trains to make
+    its kernel matrix similar to this mean.
 
     Attributes:
         matrix: for a linear kernel, features F with K̄ = FFᵀ, shape (L, width); for an RBF kernel, K̄ itself, shape (L, L).

@@ -60,7 +60,8 @@ Architecture = Callable[[], nn.Module]
 @final
 @dataclass(frozen=True)
 class Message:
-    """Holds what the server and a client send each other: named groups of tensors, and a few numbers.
+    """Holds what the server and a client send each other: tensors by group and name, `{group: {name: tensor}}`, and
+    scalars by name.
 
     >>> import torch
     >>> Message({"model": {"w": torch.zeros(1000)}}, {"lr": 0.1}).nbytes
@@ -87,7 +88,7 @@ class Message:
 @final
 @dataclass(frozen=True, init=False)
 class Client:
-    """Holds the data and the network of one participant of a federation.
+    """Holds the examples of one participant of a federation, and the function that builds its network.
 
     Data are never sent; what a method discloses of them is in `Algorithm.discloses`.
 

@@ -58,8 +58,8 @@ examples: they choose between methods, rates and rounds. `AlgorithmContract` fin
 
 @final
 class NewDisclosure(str):
-    """Adds a word of the user's to the known words of `Algorithm.discloses`; holds the word, and in words what the
-    server learns of a client.
+    """Declares a word that polyfed does not know for a method's `discloses`, with its meaning: what the server learns
+    of a client.
 
     A site is asked for its consent to it, and refuses the method if it adds noise.
 
@@ -70,7 +70,8 @@ class NewDisclosure(str):
     meaning: str
 
     def __new__(cls, word: str, meaning: str) -> "NewDisclosure":
-        """Checks the word and its meaning, and returns the word.
+        """Returns the word with its meaning; raises a `TypeError` if polyfed has the word already, the word is no
+        identifier, or the meaning is empty.
 
         Args:
             word: the new word.
@@ -91,7 +92,7 @@ class NewDisclosure(str):
         return new_word
 
     def __reduce__(self) -> tuple[type["NewDisclosure"], tuple[str, str]]:
-        """Returns what pickle and `copy` need to make the word again in another process."""
+        """Returns what pickle and `copy` need to build the word with its meaning again, in another process, say."""
         return NewDisclosure, (str(self), self.meaning)
 
 

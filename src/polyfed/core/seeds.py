@@ -131,7 +131,7 @@ class DropoutMaskGenerator:
 
     @property
     def state(self) -> Tensor:
-        """Returns the state of the random number generator; assigning it continues the draws from there."""
+        """Returns the state of the random number generator; assigning an earlier state continues the draws from there."""
         return self._generator.get_state() if self._device.type == "cpu" else self._state
 
     @state.setter

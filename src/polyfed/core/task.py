@@ -356,8 +356,8 @@ class Task(ABC):
         return values
 
     def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
-        """Returns the number of examples of each class (or stratum, see `strata`) for tables of the data; None if the
-        task has none.
+        """Returns the number of examples of each class (or other value of `strata`), for tables of the data; None if
+        the task has none.
         """
         return None
 
@@ -370,7 +370,7 @@ class Task(ABC):
         return tuple(names)
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int] | None:
-        """Returns (number of examples, index) of the rarest class (or stratum, see `strata`); None if the task has
+        """Returns (number of examples, index) of the rarest class (or other value of `strata`); None if the task has
         none.
 
         A class without examples does not count, unless there is only one: then (0, that class).

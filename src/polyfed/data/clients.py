@@ -25,7 +25,7 @@ from polyfed.data.tabular.preprocessing import fit_preprocessor, warn_of_changed
 @final
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """Holds one client's training, validation and test examples.
+    """Holds one client's training, validation and test examples, without a network.
 
     Args:
         id: the partition's name for it: "client-000" and so on, or its value in a column of the data.

@@ -82,7 +82,7 @@ class PooledDataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Returns the shape of one example's input.
+        """Returns the shape of one example's input, without the batch.
 
         This is (channels, height, width) of an image, (length,) of a text, (features,) of a table's row; () for inputs of
         several parts, which only a user's own network takes.

@@ -189,7 +189,7 @@ class GeneratedWeights:
 @final
 @dataclass(frozen=True)
 class ArchitectureGraph:
-    """Represents a network as a graph of its layers.
+    """Describes a network as a graph of its layers, with edges along the data flow.
 
     Attributes:
         nodes: the nodes in the order in which they run.

@@ -60,8 +60,8 @@ class LayerCatalogue:
             raise UserError(f"{kind} is not in the layer catalogue of {len(self.types)} types") from None
 
     def write_yaml(self, path: str | Path, graph: str = "layers_and_norms") -> None:
-        """Writes the catalogue to a YAML file, which all sites of a deployment then use; `graph` is the field `graph`
-        of FLHAGHN.
+        """Writes the catalogue to a YAML file for all sites of a deployment, together with `graph`, the method's field
+        of that name (see FLHAGHN).
         """
         rows = [
             {
@@ -101,8 +101,8 @@ class LayerCatalogue:
 
 
 def read_graph_variant(path: str | Path) -> str:
-    """Returns which nodes the graphs of a catalogue file have, "layers" or "layers_and_norms"; raises a `UserError` if
-    the file cannot be read.
+    """Returns for which graphs a catalogue file was written, "layers" or "layers_and_norms" (norm layers are nodes,
+    too); raises a `UserError` if the file cannot be read.
 
     Raises:
         UserError: the file cannot be read, or has another value of `graph`.

@@ -1,4 +1,4 @@
-"""Extracts the graph of a client's architecture, once per process."""
+"""Extracts the graph of the layers of a client's network, and keeps it for later calls in the same process."""
 
 import torch
 from torch import Tensor

@@ -18,7 +18,7 @@ _LOCAL = "norm layers stay with the client (norms=local)"
 @final
 @dataclass(frozen=True)
 class Contraction:
-    """Configures which operations of a network are nodes of its graph: norm layers, sums and concatenations or not.
+    """Configures whether norm layers, and whether sums and concatenations, are nodes of a network's graph.
 
     Args:
         norms: "nodes": each norm layer is a node, as `extract` returns it; "layers": it is part of the layer before it, see

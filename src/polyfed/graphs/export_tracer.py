@@ -16,7 +16,7 @@ from polyfed.graphs.layer_flow import Root, TracedProgram, iterate_tensors
 
 def trace_with_export(root: Root, x: Inputs) -> TracedProgram:
     """Traces a model into a program of ATen operators, with branches on shapes and types as for the example `x`; raises
-    any exception if that fails.
+    an exception of any class if that fails.
 
     Args:
         root: module around a copy of the model.

@@ -13,7 +13,8 @@ from polyfed.graphs.layer_recognition import has_only_weight_and_bias, layer_kin
 
 
 def trace_with_fx(root: Root, x: Inputs) -> TracedProgram:
-    """Traces a model into a program in which each call of a layer is one operation; raises any exception if that fails.
+    """Traces a model into a program in which each call of a layer is one operation; raises an exception of any class if
+    that fails.
 
     Args:
         root: module around a copy of the model; symbols may remain in it.

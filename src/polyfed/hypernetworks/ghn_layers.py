@@ -46,7 +46,7 @@ class GraphConv(nn.Module):
         self.lin_root.reset_parameters()
 
     def forward(self, h: Tensor, edges: Tensor) -> Tensor:
-        """Returns the new states of all nodes, shape (V, d_out)."""
+        """Returns the new states of all nodes, shape (V, d_out), from their states `h` and the edges of the graph."""
         return self.update_nodes(h, aggregate_predecessors(h, edges[0], edges[1], len(h), self.mean))
 
     def update_nodes(self, node_states: Tensor, messages: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class GatedGraphConv(nn.Module):
         self.lin_rel = nn.Linear(width, width, bias=False)
 
     def forward(self, h: Tensor, edges: Tensor, cell: nn.GRUCell) -> Tensor:
-        """Returns the new states of all nodes, shape (V, d)."""
+        """Returns the new states of all nodes, shape (V, d), from their states `h` and the edges of the graph."""
         return self.update_nodes(h, aggregate_predecessors(h, edges[0], edges[1], len(h)), cell)
 
     def update_nodes(self, node_states: Tensor, messages: Tensor, cell: nn.GRUCell) -> Tensor:

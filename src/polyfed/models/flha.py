@@ -69,8 +69,8 @@ class ResidualBlock(nn.Module):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Describes one stage of a network: `num_blocks` residual blocks (or plain convolutions without `skip`), the first
-    with `stride`.
+    """Describes one stage of a network: `num_blocks` residual blocks (plain convolutions if `skip` is false), of which
+    the first has the stride `stride`.
 
     The stage has `multiplier` times the network's width as channels.
     """
@@ -229,7 +229,7 @@ def flha_arch1(
 def flha_arch2(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
 ) -> nn.Sequential:
-    """Builds FLHA's Arch 2: 12 layers with skips only in the first 8 (section 5).
+    """Builds FLHA's Arch 2 (section 5): a CNN of 12 layers, with skip connections in the first 8 only.
 
     The layers are the stem, four residual blocks (8 layers; widths 1, 1, 2, 2), two plain convolutions (widths 4 and 8) and
     a linear layer. The 1×1 convolutions of shortcuts are not counted, as in the name ResNet-18.
@@ -250,7 +250,7 @@ def flha_arch2(
 def flha_arch3(
     input_shape: tuple[int, ...], num_classes: int, *, width: int = 64, norm: Norm = "batch", stem: Stem = "cifar"
 ) -> nn.Sequential:
-    """Builds FLHA's Arch 3: 12 layers with skips only in the last 8 (section 5).
+    """Builds FLHA's Arch 3 (section 5): a CNN of 12 layers, with skip connections in the last 8 only.
 
     The layers are the stem, two plain convolutions (widths 1 and 2), four residual blocks (8 layers; widths 4, 4, 8, 8) and
     a linear layer.

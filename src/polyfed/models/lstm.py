@@ -52,8 +52,8 @@ def lstm(
     fc: int = 64,
     padding: int = 0,
 ) -> LSTMClassifier:
-    """Builds an LSTM of one or two layers followed by two fully connected layers (FedHeNN, Makhija et al. 2022,
-    section 4.1).
+    """Builds a text classifier: an embedding, an LSTM of one or two layers, and two fully connected layers (FedHeNN,
+    Makhija et al. 2022, section 4.1).
 
     Args:
         input_shape: (length,) of the token sequences, (25,) in the paper; any length works.

@@ -128,7 +128,7 @@ class Classification(Task):
             )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean cross-entropy."""
+        """Returns the mean cross-entropy of the examples, a scalar tensor."""
         return F.cross_entropy(outputs, targets)
 
     def elementwise_loss(self, outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -175,7 +175,7 @@ class Classification(Task):
         return classes
 
     def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
-        """Returns the number of examples of each class."""
+        """Returns the number of examples of each class, as a tuple."""
         return tuple(targets.bincount(minlength=num_classes).tolist())
 
     def rarest_class(self, targets: Tensor) -> tuple[int, int]:

@@ -85,7 +85,8 @@ class BioTags:
 @final
 @dataclass(frozen=True)
 class EntityF1:
-    """Scores predicted tags by F1 over the entities of all documents: 2·correct / (predicted + true).
+    """Scores predicted tags by the F1 of entities over all documents: 2·correct / (predicted + true), each a number of
+    entities.
 
     It is NaN if there are no entities. Objects are equal if their tags are, so that a resumed run finds the same metric.
 

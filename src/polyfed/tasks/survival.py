@@ -1,5 +1,5 @@
-"""Defines the task of predicting when an event will happen; for some patients it is only known that it had not happened
-by a certain time (censored).
+"""Defines the task of predicting when an event will happen, for patients who may be censored: observed only until a
+time before the event.
 """
 
 from collections.abc import Mapping, Sequence

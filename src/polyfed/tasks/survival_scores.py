@@ -43,8 +43,8 @@ def risk_of_outputs(outputs: Tensor) -> Floats:
 
 
 def c_index(outputs: Tensor, targets: Tensor) -> float:
-    """Returns Harrell's C-index: among pairs of patients of whom one certainly had the event first, the share in which
-    that patient has the higher predicted risk.
+    """Returns Harrell's C-index: among pairs of patients of whom one is known to have had the event first, the share in
+    which this patient has the higher predicted risk.
 
     Equal risks count half. Pairs with the event at the same time are not compared; a patient who was censored at the time
     of the other's event counts as later. NaN without such a pair. Source: Harrell et al. 1982.

@@ -1,4 +1,4 @@
-"""Converts a user's arrays, data sets or frames to `Examples`: checked tensors in memory."""
+"""Converts a user's arrays, data sets or frames to `Examples`, tensors in memory whose values are checked."""
 
 from collections.abc import Mapping
 from typing import Any

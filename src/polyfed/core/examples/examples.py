@@ -67,7 +67,7 @@ class PartwiseTransform:
         object.__setattr__(self, "transforms", {name: self.transforms[name] for name in sorted(self.transforms)})
 
     def __call__(self, x: Any) -> Any:
-        """Returns the inputs with the named parts transformed.
+        """Returns the nested inputs with the parts that have a function transformed by it.
 
         Raises:
             UserError: the inputs have no such part.
@@ -190,7 +190,7 @@ class Examples:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device on which inputs, targets and index lie."""
+        """Returns the device on which the inputs, targets and index are stored."""
         return first_leaf(self.x).device
 
     @property
@@ -284,7 +284,7 @@ class Examples:
         return self.batch(self._first(1))[0]
 
     def select(self, rows: Tensor) -> "Examples":
-        """Returns the examples at positions `rows`, which share the stored tensors."""
+        """Returns the examples at the positions `rows`, without copying the stored tensors."""
         return replace(self, index=rows if self.index is None else self.index[rows])
 
     def head(self, count: int = 1) -> "Examples":

@@ -155,7 +155,7 @@ def row_access_obstacle(tensor: Tensor) -> str | None:
 
 def check_and_convert_inputs(x: Any, name: str = "inputs") -> Inputs:
     """Returns nested inputs with lists as tuples and mappings as dicts with sorted keys; raises a `UserError` unless
-    all leaves are tensors with equally many rows.
+    all parts are tensors with equally many rows.
 
     Raises:
         UserError: something else than tensors, no tensor at all, a key that is no text or has a "/", or parts that differ in
@@ -236,7 +236,9 @@ class InputSpec:
 
 
 def input_spec_of(inputs: Any) -> InputSpec:
-    """Returns the `InputSpec` of a batch of inputs; the order of a dict's keys does not matter."""
+    """Returns the `InputSpec` of a batch of inputs (structure, shapes and types); the order of a dict's keys does not
+    matter.
+    """
     if isinstance(inputs, Tensor):
         return InputSpec(tuple(inputs.shape[1:]), inputs.dtype)
     if isinstance(inputs, dict):

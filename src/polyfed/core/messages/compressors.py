@@ -89,8 +89,8 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress_tensor(self, encoding: str, entry: Tensor, shared: Tensor, reference: Tensor | None) -> Tensor:
-        """Restores a tensor from its compressed entry and its part of the shared tensor; call
-        `checked_decompressed_form` for the entry first.
+        """Restores a tensor from an entry that `checked_decompressed_form` accepted, and its part of the shared tensor;
+        raises a `ValueError` for impossible numbers.
 
         Raises:
             ValueError: numbers that `compress_tensor_if_worthwhile` does not make; half a sentence.
@@ -139,8 +139,8 @@ class Int8(Compressor):
     def checked_decompressed_form(
         self, encoding: str, entry: ShapeAndDtype, reference: ShapeAndDtype | None
     ) -> DecompressedForm:
-        """Returns the shape of the bytes, the type that `encoding` names, and that the tensor uses one shared float32
-        number, its scale.
+        """Returns the form of the restored tensor (the shape of the bytes, the type named by `encoding`), which uses
+        one shared float32 number, its scale.
         """
         if encoding not in _DTYPES or not _is_worth_compressing((entry[0], _DTYPES[encoding])):
             raise ValueError(f"of shape {entry[0]} does not travel as {encoding!r}")

@@ -76,7 +76,7 @@ class SumLayout:
 
     @classmethod
     def from_tensor_groups(cls, groups: TensorGroups) -> "SumLayout":
-        """Builds the layout for the tensors of a message."""
+        """Builds the layout for the tensors of a message, given as `{group: {name: tensor}}`."""
         return cls(
             tuple(
                 SummedTensor(group, name, tuple(groups[group][name].shape), groups[group][name].dtype)

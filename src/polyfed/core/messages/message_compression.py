@@ -225,7 +225,9 @@ class BroadcastCompressor:
         self._groups: dict[Any, tuple[StateDict, StateDict, StateDict]] = {}
 
     def __call__(self, message: Message) -> tuple[Message, Message]:
-        """Returns the message as it is sent (compressed), and as the client receives it (restored)."""
+        """Returns two messages: the compressed one, which is sent, and the restored one, as the client will decompress
+        it.
+        """
         if self._compressor is None:
             return message, message
         sent, arrived = {}, {}

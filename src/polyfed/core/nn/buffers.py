@@ -34,7 +34,9 @@ class HasBufferPolicy(Protocol):
 
     @property
     def buffers(self) -> BufferPolicy:
-        """Returns the method's policy for buffers: "average", "local" or "recompute"."""
+        """Returns the method's policy for buffers: "average" (clients send them), "local" (clients keep them) or
+        "recompute" (from training data).
+        """
         ...
 
     @property
@@ -124,8 +126,8 @@ def load_model_for_eval(
 
 
 def recompute_norm_statistics(module: nn.Module, examples: Examples, batch_size: int = 128) -> None:
-    """Sets the running mean and variance of each normalisation layer to the statistics of the layer's inputs over all
-    examples.
+    """Sets the running mean and variance of each normalisation layer to the mean and variance of the layer's inputs
+    over all examples.
 
     Inside the network each layer normalises by its batch, as in training. Batches are drawn in a fixed shuffled order, so
     that sorted data do not bias them. A network without running statistics is left alone.

@@ -59,7 +59,7 @@ class FactoryCache(Generic[Arguments, Result]):
         self.cache_clear = self._cached.cache_clear
 
     def __call__(self, factory: Architecture, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Returns the function's result for this factory and these arguments."""
+        """Returns the function's result for this factory and these arguments, from the cache if it is there."""
         function: Callable[..., Result] = self._cached if isinstance(factory, Hashable) else self._function
         return function(factory, *args, **kwargs)
 

@@ -44,10 +44,10 @@ class Optimizer(Protocol):
     groups: list[ParameterGroup]
 
     def zero_grad(self) -> None:
-        """Clears the gradients of all parameters."""
+        """Clears the gradients of all parameters in `groups`."""
 
     def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+        """Updates every parameter that has a gradient, in place."""
 
 
 @final

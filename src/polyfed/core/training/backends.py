@@ -53,7 +53,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def compute_outputs(self, batch: Minibatch) -> Tensor:
-        """Computes the logits of a minibatch."""
+        """Returns the network's logits for a minibatch."""
 
     @abstractmethod
     def compute_penalty_per_client(
@@ -106,7 +106,7 @@ class SingleClientBackend(TrainingBackend):
         return build_loss(self._examples, task, client_loss, options.label_smoothing, options.class_weights)
 
     def iter_minibatches(self, optimizer: Optimizer) -> Iterator[Sequence[Sequence[Minibatch]]]:
-        """Yields the minibatches of each step, epoch by epoch, each epoch in a new random order.
+        """Yields the minibatches of each optimiser step, epoch by epoch, each epoch in a new random order.
 
         It ends early when the validation loss has not improved for `patience` epochs.
         """
@@ -147,7 +147,7 @@ class SingleClientBackend(TrainingBackend):
         return build_early_stopping(self._model, self._client, self.criterion(self._task), patience)
 
     def compute_outputs(self, batch: Minibatch) -> Tensor:
-        """Computes the logits of a minibatch, shape (batch, ...)."""
+        """Returns the network's logits for a minibatch, shape (batch, ...)."""
         return logits_of(call_network(self._model, batch.x))
 
     def compute_penalty_per_client(
@@ -201,7 +201,7 @@ class CohortBackend(TrainingBackend):
             yield [[batch] for batch in batches]
 
     def compute_outputs(self, batch: Minibatch) -> Tensor:
-        """Computes the logits of all clients' minibatches, shape (k·rows, ...)."""
+        """Returns the logits of all clients' networks for their minibatches, shape (k·rows, ...)."""
         self._networks.valid_rows = batch.valid_rows
         return logits_of(self._networks(batch.x))
 

@@ -111,7 +111,9 @@ class CohortBatches:
         return order.to(self.device) if index is None else index[order.to(self.device)]
 
     def __iter__(self) -> Iterator[tuple[list[Minibatch], Tensor]]:
-        """Yields for each step the minibatches of all clients, and how many examples of each client they hold, (k,)."""
+        """Yields for each step the stacked minibatches of all clients, and how many examples of each client they
+        contain, shape (k,).
+        """
         for step, counts in enumerate(self._examples_by_step):
             active = int(counts.count_nonzero())
             batches: list[Minibatch] = []

@@ -49,7 +49,7 @@ class PerClientTerm:
     num_rows: int = 0
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """Calls the function with these arguments and the client's tensors."""
+        """Returns the function's result for these arguments, followed by the client's tensors."""
         return self.function(*arguments, self.tensors)
 
 

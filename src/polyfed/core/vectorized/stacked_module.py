@@ -145,13 +145,13 @@ class Stacked(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the names and stacked tensors of the parameters that are trained."""
+        """Yields (name, stacked tensor) for each parameter that is trained."""
         return ((name, tensor) for name, tensor in self._active_tensors.items() if isinstance(tensor, nn.Parameter))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the names and stacked tensors of the buffers."""
+        """Yields (name, stacked tensor) for each buffer."""
         buffer_names = {name for name, _ in self.module.named_buffers()}
         return ((name, tensor) for name, tensor in self._active_tensors.items() if name in buffer_names)
 

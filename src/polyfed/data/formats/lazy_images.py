@@ -60,7 +60,7 @@ class EncodedImages(ABC):
 @final
 @dataclass(frozen=True)
 class EncodedImageFiles(EncodedImages):
-    """Gives access to encoded images that are stored in one file each."""
+    """Gives access to encoded images, each stored in a file."""
 
     files: tuple[str, ...]
 
@@ -192,7 +192,9 @@ class LazyImageDecoder:
         return stack_images(map(picture, rows.tolist()), len(rows))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns normalised float32 images, given their keys; already decoded uint8 images are only normalised."""
+        """Returns normalised float32 images, given their keys; images that are already decoded (uint8) are only
+        normalised.
+        """
         return self.normalise(x if x.dim() == 4 else self.decode_pixels(x))
 
 

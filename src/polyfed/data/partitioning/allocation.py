@@ -111,7 +111,7 @@ def draw_stratified_rows(labels: Labels, size: int, seed: int, leave_one_per_cla
 
 
 class ClassSizesAndIndices(NamedTuple):
-    """Holds the size of each class, and the index of each example's class."""
+    """Holds the size of each class, and for each example the position of its class among them."""
 
     sizes: NDArray[np.int64]
     class_of_row: NDArray[np.int64]
@@ -216,12 +216,12 @@ def check_classes_per_client(k: int, limit: int, why: str = "the data has no mor
 
 
 def check_positive_integer(name: str, field: str, value: int) -> None:
-    """Raises a `UserError` unless the field's value is an integer of at least 1."""
+    """Raises a `UserError` unless `value` is an integer of at least 1; the message names the field."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{name}: {field} must be a whole number of at least 1, got {value!r}")
 
 
 def check_positive_number(name: str, field: str, value: float) -> None:
-    """Raises a `UserError` unless the field's value is a positive number."""
+    """Raises a `UserError` unless `value` is a positive number; the message names the field."""
     if not (math.isfinite(value) and value > 0):
         raise UserError(f"{name}: {field} must be a positive number, got {value!r}")

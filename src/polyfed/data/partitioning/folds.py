@@ -109,8 +109,8 @@ def redraw_clients(
 
 
 def deal_folds(clients: Sequence[Client], folds: Folds, seed: int = 0) -> list[tuple[Client, ...]]:
-    """Returns one tuple of clients for each fold: the examples in the fold are the client's test set, and the others
-    its training set.
+    """Returns one tuple of clients for each fold: each client's examples in the fold are its test set, and its other
+    examples its training set.
 
     A client's training, validation and test examples are joined and dealt; each class within one example of its share.
     Groups (`Examples.group`) stay together, at all clients. A client with validation examples holds out its share of the

@@ -139,8 +139,8 @@ class Dirichlet(Partition):
 @final
 @dataclass(frozen=True)
 class ClassesPerClient(Partition):
-    """Gives every client exactly `k` classes; with `balanced`, the numbers of clients that have a class differ by at
-    most one between classes.
+    """Gives every client exactly `k` classes; with `balanced`, the number of clients that have a class is the same for
+    all classes, or differs by one.
 
     Source: pFedLA's non-IID.1 (k = 4; 12 for CIFAR-100; at random), FedHeNN's 2, 5 or 20 classes per client.
 
@@ -246,8 +246,8 @@ class DominantClasses(Partition):
 @final
 @dataclass(frozen=True)
 class Shards(Partition):
-    """Sorts examples by class, cuts them into shards and gives each client `k` shards, so that most clients have about
-    `k` classes.
+    """Sorts examples by class, cuts the sequence into equal pieces (shards), and gives each client `k` of them, so that
+    most clients have about `k` classes.
 
     Shards differ in size by at most one example, and all examples are used. Source: McMahan et al. 2017.
 

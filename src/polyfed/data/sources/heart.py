@@ -86,8 +86,8 @@ def heart(
     seed: int = 0,
     **options: Any,
 ) -> ClientTables:
-    """Returns the heart disease patients of four hospitals (`Heart`) divided into training, validation and test rows,
-    with one client per hospital.
+    """Returns the heart disease patients of four hospitals (`Heart`), divided into training, validation and test rows,
+    with one client per hospital; raises a `UserError` for unknown options.
 
     Args:
         test_fraction, val_fraction, public_fraction: see `polyfed.data.Split`.
