@@ -1,4 +1,4 @@
-"""Reads which examples each fold of a comparison tests."""
+"""Collects which examples of each client every fold of a cross-validation tests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
-"""Says before a comparison starts how long it takes, and how small a gain it can decide, from a pilot of two short runs of
-each of two methods."""
+"""Forecasts, before a comparison starts, how long it takes and how small a gain it can decide, from a pilot of four
+short runs: two methods with two seeds each.
+"""
 
 import dataclasses
 import math

@@ -140,7 +140,7 @@ class ComparisonPlan:
 @final
 @dataclass(frozen=True, eq=False)
 class RunSpec:
-    """Describes one training run of a comparison: a method with one seed.
+    """Describes one training run of a comparison: one method with one seed, and the directory that it writes.
 
     Attributes: the method and its label, the seed, the run directory or None, the fingerprint of the clients, the round
     whose models are kept, whether its predictions are compared, and whether it goes on without a client that fails. A

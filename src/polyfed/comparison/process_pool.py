@@ -61,8 +61,8 @@ def default_parallel_runs(settings: Settings, num_clients: int) -> int:
 
 
 def run_in_processes(tasks: Iterator[tuple[Key, Callable[[], Any]]], max_processes: int) -> Iterator[tuple[Key, Any]]:
-    """Runs each task in its own process, at most `max_processes` at once, and yields (key, result) as each task
-    finishes.
+    """Runs each task in a separate process, at most `max_processes` at once, and yields (key, result) as each finishes;
+    the result of a run that failed is its error.
 
     One task is taken from the iterator ahead. A run that fails yields its `ClientError` or `RoundError` as the result,
     and the others go on.

@@ -1,4 +1,5 @@
-"""Repeats the folds of a comparison until its answer is decided, with an error rate that allows for each look.
+"""Repeats the cross-validation of a comparison until its answer is decided, with error rates that allow for looking at
+the results after each repeat.
 
 The error rate is spent as O'Brien and Fleming's bounds do (Lan and DeMets 1983): little at the first looks, most at the
 last. A look has what was not spent before, so that false answers over all looks together are no more than with one

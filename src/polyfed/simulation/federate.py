@@ -149,7 +149,8 @@ def run_federation(
     callbacks: Iterable[Callback] = (),
     clients_are_checked: bool = False,
 ) -> Run:
-    """Runs federated training as `federate` does, with the options in a `Settings` object.
+    """Runs federated training as `federate` does, but with its options in a `Settings` object, and returns the finished
+    run.
 
     Args:
         clients, algorithm, public, out, config, facts, callbacks: as for `federate`.
@@ -228,7 +229,8 @@ def resume_federation(
     callbacks: Iterable[Callback] = (),
     clients_are_checked: bool = False,
 ) -> Run:
-    """Continues an interrupted run as `resume` does, and shows its progress on the given display.
+    """Continues an interrupted run as `resume` does, shows its progress on the given display, and returns the finished
+    run.
 
     Args:
         out, clients, algorithm, public, metrics, callbacks: as for `resume`.

@@ -1,5 +1,5 @@
-"""Provides the common base of both forms of FedHeNN: the alignment term of the local loss, its weight in each round,
-and its public examples.
+"""Provides the base class of both forms of FedHeNN: the alignment term, which the clients' loss contains, its weight in
+each round, and its public examples.
 """
 
 import math

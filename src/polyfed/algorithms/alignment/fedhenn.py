@@ -45,8 +45,8 @@ ClientState = dict[str, Any]  # "model": W_i with buffers; "public": the pool, i
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, ClientState]):
-    """Trains each client's own network, of any architecture, so that its representations of public examples become
-    similar to those of all clients' networks.
+    """Trains each client's network, of any architecture, so that its representations of public examples become similar
+    to those of all other clients' networks.
 
     Client i minimises F(W_i) + η_t·(1 − CKA(K_i, K̄(t−1))) (eq. 6), where F is its loss, W_i its network, and K_i the
     kernel of that network's representations.
@@ -113,8 +113,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
 
     @property
     def scalars_needed(self) -> frozenset[str]:
-        """Returns the names of the numbers that clients must report: {"capacity"} if the server needs each network's
-        capacity and cannot compute it, otherwise an empty set.
+        """Returns the names of the numbers that clients must report: "capacity" if the server needs each network's
+        capacity and cannot compute it, otherwise none.
         """
         sends_capacity = self.weighting == "capacity" and self.share == "representations"
         return frozenset({"capacity"}) if sends_capacity else frozenset()

@@ -31,7 +31,7 @@ from polyfed.core.training.loop import fit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
-    """Trains each client from the global model, with a penalty for representations that differ from the global model's;
+    """Trains the global model at each client, with a penalty on representations that differ from the global model's;
     the server averages the results.
 
     Client i minimises F(W_i) + η_t·(1 − CKA(K_i, K_global(t−1))) (eq. 5), starting from the global model Ŵ.
@@ -122,7 +122,7 @@ class FedHeNNHomo(AlignmentMethod, GlobalModelMethod):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network W_i that the client trained last, or the global model if it never trained."""
+        """Returns the network that the client trained last, or the global model if the client never trained."""
         if "trained" not in client_state:
             return self._load_global_model(message, client_state, client)
         assert client.model is not None

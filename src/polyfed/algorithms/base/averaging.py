@@ -1,4 +1,4 @@
-"""Provides the base classes of methods whose server averages the clients' replies: FedAvg and its relatives."""
+"""Provides the base classes of methods whose server averages the clients' replies, such as FedAvg."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Provides the base class of methods in which some tensors of the network stay at the client, and the server averages
+"""Provides the base class of methods in which some tensors of the network stay with the client, and the server averages
 the others.
 """
 

@@ -23,7 +23,7 @@ class PersonalNetworkMethod(ABC):
         return {"model": initial_state(client.model, seed)}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """Returns the client's personal network W_i."""
+        """Returns the network to evaluate for the client: its personal network W_i."""
         return self.load_personal_network(client_state, client)
 
     def load_personal_network(self, client_state: dict[str, Any], client: Client) -> nn.Module:
@@ -49,7 +49,9 @@ class PersonalBesideGlobalMethod(PersonalNetworkMethod, Averaging, ABC):
         return {**super().client_init(client, seed), "trained": False}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """Returns the client's personal network, or the global model if the client never took part."""
+        """Returns the network to evaluate for the client: its personal network, or the global model if the client never
+        took part.
+        """
         return (
             super().personal_model(message, client_state, client, seed)
             if client_state["trained"]

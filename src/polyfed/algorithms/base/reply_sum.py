@@ -1,4 +1,4 @@
-"""Sums the replies of a round, one after another as they arrive."""
+"""Sums the clients' replies of a round, one after another as they arrive."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -140,7 +140,9 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
         ), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's body φ_i with the received head h, or with the client's own head if none was received."""
+        """Returns the client's network with the received head, or with the head of the client's private state if none
+        was received.
+        """
         assert client.model is not None
         head = message.tensors.get("head", client_state["head"])
         places = self._head_tensor_names(client)

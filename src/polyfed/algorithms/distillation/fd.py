@@ -34,8 +34,8 @@ from polyfed.core.training.loop import ForwardPass, fit, reply_scalars
 @final
 @dataclass(frozen=True, kw_only=True)
 class FD(PersonalNetworkMethod, Averaging):
-    """Trains each client's own network to match, for each class, the mean output of the other clients' networks on
-    their examples of this class.
+    """Trains each client's network to match, for each class, the mean output of the other clients' networks for their
+    examples of this class.
 
     Client i minimises CE + γ·CE(F̂_y, softmax(z)), where z are its network's outputs, y the label, and F̂_y the mean
     over the *other* clients of their mean softmax for class y. With γ = 0 it is Local, bit for bit. Evaluated model:

@@ -38,8 +38,8 @@ ClientState = dict[str, Any]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
-    """Trains a common teacher network by FedAvg (phase 1), which each client then distils into its own network (phase
-    2).
+    """Trains a common teacher network by FedAvg (phase 1), from which each client then trains its network by
+    distillation (phase 2).
 
     Client i's network θ_i, of any architecture, minimises (1−α)·CE(θ_i, y) + α·2T²·KL on the client's own data, where
     KL is the divergence of the teacher's softmax at temperature T from the student's. Evaluated model: θ_i, which has
@@ -204,8 +204,8 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the teacher on the client's data and sends it (phase 1), or trains the client's own network from the
-        teacher (phase 2).
+        """Trains the teacher network on the client's data and returns it as the reply (phase 1), or trains the client's
+        network to match the teacher (phase 2); also returns the new private state.
 
         Each phase has `local_epochs` per round.
         """
@@ -269,7 +269,7 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         ).eval()
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the student θ_i, which is the client's own network."""
+        """Returns the network to evaluate for the client: its network, the student."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["student"])
 

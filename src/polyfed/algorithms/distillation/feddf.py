@@ -35,8 +35,8 @@ from polyfed.core.training.config import LocalTraining
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDF(Averaging):
-    """Trains one model for each architecture: by FedAvg among its clients, and then by distilling all clients' models
-    into it on the server's public examples.
+    """Trains one model for each architecture: by FedAvg among the clients with this architecture, then by distilling
+    all clients' models into it on the server's public examples.
 
     The server trains each average θ^p on KL(σ(mean_i f(θ_i, x)) ‖ σ(f(θ^p, x))) over public examples x, where p is the
     architecture, and the mean is over the outputs of all clients of the round, of whatever architecture. With
@@ -87,7 +87,7 @@ class FedDF(Averaging):
 
     @property
     def aggregates_by_sum(self) -> bool:
-        """Returns False, since the server needs each client's model."""
+        """Returns False, since the server needs each client's model, not only their sum."""
         return False
 
     # -- server ---------------------------------------------------------------------------------------------------

@@ -146,8 +146,8 @@ class FedKD(MutualLearningMethod):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its network, and the matrix that converts the shared
-        network's representations to those of its network.
+        """Returns the client's private state before round 1: its network, and the matrix that converts representations
+        of the shared network to representations of the client's network.
         """
         client_state = super().client_init(client, seed)
         return (
@@ -193,8 +193,8 @@ class FedKD(MutualLearningMethod):
         )
 
     def build_joint_loss(self, pair: NetworkPair, client: Client) -> Callable[[ForwardPass], Tensor]:
-        """Builds the loss that trains both networks: the cross-entropy of each, and the distance between their outputs
-        and representations.
+        """Returns the function that computes the loss of a minibatch for both networks: the cross-entropy of each, and
+        the distance between their outputs and representations.
 
         It is CE_z + CE_s + (KL(s ‖ z) + KL(z ‖ s) + H)/(CE_z + CE_s) (eqs. 1 to 7), where z and s are the outputs of
         the client's own network and of the shared one.

@@ -1,5 +1,5 @@
-"""Provides the base class of methods in which each client trains two networks that learn from each other: its own, and
-a shared one that the server averages (FML, FedKD).
+"""Provides the base class of methods in which each client trains two networks that learn from each other: the client's
+network, and a shared one that the server averages (FML, FedKD).
 """
 
 from abc import ABC, abstractmethod
@@ -209,11 +209,11 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
     def build_pair(
         self, personal: nn.Module, shared: nn.Module, client_state: ClientState, client: Client
     ) -> "NetworkPair":
-        """Combines the client's own network and the shared one into one module, which is then trained."""
+        """Combines the client's network and the shared one into one module for training."""
         return NetworkPair(personal, shared)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's own network θ_i."""
+        """Returns the network to evaluate for the client: its network, not the shared one."""
         assert client.model is not None
         return fill_module(cached_module(client.model, client.train.device).module, client_state["own"])
 
@@ -262,7 +262,7 @@ class NetworkPair(nn.Module):
         self.bridged: Tensor
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
-        """Returns the output of the client's own network; in training it also runs the shared network."""
+        """Returns the output of the client's network; in training mode it also runs the shared network."""
         personal_outputs = logits_of(self.own(*args, **named))
         if self.training:
             watched_module = None if self.bridge is None else self.shared.get_submodule(self._second)
@@ -277,8 +277,8 @@ class NetworkPair(nn.Module):
         self.bridged = self.bridge(inputs[0].flatten(1))
 
     def bridge_client_state(self) -> ClientState:
-        """Returns the weights of the matrix from the shared network's representation to the personal network's, as
-        `{"bridge": weights}`; an empty mapping if there is no matrix.
+        """Returns `{"bridge": weights}` with the matrix that converts the shared network's representations to the
+        client's; an empty dict if there is no matrix.
         """
         return {} if self.bridge is None else {"bridge": copy_trained_weights_and_buffers(self.bridge)}
 

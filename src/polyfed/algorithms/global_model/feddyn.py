@@ -22,8 +22,8 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedDyn(ServerUpdateMethod):
-    """Trains one global model, with a regulariser at each client that makes the optimum of its loss agree with that of
-    all clients together.
+    """Trains one global model, with a regulariser at each client that makes the optimum of the client's loss agree with
+    the optimum for all clients together.
 
     Client i minimises L_i(θ) − ⟨g_i, θ⟩ + α/2·‖θ − θ̄‖² (eq. 1), where θ̄ is the received model.
 

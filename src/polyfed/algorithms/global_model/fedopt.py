@@ -20,8 +20,8 @@ ServerOptimizer = Literal["avgm", "adagrad", "adam", "yogi"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedOpt(ServerUpdateMethod):
-    """Trains one global model by FedAvg, with an optimiser such as Adam at the server, which takes the clients' mean
-    change as a gradient.
+    """Trains one global model by FedAvg, except that the server uses an optimiser such as Adam, with the clients' mean
+    change as its gradient.
 
     The step is θ ← θ + η·m/(√v + τ), where m and v are moments of the mean change Δ, which stands for minus a gradient.
     All clients have one architecture. Evaluated model: θ.
@@ -74,13 +74,15 @@ class FedOpt(ServerUpdateMethod):
 
     @property
     def effective_server_lr(self) -> float:
-        """Returns the server's learning rate η: `server_lr`, or if that is None the default of the chosen optimiser."""
+        """Returns the server's learning rate: the field `server_lr`, or, if it is None, the default of the chosen
+        optimiser.
+        """
         return self.server_lr if self.server_lr is not None else 1.0 if self.server == "avgm" else 0.01
 
     @property
     def effective_beta1(self) -> float:
-        """Returns the decay β₁ of the server's first moment: `beta1`, or if that is None the default of the chosen
-        optimiser.
+        """Returns the decay β₁ of the server's first moment: the field `beta1`, or, if it is None, the default of the
+        chosen optimiser.
         """
         return self.beta1 if self.beta1 is not None else 0.0 if self.server == "adagrad" else 0.9
 

@@ -15,7 +15,8 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedProx(GlobalModelMethod):
-    """Trains one global model by FedAvg, with a penalty on each client's distance from the received model.
+    """Trains one global model by FedAvg, with a penalty in the local loss on each client's distance from the received
+    model.
 
     Client i minimises L_i(θ) + μ/2·‖θ − θ̄‖², where θ̄ is the received model; the server averages as FedAvg.
 

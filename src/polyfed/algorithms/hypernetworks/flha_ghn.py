@@ -269,7 +269,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         return {part: tensors for part, tensors in tensors_by_part.items() if tensors}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with generated weights, after training its linear head on the client's examples.
+        """Returns the network to evaluate for the client: its network with generated weights, after training its last
+        linear layer on the client's examples.
 
         The paper calls this "Inference and local refinement".
         """
@@ -291,8 +292,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
         yield "generated", recompute_norm_statistics_if_needed(cached, client, client_state, self.buffers)
 
     def client_graph(self, message: Message, client: Client) -> ArchitectureGraph:
-        """Returns the graph of the client's network, in which only layers whose type is in the message's catalogue get
-        generated weights.
+        """Returns the graph of the client's network, in which only layers whose type occurs in the message's catalogue
+        of layer types get generated weights.
 
         The other layers are private, each with a reason.
         """

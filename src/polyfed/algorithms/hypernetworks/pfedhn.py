@@ -40,7 +40,7 @@ _BLOCK = 2**24  # floats of clients' networks that are generated, or backpropaga
 @dataclass(frozen=True, kw_only=True)
 class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientState]):
     """Trains one hypernetwork on the server, which generates all trained parameters of each client's network from an
-    embedding of the client.
+    embedding (a learnt vector) of the client.
 
     The parameters are θ̄_i = h(v_i; φ), with the embedding v_i and the hypernetwork's weights φ. The client trains them
     and sends back θ̄_i − θ_i, from which the chain rule gives the gradients of φ and v_i. Clients may differ in
@@ -236,7 +236,7 @@ class PFedHN(LocalTraining, ValidatesNetworks, Algorithm[ServerState, ClientStat
         return Message({"delta": delta}, reply_scalars(client, fit_result.loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with the generated weights θ̄_i and the client's own buffers."""
+        """Returns the network to evaluate for the client: its network with the generated weights and its buffers."""
         return recompute_norm_statistics_if_needed(
             self._load_generated_weights(message, client_state, client), client, client_state, self.buffers
         )

@@ -57,8 +57,8 @@ _BLOCK = 2**26  # floats of the personalised models that are computed at one tim
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState], ABC):
-    """Implements what pFedLA and HeurpFedLA share: the server computes for each client its own weighted mean of all
-    clients' models, with weights per layer.
+    """Implements what pFedLA and HeurpFedLA share: the server computes for each client a weighted mean of all clients'
+    models, with separate weights for each layer.
 
     Args:
         weights: source of α: the "hypernetwork" of each client (paper, section 3.2), or the "similarity" of the clients'
@@ -146,8 +146,8 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
 @final
 @dataclass(frozen=True, kw_only=True)
 class PFedLA(LayerAggregationMethod):
-    """Gives each client its own weighted mean of all clients' models, with weights per layer that a hypernetwork learns
-    for the client on the server.
+    """Gives each client a weighted mean of all clients' models, with weights for each layer that a hypernetwork on the
+    server learns for this client.
 
     Layer l of client i's model is θ̄_i^l = Σ_j α_i^{l,j} θ_j^l, with α_i from its hypernetwork. Evaluated model: θ̄_i,
     which the client would download next (the paper's output); next to it, as `trained_...`, θ_i, the client's network
@@ -192,7 +192,7 @@ class PFedLA(LayerAggregationMethod):
         return Message({"model": model}, reply_scalars(client, fit_result.loss)), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with its personalised model θ̄_i."""
+        """Returns the network to evaluate for the client: its personalised model, the mixture from the server."""
         return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
     def other_models(

@@ -1,5 +1,5 @@
-"""Defines FedDSNAS and CA-FedDSNAS, which search an architecture in a federation by DSNAS (Hoang and Kingsford, eq. 3):
-FedPNAS without training for adaptation.
+"""Defines FedDSNAS and CA-FedDSNAS, which search an architecture for all clients by DSNAS (Hoang and Kingsford, eq. 3):
+as FedPNAS does, but not trained for adaptation to clients.
 """
 
 from dataclasses import dataclass
@@ -63,8 +63,8 @@ class FedDSNAS(SupernetMethod):
 @final
 @dataclass(frozen=True, kw_only=True)
 class CAFedDSNAS(SupernetMethod):
-    """Searches architectures as FedDSNAS does, but chooses the operations for each example separately (context-aware
-    samplers, section 3.3).
+    """Searches architectures as FedDSNAS does, but chooses the operations of the network separately for each example
+    (context-aware samplers, section 3.3).
 
     Evaluated model: the supernet, which takes the most probable operations for each example.
 

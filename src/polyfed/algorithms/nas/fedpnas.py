@@ -127,8 +127,8 @@ class MetaSupernetMethod(SupernetMethod, ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedPNAS(MetaSupernetMethod):
-    """Searches an architecture for each client: a common supernet is trained to adapt well, and each client adapts its
-    last cells before evaluation.
+    """Searches an architecture for each client: all train a common supernet so that it adapts well, and each client
+    adapts its last cells before evaluation.
 
     The samplers are context-free: each minibatch draws one architecture from learnable probabilities. Evaluated model:
     the most probable architecture after `finetune_epochs` of the personal stack on the client's data; next to it the
@@ -160,8 +160,8 @@ class FedPNAS(MetaSupernetMethod):
 @final
 @dataclass(frozen=True, kw_only=True)
 class CAFedPNAS(MetaSupernetMethod):
-    """Searches architectures as FedPNAS does, but chooses the operations for each example separately (context-aware
-    samplers, section 3.3): the paper's method.
+    """Searches architectures as FedPNAS does, but chooses the operations of the network separately for each example
+    (context-aware samplers, section 3.3): the paper's method.
 
     Evaluated model: the supernet after `finetune_epochs` of the personal stack, which takes the most probable
     operations for each example; next to it the one that came from the server, as `server_...`.

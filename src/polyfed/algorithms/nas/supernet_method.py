@@ -144,7 +144,9 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         self.supernet_plan(1, 1)  # checks the sizes
 
     def supernet_plan(self, in_channels: int, outputs: int) -> SupernetPlan:
-        """Returns the plan of the supernet for images with `in_channels` channels and for `outputs` logits."""
+        """Returns the plan (the description) of the supernet for images with `in_channels` channels and for `outputs`
+        logits.
+        """
         base, personal = plan_cell_stacks(
             self.base_cells, self.personal_cells, self.base_nodes, self.personal_nodes, self.operations,
             self.personal_operations,
@@ -158,7 +160,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return "example"
 
     def temperature_at(self, round_number: int, rounds: int) -> float:
-        """Returns the Gumbel-softmax temperature τ of a round; rounds count from 1.
+        """Returns the temperature τ of the Gumbel-softmax in a round, counted from 1.
 
         >>> from polyfed.algorithms import FedDSNAS
         >>> for annealing in ("exponential", "linear", "constant"):
@@ -180,7 +182,7 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
 
     @property
     def evaluated(self) -> str:
-        """Describes in words which architecture is evaluated, and whether its personal stack is adapted before
+        """Describes in words which architecture is evaluated, and whether its personal (last) cells are adapted before
         evaluation.
         """
         which = f"the mean of {self.samples} sampled networks"
@@ -236,7 +238,8 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return Message(_split_into_stacks(model), reply_scalars(client, loss)), buffer_state
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the network that the client derives from the supernet after adapting its personal stack.
+        """Returns the network to evaluate for the client, derived from the supernet after adapting its personal (last)
+        cells to the client.
 
         It is the most probable architecture as a plain network, or the mean of sampled ones. With context-aware
         samplers it is the supernet itself, which chooses for each example.
@@ -261,8 +264,8 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
             )
 
     def derive_network(self, net: CachedModule, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Derives a client's network from its supernet, and estimates its BatchNorm statistics on the client's training
-        data.
+        """Returns the client's network, derived from its supernet, with BatchNorm statistics estimated on the client's
+        training data.
 
         Statistics are not estimated if the client has kept its own buffers.
         """
@@ -283,8 +286,8 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return derived.eval()
 
     def network_for(self, data: DataSpec) -> Architecture:
-        """Returns the supernet's plan for the given input shape and number of classes; the plan is the factory that
-        builds the network.
+        """Returns the factory that builds the supernet for the given input shape and number of classes; this is the
+        supernet's plan.
         """
         return self.supernet_plan(data.inputs[0], data.outputs)
 
@@ -295,14 +298,16 @@ class SupernetMethod(Averaging, BringsNetwork, ABC):
         return rebuild_network(description)
 
     def describe_personal_network(self, network: nn.Module, client: Client) -> Mapping[str, Any]:
-        """Describes a derived network: its plan, its cells, and the probabilities from which each operation was chosen."""
+        """Describes a network derived from the supernet, as a dict: its plan, its cells, and the probabilities from
+        which each operation was chosen.
+        """
         supernet = network.network if isinstance(network, Sampled) else network
         assert isinstance(supernet, Network)
         return describe_network(network, supernet.known or operation_probabilities(supernet, client.train))
 
 
 def supernet_of(net: CachedModule) -> Network:
-    """Returns the supernet that a cached module holds."""
+    """Returns the supernet that a `CachedModule` holds."""
     assert isinstance(net.module, Network)
     return net.module
 

@@ -88,8 +88,8 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         return {"model": spec_of_sent_tensors(state_dict_spec(server_state["draw"]), reply, "model")}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
-        """Returns False in round 1, unless the user named the head, since the server does not know yet which tensors
-        are the body.
+        """Returns False in round 1 unless the user named the head, since the server does not know yet which tensors are
+        the body; True later.
         """
         return "draw" not in server_state
 
@@ -138,7 +138,7 @@ class BodyAndHeadMethod(LocalPartMethod, ABC):
         return reply, {**state_after, "trained": True}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network: the received body φ with the client's head h_i."""
+        """Returns the network to evaluate for the client: the received body with the client's head."""
         net = self._load_with_local_part(message, client_state, client)
         if (
             self.buffers == "average"

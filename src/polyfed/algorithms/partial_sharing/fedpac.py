@@ -42,8 +42,8 @@ from polyfed.models.structure import find_representation_module
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedPAC(BodyAndHeadMethod):
-    """Trains a shared body for all clients, and for each client a head that the server mixes from the heads of all
-    clients in the round.
+    """Trains a body shared by all clients, and for each client a head (last layer) that the server mixes from the heads
+    of all clients in the round.
 
     The head is the last linear layer. A client trains its head with the body frozen, then the body φ by
     CE + λ/d·‖f(x) − p̄_y‖² with the head frozen, p̄_c being the mean representation of class c over all clients. The server

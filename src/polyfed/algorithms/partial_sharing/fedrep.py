@@ -28,8 +28,8 @@ from polyfed.models.structure import find_head_modules, split_body_and_head
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedRep(BodyAndHeadMethod):
-    """Trains a shared body for all clients, which the server averages, and for each client a head that never leaves the
-    client.
+    """Trains a body shared by all clients, which the server averages, and for each client a head (the last layers) that
+    never leaves the client.
 
     In a round each client trains its head h_i with the body φ frozen, then φ with h_i frozen. All clients have one
     architecture. Evaluated model: φ with the client's own head; a client that never took part has the initial head.

@@ -14,8 +14,8 @@ from polyfed.core.nn.buffers import BufferPolicy
 @final
 @dataclass(frozen=True, kw_only=True)
 class LGFedAvg(AveragedHeadMethod):
-    """Trains a shared head for all clients, which the server averages, and for each client a body of any architecture
-    that never leaves the client.
+    """Trains a head (the last layers) shared by all clients, which the server averages, and for each client a body of
+    any architecture that never leaves the client.
 
     A client trains both together, from its body φ_i and the received head h (see the base `AveragedHeadMethod`). With the
     whole network as the head it is FedAvg in which clients keep their buffers, bit for bit. Evaluated model: h(φ_i(x)), with

@@ -1,1 +1,1 @@
-"""Provides methods that give each client its own model of one common architecture."""
+"""Provides methods that give each client a personal model; all these models have one architecture."""

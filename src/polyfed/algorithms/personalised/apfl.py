@@ -109,7 +109,7 @@ class APFL(Averaging):
         }
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the mixture of the client's local model and the current global model.
+        """Returns the network to evaluate for the client: the mixture of its local model and the current global model.
 
         v̄_i = α_i·v_i + (1 − α_i)·w.
         """

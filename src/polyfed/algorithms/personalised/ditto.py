@@ -19,8 +19,8 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ditto(PersonalBesideGlobalMethod):
-    """Trains a personal model for each client that is pulled towards the global model, while FedAvg trains the global
-    model.
+    """Trains a personal model for each client, which is pulled towards a global model that FedAvg trains at the same
+    time.
 
     Client i minimises L_i(v_i) + λ/2·‖v_i − w‖² over v_i; the global model w never depends on any v_i. All clients have
     one architecture. Evaluated model: v_i (w for a client that never took part); next to it w, as `server_...`.

@@ -15,8 +15,8 @@ from polyfed.core.training.loop import fit
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAvgFT(GlobalModelMethod):
-    """Trains a global model by FedAvg; each client fine-tunes its copy for `finetune_epochs` on its own training data
-    before evaluation.
+    """Trains a global model by FedAvg, and before evaluation each client fine-tunes a copy of it on its training data
+    for `finetune_epochs`.
 
     It is an honest baseline of personalisation (Cheng et al., 2021). Evaluated model: θ after fine-tuning. Neither θ
     nor the replies depend on it.
@@ -51,7 +51,8 @@ class FedAvgFT(GlobalModelMethod):
         self._require(self.finetune_lr is None or self.finetune_lr > 0, "finetune_lr", "positive, or none")
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the global model after training on the client's examples for `finetune_epochs`.
+        """Returns the network to evaluate for the client: the global model after training on the client's examples for
+        `finetune_epochs`.
 
         If the server sent no BatchNorm statistics, fine-tuning starts from those of the client's data; under
         "recompute" they are estimated again for the fine-tuned weights.

@@ -92,7 +92,9 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         self._require(self.buffers == "local", "buffers", "'local', since models are mixed by parameters alone")
 
     def exploration_probability_at(self, round_number: int) -> float:
-        """Returns the probability ε with which a client requests a random model in a round; rounds count from 1."""
+        """Returns the probability ε, in a round (counted from 1), with which a client requests a random model rather
+        than the one that it prefers.
+        """
         return max(0.0, self.epsilon - self.epsilon_decay * (round_number - 1))
 
     # -- server ---------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
     # -- client ---------------------------------------------------------------------------------------------------
 
     def client_init(self, client: Client, seed: int) -> ClientState:
-        """Returns the client's private state before round 1: its model, with the common initial weights, and which of
+        """Returns the client's private state before round 1: its model with the common initial weights, and which of
         its examples are held out.
         """
         assert client.model is not None  # `requires` names "one_architecture"
@@ -245,7 +247,7 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         return torch.tensor(chosen, dtype=torch.int64)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's own model θ_i."""
+        """Returns the network to evaluate for the client: its model θ_i."""
         return load_model_for_eval(client, client_state["model"], client_state, self.buffers)
 
 

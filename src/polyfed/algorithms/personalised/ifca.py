@@ -114,7 +114,9 @@ class IFCA(Averaging):
         return Message({group: model}, reply_scalars(client, fit_result.loss)), {}
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with the model that has the least loss on the client's training examples."""
+        """Returns the network to evaluate for the client: the one of the k models that has the lowest loss on the
+        client's training examples.
+        """
         return load_client_model(
             client, message.tensors[self._group_of_least_loss(message, client)], client_state, self.buffers
         ).module

@@ -138,7 +138,7 @@ class NearestNeighbourMixture(nn.Module):
         self.register_buffer("name", torch.tensor(list(name.encode()), dtype=torch.uint8))  # the module with input φ(x)
 
     def forward(self, *parts: Any, **kwargs: Any) -> Tensor:
-        """Returns the logarithms of the mixed class probabilities, shape (batch, classes)."""
+        """Returns the logarithms of the mixed class probabilities for a batch of inputs, shape (batch, classes)."""
         return self.mix(*self.class_probabilities(*parts, **kwargs))
 
     def mix(self, global_probabilities: Tensor, knn_probabilities: Tensor) -> Tensor:
@@ -149,7 +149,9 @@ class NearestNeighbourMixture(nn.Module):
         return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 
     def class_probabilities(self, *parts: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Returns the class probabilities of the network and those of the nearest neighbours, each (batch, classes)."""
+        """Returns two tensors of class probabilities, each of shape (batch, classes): those of the network, and those
+        of the nearest neighbours.
+        """
         captured_inputs: list[Tensor] = []
         module = self.network.get_submodule(_decode_name(self.name))
 

@@ -85,7 +85,7 @@ class Local(PersonalNetworkMethod, LocalTraining, Algorithm[ServerState, ClientS
                 raise UserError(f"{error} (by_client[{client!r}])") from error
 
     def options_for(self, client: str) -> "Local":
-        """Returns a copy of this method with the training settings of one client, from `by_client`."""
+        """Returns this method with the training settings that `by_client` has for one client; unchanged if it has none."""
         fields = (self.by_client or {}).get(client)
         return self if fields is None else dataclasses.replace(self, by_client=None, **fields)
 

@@ -132,7 +132,8 @@ class PerFedAvg(Averaging):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the global model after `adapt_steps` gradient steps on minibatches of the client's training data.
+        """Returns the network to evaluate for the client: the global model after `adapt_steps` gradient steps on
+        minibatches of the client's training data.
 
         A step is w − α∇f_i(w).
         """

@@ -29,8 +29,8 @@ from polyfed.core.vectorized.deferred_calls import PerClientTerm
 @final
 @dataclass(frozen=True, kw_only=True)
 class PFedMe(ServerUpdateMethod):
-    """Trains a personal model for each client near the global model, and moves the global model towards the personal
-    ones.
+    """Trains a personal model for each client that stays near the global model, and moves the global model towards the
+    clients' personal models.
 
     Minimises mean_i F_i(w) over w, where F_i(w) = min_θ L_i(θ) + λ/2·‖θ − w‖² is the Moreau envelope of client i's
     loss. All clients have one architecture. All clients train in each round; those of the cohort are averaged.
@@ -148,7 +148,9 @@ class PFedMe(ServerUpdateMethod):
         return loss
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's personal model θ_i; frozen parameters and sent buffers come from the global model."""
+        """Returns the network to evaluate for the client: its personal model; frozen parameters and sent buffers are
+        the global model's.
+        """
         model = {**message.tensors["model"], **client_state.get("model", {})}
         return load_model_for_eval(client, model, client_state, self.buffers)
 

@@ -123,7 +123,8 @@ class FedTGP(PrototypeMethod, Algorithm[ServerState, ClientState]):
 
 @final
 class TrainablePrototypes(nn.Module):
-    """Holds one trainable prototype for each class, and computes the negative distance of each input to each prototype.
+    """Holds one trainable prototype (a vector) for each class, and computes the negative distance of each input to each
+    prototype.
 
     The prototype of class c is p̂_c = F(p̊_c), F being two layers and p̊_c a trained vector.
 

@@ -1,4 +1,6 @@
-"""Provides the base class of methods in which all clients share one prototype for each class (FedProto, FedTGP)."""
+"""Provides the base class of methods in which all clients share one prototype (a mean or trained representation) for
+each class: FedProto and FedTGP.
+"""
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping

@@ -1,2 +1,3 @@
-"""Trains the reference models of a comparison: simple models that each client fits alone, and a network trained on the
-pooled data of all clients."""
+"""Trains the reference models of a comparison: simple models on each client's data only, and a network on the pooled
+data of all clients.
+"""

@@ -1,5 +1,5 @@
 """Trains reference models that show whether a federated network is worth its cost: a constant, simple models, and a
-network on all data pooled.
+network on the pooled data of all clients.
 
 For simulations only: they need all clients' examples.
 """

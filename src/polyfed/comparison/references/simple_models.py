@@ -1,4 +1,4 @@
-"""Fits the simple models of a task on each client's own data, such as logistic regression and gradient-boosted trees.
+"""Fits the simple models of a task, such as logistic regression and gradient-boosted trees, on each client's data only.
 
 They use the examples that the client's network may use, for training and validation, and choose their penalty by
 cross-validation on these. None may take minutes; models that would are left out or fitted to fewer examples, and the

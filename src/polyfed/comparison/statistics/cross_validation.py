@@ -1,5 +1,5 @@
-"""Estimates confidence intervals of differences of two methods from repeated k-fold cross-validation, in which every example
-is tested once a repeat.
+"""Estimates confidence intervals of the difference of two methods from repeated k-fold cross-validation, in which each
+repeat tests every example once.
 
 Three things make a difference uncertain, and the variance is their sum:
 

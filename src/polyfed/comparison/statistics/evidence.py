@@ -39,7 +39,8 @@ ScoresByMethod = Mapping[str, Mapping[int, Mapping[str, float | None]]]  # metho
 @final
 @dataclass(frozen=True)
 class MethodEvidence:
-    """Holds the estimates of one method's mean score and of its gains over other methods.
+    """Holds the estimated mean score of one method, and its estimated gains over other methods, with confidence
+    intervals.
 
     The intervals of gains hold for all methods simultaneously.
 
@@ -121,7 +122,8 @@ class Evidence:
     def estimate_scores_and_gains(
         self, labels: Sequence[str], reference: str | None, best: str | None
     ) -> dict[str, MethodEvidence]:
-        """Estimates each method's mean score, and its gains over the method `reference` and over the method `best`.
+        """Estimates each method's mean score, and its gains over the method `reference` and the method `best`; returns
+        `{method label: estimates}`.
 
         Args:
             labels: all methods with scores.

@@ -26,7 +26,7 @@ _MIXED = -1  # class of a unit with examples of several classes
 @final
 @dataclass(frozen=True, eq=False)
 class FoldScores:
-    """Holds the cross-validated scores of one method at one client.
+    """Holds the cross-validated scores of one method at one client, one for each repeat of the folds.
 
     A unit is what is drawn independently: an example, or all examples of one group (the rows of a patient).
 

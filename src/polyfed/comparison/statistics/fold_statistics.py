@@ -1,4 +1,4 @@
-"""Puts the scores of a cross-validation into the content of `comparison.json`: those of all folds together."""
+"""Writes the scores over all folds of a cross-validation into the content of `comparison.json`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -74,8 +74,9 @@ def score_with_pseudo_values(
 def example_class_of_each_pseudo_value(
     metric: Metric, targets: Tensor, groups: Groups | None = None
 ) -> NDArray[np.int64]:
-    """Returns the class of the example to which each pseudo-value belongs; 0 for all if the metric does not depend on
-    classes."""
+    """Returns, for each jackknife pseudo-value, the class of the test example to which it belongs; 0 for all if the
+    metric does not depend on classes.
+    """
     n = len(targets)
     if groups is not None:
         count = int(groups.max()) + 1

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, final
 @final
 @dataclass(frozen=True)
 class CurvePoint:
-    """Describes one evaluated round of a run: the mean score over clients, and the bytes and seconds spent up to it."""
+    """Describes one evaluated round of a run: the mean score over clients, and the bytes and seconds that the run had
+    spent by its end.
+    """
 
     round: int
     score: float | None
@@ -45,7 +47,8 @@ class RecordWithCosts(NamedTuple):
 
 
 def iterate_records_with_costs_so_far(history: Sequence[Mapping[str, Any]]) -> Iterator[RecordWithCosts]:
-    """Yields the record of each round together with the bytes and seconds that the run has spent up to it.
+    """Yields the record of each round together with the bytes and seconds that the run had spent by the end of that
+    round.
 
     Seconds are those of clients and server, without evaluation; NaN for records of early versions, which have none.
     """
@@ -56,7 +59,8 @@ def iterate_records_with_costs_so_far(history: Sequence[Mapping[str, Any]]) -> I
 
 
 def mean_metric_by_round(history: Sequence[Mapping[str, Any]], metric_name: str) -> list[tuple[int, float]]:
-    """Returns (round, mean over clients of the metric `metric_name`) for each evaluated round that has the metric.
+    """Returns (round, mean) pairs with the mean over clients of the metric `metric_name`, for each evaluated round that
+    has the metric.
 
     >>> mean_metric_by_round([{"round": 2, "summary": {"val_loss": {"mean": 0.5}}}, {"round": 3, "summary": {}}], "val_loss")
     [(2, 0.5)]

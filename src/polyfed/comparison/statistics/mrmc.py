@@ -1,5 +1,5 @@
-"""Estimates confidence intervals of scores and of paired differences by multi-reader multi-case analysis, with seeds as
-readers and test examples as cases.
+"""Estimates confidence intervals of scores and of differences of two methods by multi-reader multi-case analysis, with
+seeds as readers and test examples as cases.
 
 The score of a method at a client varies with the training (the seed) and with the test examples, and every network is
 scored on the same examples. In radiology this design is called multi-reader multi-case: seeds are the readers,
@@ -84,8 +84,8 @@ def estimate_variance_components(
     targets: Tensor,
     groups: NDArray[Any] | None = None,
 ) -> VarianceComponents | None:
-    """Estimates how much of the variance of one client's score, or of the difference of two methods, is due to seeds
-    and how much to test examples.
+    """Estimates how much of the variance of one client's score, or of the difference of two methods there, is due to
+    seeds and how much to test examples; None if a score is not defined.
 
     Args:
         metric: the metric. Differences are positive where the method is better than the rival, also for losses.
@@ -140,8 +140,8 @@ class SeedScores:
 def score_seeds(
     metric: Metric, outputs_by_seed: Sequence[Tensor], targets: Tensor, groups: NDArray[Any] | None = None
 ) -> SeedScores | None:
-    """Returns the scores of one method at one client, computed from the outputs of each seed's network; None if a score
-    is not defined.
+    """Returns the scores of one method at one client, one for each seed's network, computed from the networks' outputs;
+    None if a score is not defined.
 
     With `groups`, examples of equal value are one unit (module `cluster_jackknife`).
     """
@@ -339,7 +339,8 @@ class GainOverRival(NamedTuple):
 
 
 def estimate_gain_over_best_rival(gains_over_each_rival: Sequence[GainOverRival]) -> Estimate:
-    """Estimates the gain over the best of several rivals, which is the smallest of the gains over each rival.
+    """Estimates the gain of a method over the best of several rivals; this is the smallest of its gains over the single
+    rivals.
 
     It is positive only if every gain is, so that the lower end needs no correction for the number of rivals (an
     intersection-union test, Berger 1982). The upper end does, since a single rival can decide it.

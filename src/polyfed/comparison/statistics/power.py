@@ -1,4 +1,4 @@
-"""Computes the smallest gain that a comparison is likely to decide, from the variances that a pilot shows."""
+"""Computes the smallest gain that a comparison is likely to decide, from variances that a short pilot shows."""
 
 import math
 from collections.abc import Sequence

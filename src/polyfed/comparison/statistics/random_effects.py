@@ -57,7 +57,9 @@ class SiteGain:
 @final
 @dataclass(frozen=True)
 class SharedError:
-    """Holds the variance of an error that all sites share, such as that of the runs' seeds, and its degrees of freedom."""
+    """Holds the variance, with its degrees of freedom, of an error that all sites share, such as the error due to the
+    runs' seeds.
+    """
 
     variance: float = 0.0
     freedom: float = 1.0

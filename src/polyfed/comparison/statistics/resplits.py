@@ -49,8 +49,8 @@ class ResplitDifferences:
 def estimate_client_means_over_resplits(
     differences_by_client: Sequence[ResplitDifferences], *, num_tests: int = 1, alpha: float = ALPHA
 ) -> list[Estimate]:
-    """Estimates each client's mean difference over repeated random splits with a confidence interval, by the corrected
-    resampled t-test.
+    """Estimates each client's mean difference of two methods over repeated random splits of the data, with a confidence
+    interval by the corrected resampled t-test.
 
     The variance is that of Nadeau and Bengio (2003), which corrects for the examples that the splits share. As in
     `estimate_client_means`, the clients pool their variance, since a few splits give a poor estimate of it.

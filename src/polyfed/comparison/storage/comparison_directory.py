@@ -46,7 +46,7 @@ SELECTION_RULE = (
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """Holds the results of a comparison of several methods on the same clients.
+    """Holds the results of a comparison of several methods on the same clients: scores, gains and conclusions.
 
     Attributes:
         results: the results, as `polyfed.comparison.storage.results_schema.ComparisonResults` describes them.
@@ -66,7 +66,8 @@ class Comparison:
         return "\n".join((*self.results["warnings"], *self.verdicts, *left_out, *failed))
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Writes the comparison's HTML page, as `polyfed report` does, and returns its path.
+        """Writes the comparison's HTML page, as the command `polyfed report` does, and returns its path; raises a
+        `UserError` if the comparison was kept in memory.
 
         Args:
             out: the page; None for `report.html` in the comparison's directory.
@@ -111,7 +112,8 @@ class Comparison:
         return average_cross_site(parts)
 
     def table(self) -> list[dict[str, Any]]:
-        """Returns the scores and costs of the methods as rows, one per method, with None where a value is not defined.
+        """Returns the scores and costs of the methods as a list of dicts, one per method, with None for a value that is
+        not defined.
 
         Columns: `method`; `mean` over clients and seeds with its interval `low`, `high`; `worst` client, `p10` and `p90`;
         `gain` over training alone with `gain_low`, `gain_high`; `losers`, the number of clients that lose by joining; the
@@ -203,7 +205,7 @@ def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
 
 def write_description(folder: Path, description: Mapping[str, Any], criteria: ResultCriteria) -> None:
     """Writes the description of a comparison to `comparison.yaml`; raises a `UserError` if the folder holds something
-    else, or a comparison whose runs would become invalid.
+    else, or a comparison whose finished runs this one would make invalid.
 
     Raises:
         UserError: `folder` holds something else, or a comparison of something else.

@@ -1,5 +1,6 @@
-"""Decides whether a comparison may continue an earlier one in the same directory, by a comparison of the two
-descriptions."""
+"""Decides whether a comparison may continue an earlier one in the same directory, by the differences of their
+descriptions.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,6 @@
-"""Describes entries of `comparison.json` on gains, on examples that are tested, and on the model over sites."""
+"""Describes three kinds of entries of `comparison.json`: gains, numbers of tested examples, and the random-effects
+model over sites.
+"""
 
 from typing import Required, TypedDict
 
@@ -9,7 +11,9 @@ IntervalEnds = tuple[float, float] | None
 
 
 class GainEntry(TypedDict, total=False):
-    """Holds a gain over one reference model, with an interval as if this were the only reference."""
+    """Holds a method's gain over one reference model, with a confidence interval that takes this model as the only
+    reference.
+    """
 
     gain: Score
     interval: IntervalEnds

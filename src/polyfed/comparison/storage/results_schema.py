@@ -54,7 +54,7 @@ class ClientSizesEntry(TypedDict, total=False):
 
 
 class TargetReachedEntry(TypedDict, total=False):
-    """Holds the first evaluated round of a run that reaches the target score, with its costs."""
+    """Holds the first evaluated round at which a run reaches the target score, and what the run had cost by then."""
 
     round: Required[float]
     bytes: float
@@ -87,8 +87,9 @@ class RunEntry(TypedDict, total=False):
 
 
 class MeanTargetReachedEntry(TypedDict, total=False):
-    """Holds the mean round and costs at which a method's runs reach the target score; the means are None unless all
-    seeds reach it."""
+    """Holds the mean round, and the mean costs, at which a method's runs reach the target score; None unless the runs
+    of all seeds reach it.
+    """
 
     reached: Required[int]
     """Number of seeds that reach the target."""
@@ -98,7 +99,9 @@ class MeanTargetReachedEntry(TypedDict, total=False):
 
 
 class ClientStatisticsEntry(TypedDict, total=False):
-    """Holds a client's mean score and gain over seeds; p-value and intervals hold for all clients simultaneously."""
+    """Holds one client's mean score and gain over the seeds; p-value and confidence intervals hold for all clients
+    simultaneously.
+    """
 
     mean: Score
     gain: Score
@@ -110,7 +113,7 @@ class ClientStatisticsEntry(TypedDict, total=False):
 
 
 class MethodStatisticsEntry(TypedDict, total=False):
-    """Holds a method's mean score, gains and costs over seeds."""
+    """Holds a method's mean score, gains and costs, averaged over the seeds."""
 
     mean: Required[Score]
     interval: IntervalEnds
@@ -165,8 +168,9 @@ class ConvergenceEntry(TypedDict, total=False):
 
 
 class ReferenceEntry(TypedDict, total=False):
-    """Holds the scores of a reference model: a simple model that each client fits alone, or a network trained on all
-    data pooled."""
+    """Holds the scores of a reference model: a simple model on each client's data only, or a network on the pooled data
+    of all clients.
+    """
 
     sentence: Required[str]
     alone: bool
@@ -197,7 +201,7 @@ class MethodTuningEntry(TypedDict, total=False):
 
 
 class TuningEntry(TypedDict, total=False):
-    """Holds the search for hyper-parameters of all methods."""
+    """Holds the hyper-parameter search of a comparison, for all methods."""
 
     sentence: Required[str]
     by: str
@@ -217,7 +221,7 @@ class BudgetEntry(TypedDict, total=False):
 
 
 class TargetEntry(TypedDict, total=False):
-    """Holds the mean score that runs should reach."""
+    """Holds the mean score that a run should reach (the target)."""
 
     score: Score
     """Mean of the reference's scores unless a target was given."""

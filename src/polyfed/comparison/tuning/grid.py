@@ -1,5 +1,6 @@
-"""Resolves the values that a search tries for a hyper-parameter: given values, multiples of the method's default, and
-an extension beyond the edge of the grid."""
+"""Determines the values that a search tries for a hyper-parameter: given values, multiples of the method's default, and
+values beyond the edge of the grid.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -88,8 +89,9 @@ def may_extend_grid(values: Any) -> bool:
 
 
 def check_grid_extension(name: str, values: Any, trials: int | None) -> None:
-    """Raises a `UserError` if a grid with the mark `...` cannot be extended: it holds anything but positive numbers, or
-    Optuna searches."""
+    """Raises a `UserError` if a grid with the mark `...` cannot be extended, because it holds anything but positive
+    numbers, or because Optuna searches.
+    """
     if not may_extend_grid(values):
         return
     if trials is not None:

@@ -256,7 +256,7 @@ def _fields(method: Method) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def build_search_variants(plan: ComparisonPlan, method: Method) -> list[Method]:
-    """Returns copies of a method, one for each combination of hyper-parameter values to try.
+    """Returns copies of a method, one for each combination of the hyper-parameter values to try.
 
     With Optuna it is one for the low ends of all ranges and one for the high ends.
     """

@@ -42,7 +42,7 @@ class SearchRange:
 
 
 def parse_number_or_text(text: str) -> int | float | str:
-    """Returns the int or float that a text denotes; returns any other text unchanged.
+    """Converts a text to the int or float that it denotes; returns a text that is no number unchanged.
 
     >>> [parse_number_or_text(text) for text in ("2", "1e-3", "mean")]
     [2, 0.001, 'mean']
@@ -57,7 +57,7 @@ def parse_number_or_text(text: str) -> int | float | str:
 
 @final
 class OptunaSearch:
-    """Searches the hyper-parameters of one method with Optuna.
+    """Searches the hyper-parameters of one method with the package Optuna, which suggests the values to try next.
 
     It depends only on the seed and the scores. A search that was interrupted therefore asks for the same runs again,
     and finds them finished.
@@ -94,7 +94,7 @@ class OptunaSearch:
 
 
 def import_optuna() -> Any:
-    """Imports and returns the package Optuna; raises a `UserError` if it is not installed.
+    """Imports the package Optuna and returns it; raises a `UserError` if it is not installed.
 
     Raises:
         UserError: it is not installed.

@@ -31,14 +31,15 @@ Fields = dict[str, Any]
 
 @final
 class LossAtRound(NamedTuple):
-    """Holds a loss, and the round that has it."""
+    """Holds a loss, and the number of the round that has it."""
 
     loss: float
     round: int
 
 
 def lowest_smoothed_loss(curve: LossCurve) -> LossAtRound | None:
-    """Returns the lowest smoothed loss of a curve, and the first round that has it; None for an empty curve.
+    """Returns the lowest loss of a curve, each loss averaged with those of its two neighbouring rounds, and the first
+    round that has it; None for an empty curve.
 
     The loss is averaged over each evaluated round and its two neighbours.
 
@@ -119,7 +120,7 @@ def cap_losses(
 
 
 def first_loss(loss_by_round: Mapping[int, float]) -> float:
-    """Returns the loss of the first evaluated round.
+    """Returns the loss of the first evaluated round, from `{round: loss}`.
 
     >>> first_loss({2: 0.5, 1: 0.75})
     0.75
@@ -200,7 +201,7 @@ class SearchRun:
 
     @cached_property
     def validation_losses_by_client(self) -> Mapping[str, Mapping[int, float]]:
-        """Returns the validation losses of each client: client id -> evaluated round -> loss.
+        """Returns the validation losses of each client in this run, as `{client id: {evaluated round: loss}}`.
 
         A client whose training diverged is left out: a mean over its other rounds would reward the divergence.
         """
@@ -273,8 +274,8 @@ class RunWithBestRound(NamedTuple):
 
 
 def rank_runs_for_one_client(runs: Sequence[SearchRun], client: str) -> list[RunWithBestRound]:
-    """Ranks, best first, the search runs in which a client that trains on its own data only has a loss, and returns
-    each run with the client's best round.
+    """Ranks the search runs for one client, which trains on its own data only; returns the runs in which it has a loss,
+    best first, each with its best round.
 
     In the pooled loss each client is capped at its first loss (the median over the runs), which also stands in where
     its training failed. So every run averages over the same clients, and one that diverges does not decide for the

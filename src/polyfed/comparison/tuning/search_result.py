@@ -29,8 +29,8 @@ MAX_EXTENSIONS = 2  # values that a grid is extended by, on either side
 
 @final
 class ChoiceKey(NamedTuple):
-    """Identifies whose hyper-parameters a search chose: those of a method, or those of one client if each of the
-    method's clients has its choice.
+    """Identifies whose hyper-parameters a search chose: those of a method, or those of one client if the search chooses
+    for each of the method's clients separately.
     """
 
     label: str
@@ -50,7 +50,7 @@ class TunedMethods(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """Holds the runs of a search, ranks them, and sets the best hyper-parameters in the methods.
+    """Holds the runs of a hyper-parameter search, ranks them, and builds the methods with the best hyper-parameters.
 
     Attributes:
         plan: the plan of the search.
@@ -119,8 +119,8 @@ class SearchResult:
         }
 
     def best_fields_of_method_or_each_client(self, label: str) -> list[Fields]:
-        """Returns the best hyper-parameters of a method as a list of one dict, or, if each of its clients has its
-        choice, a list with one dict for each client.
+        """Returns the best hyper-parameters of a method as a list of one dict or, if the search chooses for each of its
+        clients separately, a list with one dict per client.
 
         The client with most validation examples comes first.
         """
@@ -167,7 +167,8 @@ class SearchResult:
         return f"choice-{later + 1}" if later else ""
 
     def set_chosen_fields_in_methods(self, rank_by_choice: Mapping[ChoiceKey, int]) -> TunedMethods:
-        """Returns copies of the methods with their best hyper-parameters, and the entry `tuning` of `comparison.json`.
+        """Returns copies of the methods with their best hyper-parameters, and the entry `tuning` of `comparison.json`,
+        which reports the search.
 
         Args:
             rank_by_choice: the rank of the chosen run, for the methods and clients whose better runs diverged with
@@ -295,5 +296,5 @@ def _is_at_edge(name: str, best: SearchRun, runs: Sequence[SearchRun]) -> bool:
 
 
 def join_as_name_equals_value(fields: Fields) -> str:
-    """Formats hyper-parameters as "NAME=VALUE,NAME=VALUE"."""
+    """Formats hyper-parameters as one text, "NAME=VALUE,NAME=VALUE"."""
     return ",".join(f"{key}={value}" for key, value in fields.items())

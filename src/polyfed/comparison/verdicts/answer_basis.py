@@ -1,4 +1,6 @@
-"""Counts the test examples behind an answer, and those of the rarest class where the metric is computed within classes."""
+"""Counts the test examples on which an answer rests, and, if the metric is computed within classes, those of the rarest
+class.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Builds the sentences on what the intervals of a cross-validation cover."""
+"""Builds the sentences that say what the confidence intervals of a cross-validation cover."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -23,8 +23,8 @@ _LINES = 40  # clients up to which each undecided one has a sentence of its own
 
 
 def format_difference(value: float, unit: str, label: str) -> str:
-    """Formats a difference between scores: in percentage points if the scores are shares, else as a number with the
-    score's name.
+    """Formats a difference between two scores without its sign: in percentage points if the scores are shares, else as
+    a number with the score's name.
 
     >>> (format_difference(-0.041, "%", "accuracy"), format_difference(0.041, "", "AUC"),
     ...  format_difference(0.0004, "%", "accuracy"))
@@ -205,7 +205,7 @@ def describe_alternative(name: str, reference: str | None, task: TaskSpec) -> st
 def verdict_sentences(
     content: Mapping[str, Any], client_answers: Sequence[Mapping[str, Any]], mean_answer: Mapping[str, Any] | None
 ) -> list[str]:
-    """Returns the conclusions of a comparison as sentences to print.
+    """Returns the conclusions of a comparison as a list of sentences to print.
 
     First the mean, then simple models against training alone, then the clients from the largest gain to the largest
     loss, then those without a decision; with many clients, the last are listed in one sentence.
@@ -248,7 +248,7 @@ def _simple_model_sentences(content: Mapping[str, Any]) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Joins the first 8 names with commas, and adds "and N more" if there are others.
+    """Joins the first 8 names with commas, and adds "and N more" if there are more.
 
     >>> join_names(["a", "b"]), join_names([str(k) for k in range(10)])
     ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')

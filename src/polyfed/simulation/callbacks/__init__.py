@@ -1,1 +1,3 @@
-"""Holds callbacks, which follow a run round by round: they evaluate, save checkpoints, log or stop; users add more."""
+"""Holds callbacks, objects that follow a run round by round: built-in ones evaluate, save checkpoints, log or stop;
+users add more.
+"""

@@ -34,7 +34,7 @@ class Callback(ABC):
         return
 
     def on_aggregated(self, round_number: int) -> None:
-        """Runs after the server has aggregated the replies of a round, and before the round is evaluated."""
+        """Runs in each round after the server has aggregated the clients' replies, and before the round is evaluated."""
         return
 
     def on_round(self, record: Mapping[str, Any]) -> bool | None:

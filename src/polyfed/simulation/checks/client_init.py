@@ -1,4 +1,6 @@
-"""Checks before the first round that the method can create the private state of each client."""
+"""Checks before the first round that the method can create the private state that each client keeps from round to
+round.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Converts the clients that a caller passes, in any iterable, to a list."""
+"""Converts the clients that a caller passes in any iterable to a list."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

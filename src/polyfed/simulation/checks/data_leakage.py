@@ -68,7 +68,8 @@ class _Leak:
 
 
 def warn_of_test_leakage(clients: Sequence[Client]) -> None:
-    """Warns once (`UserWarning`) if clients are tested or validated on examples that are also training examples.
+    """Emits one `UserWarning` if several test or validation examples of a client are also training examples, of the
+    same client or another.
 
     It warns if at least two different test or validation examples of a client, and 5 % of them, are among its own
     training examples, or as many test examples among those of other clients. Clients are compared with each other if

@@ -16,7 +16,8 @@ from polyfed.simulation.checks.requirements import architecture_keys_by_client, 
 
 
 def initial_weights_fingerprint(clients: Sequence[Client]) -> str:
-    """Returns a short hash of the initial weights of all clients' networks, as built with seed 0.
+    """Returns a short hash of the initial weights of all clients' networks, as built with seed 0; skips networks whose
+    initial weights differ at each call.
 
     It tells networks with the same architecture but other weights of their own apart. Networks whose initial weights
     differ at each call, because they draw from more than torch's generator, are not hashed.

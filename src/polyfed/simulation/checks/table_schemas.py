@@ -1,5 +1,5 @@
-"""Checks before round 1 that the clients' tables have the same columns and classes, where training them together needs
-that; errors name the columns that differ.
+"""Checks before round 1 that the clients' tables have the same columns and classes, if a method trains them together
+and so needs that; errors name the columns that differ.
 
 Categories, classes and values are never shown. Tables are compared by their columns in order, their categories, where
 cells may be empty, and their classes. All of this must agree where networks are averaged or read the same public
@@ -164,8 +164,8 @@ class DeviatingPair(NamedTuple):
 
 
 def find_deviating_pair(value_by_client: Mapping[str, Hashable]) -> DeviatingPair | None:
-    """Returns the ids of two clients with different values: one with the most frequent value, and one that deviates from
-    it; None if all values are equal.
+    """Returns the ids of two clients with different values, the first with the most frequent value; None if all values
+    are equal.
 
     >>> find_deviating_pair({"a": 1, "b": 2, "c": 2}), find_deviating_pair({"a": 1})
     (DeviatingPair(typical='b', deviating='a'), None)

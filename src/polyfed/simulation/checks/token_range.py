@@ -1,4 +1,4 @@
-"""Checks before the first round that the clients' tokens are in the vocabularies of their networks."""
+"""Checks before the first round that all tokens in the clients' data are in the vocabularies of their networks."""
 
 from typing import Any
 

@@ -53,7 +53,7 @@ class ClientTask:
 
     @property
     def reply_seed(self) -> int:
-        """Returns the random seed for compressing the client's reply."""
+        """Returns the seed of the random numbers with which the client's reply is compressed."""
         return derive_seed(self.run_seed, self.round, self.client, "compress")
 
 
@@ -96,7 +96,9 @@ class TaskResult:
 
 
 class Engine(ABC):
-    """Runs clients' tasks: in this process, in worker processes, on a cluster, or at real sites."""
+    """Runs clients' tasks (training, evaluation, export of weights): in this process, in worker processes, on a
+    cluster, or at real sites.
+    """
 
     max_block_bytes: ClassVar[int] = 256 * 2**20
     """Most bytes of messages in one call of `run`: tasks come in blocks of at most this size, or one task at a time."""
@@ -113,7 +115,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases the engine's processes and memory; it cannot be used afterwards."""
+        """Releases the engine's processes and memory; the engine cannot be used afterwards."""
 
 
 def move_clients_to_device(clients: Sequence[Client], device: torch.device) -> list[Client]:

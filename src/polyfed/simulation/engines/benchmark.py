@@ -1,5 +1,6 @@
-"""Measures for `engine="auto"` whether clients train faster together, their networks stacked into one computation, or one
-by one."""
+"""Measures for `engine="auto"` whether clients train faster together, with their networks stacked into one computation,
+or one by one.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,7 @@ class EngineChoice:
         return f"engine auto: clients are trained one by one ({measurement})"
 
     def to_manifest_entry(self) -> dict[str, Any]:
-        """Returns the choice as an entry of `manifest.json`.
+        """Returns the choice as a dict of plain values for the file `manifest.json`.
 
         >>> EngineChoice.from_manifest_entry(EngineChoice("cohort", {"ab12": 8.5}, ("cd34",)).to_manifest_entry())
         EngineChoice(engine='cohort', gains={'ab12': 8.5}, apart=('cd34',))
@@ -76,7 +77,7 @@ class EngineChoice:
 
     @staticmethod
     def from_manifest_entry(entry: Mapping[str, Any]) -> "EngineChoice":
-        """Restores the choice from an entry of `manifest.json`."""
+        """Restores the choice from the dict that `to_manifest_entry` returned."""
         return EngineChoice(str(entry["engine"]), entry.get("gains"), tuple(entry.get("apart", ())))
 
 

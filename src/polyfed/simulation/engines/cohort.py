@@ -49,7 +49,8 @@ class _PendingTask:
 
 @final
 class CohortEngine(Engine):
-    """Trains clients of the same architecture together in this process, in one computation for their stacked networks.
+    """Trains clients of the same architecture together in this process, with their networks stacked into one
+    computation.
 
     Some clients are computed one by one, as by `InProcessEngine`: those whose architecture or options fewer than three
     share, networks that are not known to allow stacking, and calls of `fit` with functions of the method's own. If a

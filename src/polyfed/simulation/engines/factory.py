@@ -1,4 +1,4 @@
-"""Builds the engine that a run asks for: in this process, in a pool of processes, or on a Ray cluster."""
+"""Builds the engine that the settings of a run name: in this process, in a pool of processes, or on a Ray cluster."""
 
 import pickle
 import warnings

@@ -1,5 +1,6 @@
-"""Converts clients and tensors for Ray's object store, which keeps one copy per machine that several processes read in
-place."""
+"""Converts clients and tensors for Ray's object store, which holds one copy per machine that all processes there read
+in place.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ _LARGE = 1 << 20  # bytes from which a tensor is an object of its own, which onl
 
 @final
 class FlatTensor(NamedTuple):
-    """Holds a tensor as raw bytes with its type, shape and strides.
+    """Holds a tensor as raw bytes, together with its type, shape and strides.
 
     The bytes are a NumPy array of uint8, shape (num_bytes,), which pickle's protocol 5 need not copy.
     """

@@ -74,7 +74,7 @@ class _PoolWorker:
 
 @final
 class PoolEngine(Engine):
-    """Runs tasks in a pool of worker processes on this machine; clients with the most examples go first.
+    """Runs tasks in a pool of worker processes on this machine; tasks of clients with the most examples start first.
 
     Args:
         algorithm, clients: given to each worker when it starts.

@@ -78,7 +78,8 @@ class _RayWorker:
 
 @final
 class RayEngine(Engine):
-    """Runs tasks on Ray actors with one core each; clients with the most examples go first.
+    """Runs tasks on Ray actors (worker processes) with one core each; tasks of clients with the most examples start
+    first.
 
     Args:
         algorithm, clients: put into the object store when the engine starts.
@@ -125,7 +126,7 @@ class RayEngine(Engine):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Returns the process ids of the workers on their nodes; waits until all workers have started."""
+        """Returns the process ids of the Ray workers on their machines; waits until all workers have started."""
         return [pid for pid, _ in ray.get([worker.actor.where.remote() for worker in self._workers])]
 
     def _start_worker(self) -> _RayWorker:

@@ -1,5 +1,4 @@
-"""Connects to a Ray cluster, counts the workers that fit on it, and describes its resources and the deaths of
-workers."""
+"""Connects to a Ray cluster, counts the workers that fit on it, and describes its resources and why workers died."""
 
 import logging
 import os
@@ -62,7 +61,7 @@ def set_worker_death_logging(enabled: bool) -> None:
 
 
 def count_worker_slots(gpus_per_worker: float) -> int:
-    """Returns the number of workers that fit on the cores and GPUs of the cluster, at least one."""
+    """Returns how many workers fit on the cores and GPUs of the Ray cluster, at least one."""
     total = ray.cluster_resources()
     slots = int(total.get("CPU", 0))
     if gpus_per_worker:
@@ -73,7 +72,7 @@ def count_worker_slots(gpus_per_worker: float) -> int:
 
 
 def describe_cluster_resources() -> str:
-    """Describes the cores and GPUs of the cluster, and how many of them are free."""
+    """Describes in a text the cores and GPUs of the Ray cluster, and how many of them are free."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{total.get(kind, 0):g} {name} ({free.get(kind, 0):g} free)" for kind, name in _RESOURCES.items())
 

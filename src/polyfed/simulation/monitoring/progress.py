@@ -40,7 +40,7 @@ class Progress(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the display, when the run has ended, with or without an error."""
+        """Ends the display when the run has ended, with or without an error."""
 
 
 def _mean_score(record: Mapping[str, Any]) -> str:
@@ -90,7 +90,7 @@ class SilentProgress(Progress):
 
 @final
 class LineProgress(Progress):
-    """Prints one line for each round, as suits a log.
+    """Prints one line for each round, suitable for a log file.
 
     Args:
         stream: where to print; None is standard error.
@@ -102,7 +102,7 @@ class LineProgress(Progress):
         self._title, self._rounds, self._done, self._start = "", 0, 0, 0.0
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Notes when the run began, to estimate the remaining time."""
+        """Stores the time at which the run began, from which the remaining time is estimated."""
         self._title, self._rounds, self._done, self._start = title, rounds, rounds_done, time.monotonic()
 
     def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
@@ -147,7 +147,7 @@ class ProgressBar(Progress):
         self._summary = ""
 
     def start(self, title: str, rounds: int, rounds_done: int) -> None:
-        """Shows the bar, at `rounds_done` of `rounds`."""
+        """Shows the bar with `rounds_done` of `rounds` rounds done."""
         self._bar.update(self._task, description=sanitise_for_terminal(title), total=rounds, completed=rounds_done)
         self._bar.start()
 

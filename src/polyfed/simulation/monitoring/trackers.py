@@ -50,7 +50,7 @@ class Logger(ABC):
 
     @abstractmethod
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Logs the numbers of a round."""
+        """Logs the numbers of one round, given as `{name: number}`."""
 
     @abstractmethod
     def close(self, *, finished: bool) -> None:
@@ -65,8 +65,9 @@ class TensorBoard(Logger):
         """Does nothing, since the run directory is writable anyway."""
 
     def open_and_get_last_logged_round(self, folder: Path, title: str, rounds_done: int) -> int:
-        """Opens the run's event files, drops their rounds after `rounds_done`, and returns the last round that they
-        hold."""
+        """Opens the run's event files, removes their rounds after `rounds_done`, and returns the last round that they
+        still hold.
+        """
         has_events = any((folder / TENSORBOARD_FOLDER).glob("events.*"))
         last_logged = min(rounds_done, self._last_logged_round(folder / TENSORBOARD_FOLDER)) if has_events else 0
         create_private_folder_if_missing(folder / TENSORBOARD_FOLDER)
@@ -150,8 +151,9 @@ def _experiment_name() -> str:
 
 
 def ensure_mlflow_experiment(client: Any) -> str:
-    """Returns the id of the MLflow experiment for these runs, and creates the experiment if needed; `client` is an
-    `MlflowClient`."""
+    """Returns the id of the MLflow experiment for polyfed's runs, which it creates if it does not exist; `client` is an
+    `MlflowClient`.
+    """
     experiment = client.get_experiment_by_name(_experiment_name())
     return str(experiment.experiment_id if experiment else client.create_experiment(_experiment_name()))
 
@@ -213,7 +215,7 @@ class TrackingProgress(Progress):
             self._log(record)
 
     def show_clients_done(self, phase: str, clients_done: int, total: int) -> None:
-        """Passes the numbers of finished clients to the display."""
+        """Passes to the display how many clients have finished."""
         self._display.show_clients_done(phase, clients_done, total)
 
     def finish_round(self, record: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Measures how much each client changes the weights that it received, and describes the rounds that deserve a warning.
+"""Measures how much each client changes the weights that it received, and describes rounds with problems in warnings.
 
 The norm of a reply is Euclidean, over its floating-point tensors. A group that the message has under the same name
 counts by its change; any other group (class means, outputs on public examples, updates) counts as it is. A large norm
@@ -86,7 +86,7 @@ def norms_by_client(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_round_warnings(record: Mapping[str, Any]) -> list[str]:
-    """Returns a warning, as a sentence, for each problem of a round: losses that are not finite, and updates with an
+    """Returns a list of sentences, one for each problem of a round: losses that are not finite, and updates with an
     unusually large norm.
 
     >>> rows = {"a": {"loss": None, "update_norm": 1.0}, "b": {"loss": 0.5, "update_norm": 40.0}}

@@ -110,7 +110,7 @@ class CrossSiteScores:
         return list(_describe(self))
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Returns the content of `cross_site.json`."""
+        """Returns the scores as a dict, the content of the file `cross_site.json`."""
         return {
             "format": 1, "round": self.round, "level": LEVEL, "clients": list(self.clients),
             "metrics": [dict(entry) for entry in self.metrics], "cells": self.table(),
@@ -129,7 +129,7 @@ class CrossSiteScores:
 
 
 def write_cross_site(scores: CrossSiteScores, folder: Path) -> None:
-    """Writes `cross_site.json` and `cross_site.csv` into a run directory."""
+    """Writes the scores to the files `cross_site.json` and `cross_site.csv` in a run directory."""
     text = json.dumps(scores.to_json_dict(), ensure_ascii=False, indent=1, allow_nan=False)
     write_file_atomically(folder / FILE, text.encode())
     write_file_atomically(folder / CSV_FILE, scores.to_csv().encode())

@@ -1,5 +1,6 @@
-"""Measures for which clients of a FedPNAS run the averaged gradient conflicts with their own (α_i of eq. 5), at the
-server's parameters θ after the last round."""
+"""Measures for which clients of a FedPNAS run the gradient averaged over clients conflicts with their own gradient, at
+the server's parameters after the last round.
+"""
 
 from dataclasses import replace
 from typing import NamedTuple, final
@@ -33,7 +34,8 @@ class GradientConflicts(NamedTuple):
 
 @exclusive_single_torch_thread_with_grad()
 def measure_gradient_conflicts(run: Run, *, rows: int = _ROWS, draws: int = 1, seed: int = 0) -> GradientConflicts:
-    """Measures how much the averaged gradient of a FedPNAS run agrees with each client's own gradient.
+    """Measures, for each client of a FedPNAS run, how much the gradient averaged over all clients agrees with the
+    client's gradient.
 
     g_i is the gradient on the client's own training examples at the server's θ, g̃_i that after one inner step of the
     method (`eta`, `inner`). All clients draw the same operations, in both passes; BatchNorm uses batch statistics.

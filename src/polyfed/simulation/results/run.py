@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Run:
-    """Holds the result of a finished run: metrics of each round, personal models and predictions.
+    """Holds the result of a finished run: the metrics of each round, and each client's personal model and predictions.
 
     Attributes:
         federation: method, clients and settings.
@@ -69,7 +69,8 @@ class Run:
         )
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Writes the run's HTML page, as `polyfed report` does, and returns its path.
+        """Writes the run's HTML page, as the command `polyfed report` does, and returns its path; raises a `UserError`
+        if the run was kept in memory.
 
         Args:
             out: the page; None for `report.html` in the run directory.
@@ -153,7 +154,8 @@ class Run:
             return deep_copy(model).eval()
 
     def predict(self, client: str, x: Any) -> Tensor:
-        """Returns the outputs of a client's personal network for new inputs, computed in minibatches as in an evaluation.
+        """Returns the outputs of a client's personal network for new inputs, as a tensor of shape (n, ...); raises a
+        `UserError` if they differ in form from the client's.
 
         Args:
             client: its id.
@@ -245,8 +247,8 @@ class Run:
             return engine, federation.build_single_task("export", client, self.kept_checkpoint)
 
     def warmstart(self, model: Architecture, data: Any, *, test: Any = None, id: str = "unseen") -> "WarmStart":
-        """Generates weights for the network of a client that took no part in training, with the trained hypernetwork of a
-        run of `flha_ghn`.
+        """Generates weights for the network of a client that took no part in training, with the hypernetwork that a
+        `flha_ghn` run has trained.
 
         The result has its scores before and after one epoch of training the head, and the parameters that could not be
         generated (see `polyfed.simulation.results.unseen_clients`).

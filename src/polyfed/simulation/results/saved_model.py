@@ -36,7 +36,7 @@ _BATCH = 4096
 @final
 @dataclass(frozen=True, eq=False)
 class SavedModel:
-    """Holds a client's personal network and the preprocessing of its inputs.
+    """Holds a client's personal network, and the preprocessing that converts rows of a table to its inputs.
 
     Attributes:
         network: in evaluation mode.

@@ -52,12 +52,12 @@ class SavedRun:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Returns the content of `config.yaml`."""
+        """Returns the configuration of the run, the content of its `config.yaml`."""
         return self.files.config
 
     @property
     def history(self) -> Sequence[Mapping[str, Any]]:
-        """Returns the records of `metrics.jsonl`, one for each round."""
+        """Returns the records of the run's rounds (scores, losses and costs), one for each line of `metrics.jsonl`."""
         return self.files.history
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
@@ -70,7 +70,9 @@ class SavedRun:
         return self.files.table(at)
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Writes the run's HTML page, as `polyfed report` does, and returns its path (default: `report.html` in `out`)."""
+        """Writes the run's HTML page, as the command `polyfed report` does, and returns its path (by default
+        `report.html` in the run directory).
+        """
         return write_page_of(self.out, out)
 
     def model(self, client: str, build: Callable[[], nn.Module] | None = None) -> nn.Module:

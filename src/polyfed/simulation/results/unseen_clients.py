@@ -75,7 +75,8 @@ class TrainedServer:
 @final
 @dataclass(frozen=True, eq=False)
 class WarmStart:
-    """Holds an unseen client's network with weights that a trained hypernetwork generated, and its test scores.
+    """Holds the network of a client that took no part in training, with weights that a trained hypernetwork generated,
+    and its test scores.
 
     Attributes:
         model: after the method's epoch on the linear head; independent of the run, in evaluation mode on the CPU.
@@ -103,8 +104,8 @@ class WarmStart:
 @final
 @dataclass(frozen=True)
 class TrainingCurves:
-    """Holds an unseen client's test scores after 0, 1, ... epochs of training its whole network, once from generated weights
-    ("warm") and once from scratch.
+    """Holds the test scores of a client that took no part in training after 0, 1, ... epochs, once from generated
+    weights ("warm") and once from scratch.
 
     A score that is not defined, of a training that diverged, is None.
 
@@ -185,8 +186,8 @@ def build_unseen_client(
     task: Task | TaskSpec = DEFAULT_TASK,
     seed: int = 0,
 ) -> tuple[Client, int]:
-    """Builds a client that took no part in training; returns it, and how many examples of `data` were held out for
-    testing.
+    """Builds a client that took no part in training; returns it and the number of examples of `data` that were held out
+    for testing.
 
     Args:
         model: builds its network, as `Client.model`.
@@ -297,7 +298,7 @@ def _copy_state_dict(network: nn.Module) -> dict[str, Tensor]:
 
 
 def initial_weights(server: TrainedServer, client: Client) -> StateDict:
-    """Returns the weights with which this client would start to train without a hypernetwork.
+    """Returns the weights with which this client's network would start to train if no hypernetwork generated them.
 
     They are the run's common initial draw for its architecture, with which every method starts, `local` among them.
     """
@@ -360,8 +361,8 @@ def training_curve(
 def compare_with_scratch(
     server: TrainedServer, start: WarmStart, epochs: int, lr: float | None = None, scratch_lr: float | None = None
 ) -> TrainingCurves:
-    """Trains an unseen client's network from its generated weights and from scratch, and returns both curves of scores
-    (FLHA-GHN, Figs. 3 and 7).
+    """Trains the network of a client that took no part in training, once from its generated weights and once from
+    scratch, and returns both curves of scores.
 
     Both use the same minibatches and the options of the run.
 

@@ -1,1 +1,1 @@
-"""Runs one round (sampling, dispatch, replies, aggregation), and starts and resumes runs."""
+"""Runs one round (sampling of clients, messages, replies, aggregation), and starts and resumes runs."""

@@ -18,7 +18,7 @@ from polyfed.simulation.rounds.secure_aggregation import SecureSum, uses_default
 
 @final
 class AggregatedReplies(NamedTuple):
-    """Holds the server's state after aggregation, and for each client whose reply was left out the reason."""
+    """Holds the server's state after aggregation, and the clients whose replies were left out, each with the reason."""
 
     server_state: Any
     reason_by_left_out_client: dict[str, str]
@@ -26,7 +26,7 @@ class AggregatedReplies(NamedTuple):
 
 @final
 class ReplyAggregator:
-    """Collects the valid replies of a round, and computes the server's next state from them.
+    """Collects the valid replies of the clients in a round, and computes the server's next state from them.
 
     If the method averages replies, each reply is added to a sum in the order of client ids (an early one waits) and
     released. Otherwise all replies are kept until the end, so that one that makes the state invalid can be left out.
@@ -69,7 +69,7 @@ class ReplyAggregator:
             self._sum_waiting_replies()
 
     def mark_client_missing(self, client: str) -> None:
-        """Marks a client as one that will not reply in this round."""
+        """Records that a client will not reply in this round."""
         self._missing_ids.add(client)
         self._sum_waiting_replies()
 

@@ -1,4 +1,6 @@
-"""Chooses the engine of a run with `engine="auto"`, once; the manifest holds the choice."""
+"""Chooses once, for a run with `engine="auto"`, whether clients are trained together; the file `manifest.json` records
+the choice.
+"""
 
 from collections.abc import Sequence
 

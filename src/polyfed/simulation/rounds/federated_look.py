@@ -181,7 +181,7 @@ class FederatedLook(Averaging):
         return {**server_state, "sum": counts, "frame": frame, "done": server_state["done"] + 1}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """Returns a network that passes its inputs on, since nothing is evaluated."""
+        """Returns a network that returns its inputs unchanged, since this method evaluates nothing."""
         return nn.Identity()
 
 

@@ -44,8 +44,8 @@ _ROUNDS = 2
 @final
 @dataclass(frozen=True, kw_only=True)
 class Moments(Averaging):
-    """Computes means and variances of a table's numeric columns over the training rows of all sites, as a method in two
-    rounds.
+    """Computes means and variances of a table's numeric columns over the training rows of all sites, implemented as a
+    method in two rounds.
 
     The server half needs the sum over sites alone, so that it suits secure sums. The method's fields for training have no
     use.
@@ -76,8 +76,9 @@ class Moments(Averaging):
     def local_update(
         self, message: Message, client_state: dict[str, Any], client: Client, seed: int
     ) -> tuple[Message, dict[str, Any]]:
-        """Returns a client's reply: for each column the number of training rows with a value, and their sum (in round 2 the
-        sum of squared differences from the mean)."""
+        """Returns a client's reply with, for each column, the number of training rows that have a value, and in round 1
+        the sum of these values, in round 2 of their squared differences from the mean.
+        """
         count, total = count_and_sum_columns_and_targets(
             client.train, message.tensors["known"]["mean"] if message.scalars["done"] else None
         )
@@ -107,7 +108,7 @@ class Moments(Averaging):
         return {**server_state, name: moment, "done": server_state["done"] + 1}
 
     def personal_model(self, message: Message, client_state: dict[str, Any], client: Client, seed: int) -> nn.Module:
-        """Returns a network that passes its inputs on, since nothing is evaluated."""
+        """Returns a network that returns its inputs unchanged, since this method evaluates nothing."""
         return nn.Identity()
 
 
@@ -127,8 +128,8 @@ class CommonPreprocessing:
 
 @exclusive_single_torch_thread_with_grad()
 def fit_common_preprocessing(clients: Sequence[Client], *, seed: int = 0, secure: bool = False) -> CommonPreprocessing:
-    """Fits one preprocessing for the tables of all clients, from sums over their rows, with the categories and classes of
-    all tables.
+    """Fits one preprocessing for the tables of all clients, from sums over their rows, and from the categories and
+    classes of all tables.
 
     Args:
         clients: whose examples are of tables of the same columns (`Examples.transform` is a `Prepared`).

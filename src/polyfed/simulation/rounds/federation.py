@@ -32,7 +32,7 @@ _MOST_EXAMPLES = 10**12
 @final
 @dataclass(frozen=True)
 class Federation:
-    """Holds what stays the same from round to round: clients, method, settings, public examples and metrics.
+    """Holds what stays the same in all rounds of a run: clients, method, settings, public examples and metrics.
 
     Attributes:
         clients: the simulated clients, by id; empty in a deployment.
@@ -57,7 +57,7 @@ class Federation:
 
     @property
     def task(self) -> Task:
-        """Returns the task of all clients."""
+        """Returns the learning task (such as classification) that all clients have in common."""
         return self.remote_clients.task if self.remote_clients else next(iter(self.clients.values())).task
 
     @cached_property
@@ -66,8 +66,8 @@ class Federation:
         return self.remote_clients or ClientRegistry.from_clients(list(self.clients.values()), self.algorithm.requires)
 
     def client_info(self, client: str, round_number: int, phase: Phase = "local") -> ClientInfo:
-        """Returns what the server knows about one client, for the method's `dispatch`; its architecture only if the method
-        requires it.
+        """Returns what the server knows about one client, as an argument for the method's `dispatch`; includes the
+        client's architecture only if the method requires it.
 
         The personal network after a round is made from the message that the client would receive in the next round, so
         that in the phases other than "local" the number of the round is one higher. (That download is not counted: a
@@ -110,8 +110,7 @@ class Federation:
         return Checkpoint(0, as_contiguous(state), {})
 
     def server_context(self) -> ServerContext:
-        """Returns what the server knows before the first round, for the method's server half: no more than the method
-        requires."""
+        """Returns what the server knows before the first round, limited to what the method requires."""
         return self._server_context
 
     @cached_property
@@ -135,7 +134,7 @@ class Federation:
         return next(iter(models.values())) if mode is None else lora.network_with_largest_ranks(models, mode)
 
     def sample_cohort(self, round_number: int) -> list[str]:
-        """Samples the clients that take part in a round, and returns their ids.
+        """Samples the clients that take part in a round, and returns their ids, sorted.
 
         The draw depends on the seed and the round alone, so that every method has the same cohorts.
 
@@ -151,11 +150,11 @@ class Federation:
 
     @cached_property
     def reply_compression(self) -> Compressor | None:
-        """Returns the compressor of clients' replies; None if replies are not compressed."""
+        """Returns the object that compresses the clients' replies; None if replies are not compressed."""
         return parse_compressor(self.settings.compress)
 
     def message_compressor(self, checkpoint: Checkpoint) -> BroadcastCompressor:
-        """Returns the compressor of the server's messages to clients in the round after `checkpoint`.
+        """Returns the object that compresses the server's messages to clients in the round after `checkpoint`.
 
         Evaluation after a round and training in the next get the same messages, bit for bit.
         """
@@ -280,7 +279,8 @@ class Federation:
     def reply_error(
         self, reply: Message | None, server_state: Any, message: Message, client: str | None = None
     ) -> str | None:
-        """Returns the reason why a client's reply must be refused, as half a sentence; None if it is valid.
+        """Returns, as half a sentence, the reason why the server must refuse a client's reply; None if the reply is
+        valid.
 
         Args:
             reply: the decoded reply.
@@ -331,7 +331,7 @@ class Federation:
 
 
 def build_message_compressor(settings: Settings, round_number: int) -> BroadcastCompressor:
-    """Builds the compressor of the server's messages in the round after `round_number`."""
+    """Returns the object that compresses the server's messages to clients in the round after `round_number`."""
     return BroadcastCompressor(
         parse_compressor(settings.compress_down), derive_seed(settings.seed, round_number, "compress down")
     )

@@ -19,7 +19,7 @@ from polyfed.simulation.storage.predictions import PredictionStore
 @final
 @dataclass(eq=False)
 class RunState:
-    """Holds everything about a run that changes from round to round.
+    """Holds everything about a run that changes from round to round, such as the newest state and the records.
 
     Attributes:
         federation, engine, progress, predictions: what the run works with.
@@ -78,7 +78,7 @@ class RunState:
         self.checkpoint = after
 
     def finish_round(self, after: Checkpoint, evaluation_results: PhaseResults | None) -> None:
-        """Completes the record of a round, writes it to `metrics.jsonl`, and calls the callbacks.
+        """Completes the record of a round, writes it to `metrics.jsonl`, and calls `on_round` of the callbacks.
 
         Args:
             after: the state after the round, with the incomplete record.
@@ -118,7 +118,7 @@ class RunState:
         self, checkpoint: Checkpoint, client_ids: Sequence[str]
     ) -> dict[str, float]:
         """Writes the arrays that the method provides for plots after a round, and returns the numbers that it provides
-        for the round's record.
+        for the round's record, as `{name: number}`.
 
         Args:
             checkpoint: the state after the round.

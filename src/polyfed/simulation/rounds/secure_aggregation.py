@@ -1,4 +1,5 @@
-"""Simulates secure aggregation: computes the same fixed-point sum of replies as a deployment, without the encryption.
+"""Simulates secure aggregation: computes the same fixed-point sum of replies as real sites do, but without the
+encryption.
 
 Each reply is encoded in fixed point (`polyfed.core.messages.fixed_point`), as a site encodes it before masking. The server
 half sees only the sum. So the result equals that of a deployment, bit for bit, and does not depend on the order of replies.
@@ -89,7 +90,8 @@ def check_secure_support(algorithm: Algorithm[Any, Any], cohort_size: int) -> No
 
 
 def encode_reply_in_fixed_point(reply: Message, algorithm: Algorithm[Any, Any], cohort_size: int) -> Message:
-    """Encodes a client's reply in fixed point, as its part of a secure sum, as a site does before masking.
+    """Encodes a client's reply in fixed point, as this client's part of a secure sum; a real site does the same before
+    it masks the numbers.
 
     Args:
         reply: the method's reply. Only the averaged groups are encoded, weighted by the number of examples if the method
@@ -109,7 +111,8 @@ def encode_reply_in_fixed_point(reply: Message, algorithm: Algorithm[Any, Any], 
 def sum_part_error(
     part: Message | None, algorithm: Algorithm[Any, Any], server_state: Any, message: Message
 ) -> str | None:
-    """Returns the reason why a client's part cannot be added to a secure sum, as half a sentence; None if it can.
+    """Returns, as half a sentence, the reason why a client's encoded reply cannot be added to a secure sum; None if it
+    can.
 
     Args:
         part: made by `encode_reply_in_fixed_point`, masked or not.
@@ -146,7 +149,7 @@ class SecureSum(ReplySum):
 
     @property
     def client_ids(self) -> Sequence[str]:
-        """Returns the ids of the clients whose replies were added, in ascending order."""
+        """Returns, in ascending order, the ids of the clients whose replies were added."""
         return sorted(self._ids)
 
     def add(self, client_id: str, reply: Message) -> None:

@@ -106,8 +106,9 @@ class StateValidator:
 
 
 def describe_state_error(difference: str, folder: object, federation: Federation, round_number: int) -> str:
-    """Returns the error message for a checkpoint whose server or client states do not match those that the method
-    creates."""
+    """Returns the error message for a checkpoint whose server or client states differ in form from those that the
+    method creates.
+    """
     return (
         f"the checkpoint of round {round_number} in {folder} is not what {registry_name(federation.algorithm)} wrote "
         f"for these clients: {difference}"

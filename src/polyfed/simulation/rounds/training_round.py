@@ -37,7 +37,7 @@ from polyfed.simulation.storage.predictions import OutputsByClient
 @final
 @dataclass
 class PhaseResults:
-    """Collects the results of one phase of a round (training or evaluation), by client.
+    """Collects, by client, the results of one phase of a round: training or evaluation.
 
     Attributes:
         results: the accepted results, by client.
@@ -77,8 +77,8 @@ def run_phase(
     aggregator: ReplyAggregator | None = None,
     evaluation_results: PhaseResults | None = None,
 ) -> PhaseResults:
-    """Runs one phase of a round: sends a message to each client, runs the clients' tasks, and accepts or refuses each
-    result.
+    """Runs one phase of a round, training or evaluation: sends a message to each client, runs the clients' tasks, and
+    accepts or refuses each result.
 
     Args:
         federation, engine, progress: of the run.
@@ -213,7 +213,7 @@ def is_evaluation_round(settings: Settings, round_number: int) -> bool:
 def evaluate_clients(
     federation: Federation, checkpoint: Checkpoint, engine: Engine, progress: Progress
 ) -> PhaseResults:
-    """Evaluates the personal models of all clients after a round, and returns the results."""
+    """Evaluates the personal models of all clients after a round, and returns the results by client."""
     return run_phase(
         federation, engine, "evaluate", list(federation.client_registry.ids), checkpoint.round, checkpoint, progress
     )
@@ -316,7 +316,7 @@ def _describe_training(
 
 @final
 class CompletedRecord(NamedTuple):
-    """Holds the complete record of a round, and the outputs of the evaluated networks by client."""
+    """Holds the complete record of a round, and the outputs of the evaluated networks for each client."""
 
     record: dict[str, Any]
     outputs_by_client: OutputsByClient

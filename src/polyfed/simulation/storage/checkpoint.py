@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints that survive `kill -9` at any moment.
+"""Writes and reads checkpoints, which stay usable even if the process is killed (`kill -9`) at any moment.
 
 A checkpoint is a folder `round-000012` with the server's state, one file for each client whose private state has
 tensors, and `complete.json` with the SHA-256 of each file. It is written under another name, synced and renamed, so
@@ -66,7 +66,8 @@ class UnevaluatedRecord(TypedDict):
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds the state of a run after a round: all that is needed to resume the run.
+    """Holds all that is needed to resume a run after a round: the server's state, the clients' private states, and
+    more.
 
     Attributes:
         round: the last round.
@@ -99,8 +100,8 @@ def save_checkpoint_and_remove_older(
     kept_rounds: Collection[int] = (),
     binding: Binding | None = None,
 ) -> None:
-    """Writes a checkpoint to `folder`, and removes older ones, except the previous one and those of the rounds in
-    `kept_rounds`.
+    """Writes a checkpoint to `folder`, and removes older ones, except the previous checkpoint and the checkpoints of
+    the rounds in `kept_rounds`.
 
     Args:
         folder: of the checkpoints.

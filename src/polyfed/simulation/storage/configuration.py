@@ -37,7 +37,7 @@ def _describe_method(algorithm: Algorithm[Any, Any]) -> dict[str, Any]:
 
 @final
 class RestoredConfiguration(NamedTuple):
-    """Holds the settings and the method of a run."""
+    """Holds the settings and the method of a run, as restored from its `config.yaml`."""
 
     settings: Settings
     method: Algorithm[Any, Any]
@@ -134,7 +134,8 @@ def find_method_class(name: str) -> type[Algorithm[Any, Any]]:
 
 
 def restore_metrics(settings: Settings, metrics: Any, task: Task | TaskSpec, out: Any) -> tuple[Metric, ...]:
-    """Restores the metrics of a run from their names in its `config.yaml`.
+    """Restores the metrics of a run from their names in its `config.yaml`; raises a `UserError` if `metrics` are not
+    those of the run, or one that is not built in is missing.
 
     Args:
         settings: of the run.

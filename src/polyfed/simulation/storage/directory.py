@@ -34,7 +34,7 @@ _PACKAGES, _PLAIN = ("polyfed", "torch", "numpy", "safetensors"), (str, int, flo
 
 
 class Manifest(TypedDict, total=False):
-    """Describes the content of `manifest.json`."""
+    """Describes the content of `manifest.json`: facts about a run, such as package versions and hashes of its files."""
 
     seed: int
     config_sha256: str
@@ -154,11 +154,11 @@ class RunDirectory:
 
     @property
     def metrics_sha256(self) -> str:
-        """Returns the hash of all lines of `metrics.jsonl` so far, which each checkpoint stores."""
+        """Returns the SHA-256 hash of all lines of `metrics.jsonl` so far; each checkpoint stores it."""
         return self._metrics_hash.hexdigest()
 
     def write_plot_arrays(self, round_number: int, arrays: Mapping[str, Any]) -> None:
-        """Writes the arrays that the method provides for plots after a round to `analysis/round-N.npz`."""
+        """Writes the arrays that the method provides for plots after round N to `analysis/round-N.npz`."""
         import numpy as np
 
         folder = create_private_folder_if_missing(self.path / "analysis")
@@ -167,7 +167,7 @@ class RunDirectory:
         write_file_atomically(folder / f"round-{round_number:06d}.npz", content.getvalue())
 
     def last_complete_round(self) -> int:
-        """Returns the last round such that `metrics.jsonl` has a record of it and of every round before it."""
+        """Returns the number of the last round up to which `metrics.jsonl` has a record of every round, without a gap."""
         numbers = [record["round"] for record in read_metrics(self.path / "metrics.jsonl")]
         return next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
 
@@ -194,14 +194,14 @@ class RunDirectory:
         return records
 
     def model_path(self, client: str) -> Path:
-        """Returns the path of the file for a client's personal model."""
+        """Returns the path of the file in which a client's personal model is saved."""
         return create_private_folder_if_missing(self.path / "models") / f"{safe_file_name(client)}.safetensors"
 
 
 def write_weights_and_description(
     path: Path, weights: "StateDict", description: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a network's weights as a safetensors file, and its description, if there is one, beside it."""
+    """Writes a network's weights as a safetensors file, and next to it the network's description, if there is one."""
     import safetensors.torch  # imported late: it imports torch, which reading a configuration should not need
 
     files = {path: safetensors.torch.save({n: t.contiguous() for n, t in weights.items()})}

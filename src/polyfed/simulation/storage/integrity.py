@@ -1,4 +1,4 @@
-"""Detects damaged or exchanged files in a run directory, by SHA-256 hashes that tie its files together.
+"""Detects damaged or exchanged files in a run directory by SHA-256 hashes, which its files store of one another.
 
 - `manifest.json` binds the configuration (`config_sha256`) and, at the end, the models and predictions (`files`).
 - `complete.json` of each checkpoint binds the configuration, the data, the metrics of the rounds up to it (a running hash of
@@ -93,7 +93,9 @@ def binding_error(bound: Binding, expected: Binding, checkpoint: Path, round_num
 def expected_binding_by_round(
     config: Mapping[str, Any], manifest: Mapping[str, Any], metrics: str
 ) -> Callable[[int], Binding]:
-    """Returns a function that takes a round, and returns the hashes that a checkpoint after that round must store."""
+    """Returns a function that takes a round number, and returns the hashes that a checkpoint of the run after that
+    round must store.
+    """
     constant_binding, lines = run_binding(config, manifest), hashes_of_first_lines(metrics)
     return lambda round_number: {
         **constant_binding,
@@ -232,17 +234,17 @@ def read_newest_binding(folder: Path) -> Binding:
 
 @final
 class RunningHash:
-    """Computes the SHA-256 hash of a text to which lines are added one by one."""
+    """Computes the SHA-256 hash of a text that grows line by line."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
     def restart(self, text: str) -> None:
-        """Discards the lines so far, and starts again with this text."""
+        """Discards all lines so far, and starts again with the given text."""
         self._hash = hashlib.sha256(text.encode())
 
     def add_line(self, line: str) -> None:
-        """Adds a line to the hashed text."""
+        """Adds a line to the end of the hashed text."""
         self._hash.update(line.encode())
 
     def hexdigest(self) -> str:

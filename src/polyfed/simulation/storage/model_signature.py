@@ -52,7 +52,7 @@ class ModelInput(TypedDict):
 
 
 class BuiltInNetwork(TypedDict):
-    """Describes a built-in network of polyfed by its name and arguments, from which a `ModelSpec` builds it."""
+    """Holds the name and arguments of one of polyfed's built-in networks, from which a `ModelSpec` builds it."""
 
     name: str
     arguments: dict[str, Any]
@@ -85,7 +85,8 @@ class Signature(TypedDict):
 
 
 def build_model_signature(client: Client) -> Signature:
-    """Builds the description of a client's saved network from the client's examples and its model factory.
+    """Builds the description of a client's saved network (inputs, task and architecture) from the client's examples and
+    its model factory.
 
     >>> client = Client("north", None, (torch.zeros(3, 4), torch.tensor([0, 1, 1])), (torch.zeros(1, 4), torch.tensor([1])))
     >>> build_model_signature(client)["inputs"], build_model_signature(client)["examples"]
@@ -185,7 +186,8 @@ def spec_from_signature(network: BuiltInNetwork) -> ModelSpec:
 def write_model_with_signature(
     path: Path, weights: Mapping[str, Tensor], description: Any, client: Client | None
 ) -> None:
-    """Writes a personal network to `path` (`ID.safetensors`), and beside it the files that are needed to use it.
+    """Writes a personal network's weights to `path` (`ID.safetensors`), and next to them the files that are needed to
+    use it.
 
     Args:
         path: of the weights.

@@ -11,7 +11,7 @@ _LONGEST = 100  # file systems allow 255 bytes; a prefix and a suffix are added
 
 
 def safe_file_name(client: str) -> str:
-    """Converts a client id to a name that is safe as a file name.
+    """Converts a client id to a text that can safely serve as a file name, different for each id.
 
     Short lower-case ASCII ids stay unchanged; others get a hash, so that names differ also where a file system ignores
     case or where they had to be shortened.

@@ -1,4 +1,5 @@
-"""Stores predictions: the outputs of the evaluated networks for the clients' own test and validation examples, by round.
+"""Stores predictions, which are the outputs of the evaluated networks for each client's test and validation examples,
+by round.
 
 During a run, each evaluated round is one file in `predictions/.rounds`; at the end they become one Parquet file for
 each client, `predictions/ID.parquet`. All evaluated rounds are kept as long as they take at most `LIMIT_BYTES`

@@ -1,4 +1,4 @@
-"""Reads the files of a run directory that say how the run went, without importing torch."""
+"""Reads those files of a run directory that describe how the run went, without importing torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class RunFiles:
 
     @property
     def client_ids(self) -> list[str]:
-        """Returns the ids of all clients in the records."""
+        """Returns the ids of all clients that occur in the records of the rounds."""
         return list(dict.fromkeys(client for record in self.history for client in record["clients"]))
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Reads the records of a `metrics.jsonl`, and raises an error if a line of it is damaged."""
+"""Reads the records of the rounds from a file `metrics.jsonl`, and raises an error if one of its lines is damaged."""
 
 import json
 from collections.abc import Callable
