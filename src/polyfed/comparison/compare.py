@@ -96,7 +96,8 @@ def compare(
     progress: bool = True,
     quiet: bool = False,
 ) -> Comparison:
-    """Trains several methods on the same clients with several seeds each, and returns a `Comparison` of their scores.
+    """Trains several methods on the same clients with several seeds each, and returns a `Comparison` of their scores;
+    raises a `UserError` before training if methods or clients do not suit.
 
     `local` is always compared, `fedavg` and `fedavg_ft` too where the clients have one architecture. A method that they do
     not suit is left out, with the reason; one of which a run fails (it diverges, for instance) is reported as failed,

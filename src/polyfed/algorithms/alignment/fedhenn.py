@@ -246,8 +246,8 @@ class FedHeNN(PersonalNetworkMethod, AlignmentMethod, Algorithm[ServerState, Cli
         return by_client, capacities
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a reply must have: representations of all public examples with at most
-        `rank` columns, or the weights of the client's architecture.
+        """Returns the shapes and dtypes that a reply must have: representations of the public examples, with at most
+        `rank` columns, or weights; raises a `ValueError` for numbers that are out of range.
         """
         if self.share == "weights":
             form = server_state["forms"][sorted(server_state["forms"])[int(message.scalars["form"])]]

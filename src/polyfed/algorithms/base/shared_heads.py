@@ -93,8 +93,8 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def reply_spec(self, server_state: dict[str, Any], message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the names, shapes and dtypes that the head in a client's reply must have: those of the first head
-        that any client sent.
+        """Returns the names, shapes and dtypes that the head in a client's reply must have, those of the first head
+        that any client sent; raises a `ValueError` if the reply has no head.
         """
         head = server_state["head"] or reply.tensors.get("head")
         if not head:
@@ -140,8 +140,8 @@ class AveragedHeadMethod(HeadFromServerMethod, Averaging, ABC):
         ), state_after
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
-        """Returns the client's network with the received head, or with the head of the client's private state if none
-        was received.
+        """Returns the client's network with the received head, or with its stored head if none was received; raises a
+        `UserError` if the received head does not fit the network.
         """
         assert client.model is not None
         head = message.tensors.get("head", client_state["head"])

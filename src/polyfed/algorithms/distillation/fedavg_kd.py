@@ -114,8 +114,8 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1, without a teacher network, whose weights come from the clients'
-        first replies.
+        """Returns the server state before round 1, without a teacher network, which comes from the clients' first
+        replies; raises a `UserError` if `teacher_rounds` leaves no round for phase 2.
         """
         validate_network_name(self._teacher_options)
         teacher_rounds = self._num_teacher_rounds(server.rounds)
@@ -140,8 +140,8 @@ class FedAvgKD(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork):
         return Message({"model": server_state["model"]} if needs_teacher else {}, scalars)
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: in phase 1 a teacher network like the first
-        one, in phase 2 no tensors.
+        """Returns the shapes and dtypes that a client's reply must have: in phase 1 those of the first teacher network,
+        in phase 2 none; raises a `ValueError` if the teacher is missing.
         """
         if server_state["rounds_left"] == 0:
             return {}

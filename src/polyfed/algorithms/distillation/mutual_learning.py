@@ -106,8 +106,8 @@ class MutualLearningMethod(Averaging, ValidatesNetworks, TrainsAuxiliaryNetwork,
         )
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: those of the first shared network that any
-        client sent.
+        """Returns the shapes and dtypes that a client's reply must have, those of the first shared network that any
+        client sent; raises a `ValueError` if the reply has no network.
         """
         if not server_state["model"] and not reply.tensors.get("model"):
             raise ValueError(

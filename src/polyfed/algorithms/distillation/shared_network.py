@@ -88,8 +88,8 @@ def client_with_shared_network(
 def infer_shared_network_sizes(
     network_options: Mapping[str, Any], weights: StateDict, client: Client, method: str, field: str
 ) -> dict[str, Any]:
-    """Returns the input shape and number of outputs that the shared network needs for a client, as a dict; runs the
-    client's network on an example to determine them.
+    """Returns, as a dict, the input shape and number of outputs that the shared network needs for a client; raises a
+    `UserError` if the network does not suit the client's data.
 
     Args:
         network_options: name and arguments of the shared network.

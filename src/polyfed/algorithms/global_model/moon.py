@@ -80,8 +80,8 @@ class Moon(GlobalModelMethod, ValidatesNetworks):
     def local_update(
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
-        """Trains the received model with the contrastive loss for `local_epochs`; returns it as the reply, and keeps it
-        in the client's state for the next round's loss.
+        """Trains the received model with the contrastive loss for `local_epochs`; returns it as the reply, and stores
+        it in the client's state. Raises a `UserError` if the named `module` is missing.
         """
         net, lr = load_client_model(client, message.tensors["model"], client_state, self.buffers), message.scalars["lr"]
         loss, name = None, None

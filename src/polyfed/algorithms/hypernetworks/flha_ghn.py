@@ -161,8 +161,8 @@ class FLHAGHN(Averaging, ResolvesAutoFields):
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
-        """Returns the server state before round 1: the initial weights of the hypernetwork, for the layer types that
-        occur in the clients' networks.
+        """Returns the server state before round 1: initial weights of the hypernetwork for the layer types of the
+        clients' networks; raises a `UserError` if none of these can be generated.
         """
         catalogue = server.layer_catalogue if self.catalogue is None else self._read_catalogue(self.catalogue)
         types = tuple(

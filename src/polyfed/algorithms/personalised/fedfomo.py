@@ -149,8 +149,8 @@ class FedFomo(LocalTraining, Algorithm[ServerState, ClientState]):
         }
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: its parameters, and the positions of the
-        min(M, N−1) other clients whose models it requests.
+        """Returns the shapes and dtypes that a client's reply must have: its parameters, and the positions of min(M,
+        N−1) other clients; raises a `ValueError` for positions that do not exist.
         """
         number = min(self.num_models, len(server_state["models"]) - 1)
         request_tensor = reply.tensors.get("request", {}).get("clients", torch.zeros(0))

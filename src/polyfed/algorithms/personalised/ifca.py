@@ -76,8 +76,8 @@ class IFCA(Averaging):
         return Message(dict(server_state), {"lr": self.lr_at(client_info.round, client_info.rounds)})
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
-        """Returns the shapes and dtypes that a client's reply must have: those of one of the k models that the server
-        sent.
+        """Returns the shapes and dtypes that a client's reply must have: those of one of the k models; raises a
+        `ValueError` unless the reply holds exactly one model.
         """
         if len(model_groups := [group for group in reply.tensors if group in server_state]) != 1:
             raise ValueError(

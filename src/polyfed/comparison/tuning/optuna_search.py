@@ -12,8 +12,8 @@ _START = 4  # random trials before Optuna's estimator takes over; few, since sea
 @final
 @dataclass(frozen=True)
 class SearchRange:
-    """Holds a range of numbers to search, from `low` to `high` inclusive; if both are whole numbers, it contains whole
-    numbers only.
+    """Holds a range of numbers to search, from `low` to `high` inclusive (whole numbers only, if both are whole
+    numbers); raises a `UserError` if it is no valid range.
 
     If both are positive the range is sampled on a log scale, as learning rates need it; otherwise uniformly.
 

@@ -34,7 +34,8 @@ def build_engine(
     reply_compression: Compressor | None = None,
     choice: EngineChoice | None = None,
 ) -> Engine:
-    """Builds the engine with this name ("inprocess", "pool", "cohort", "ray" or "auto") for these clients.
+    """Builds the engine with this name ("inprocess", "pool", "cohort", "ray" or "auto") for these clients; raises a
+    `UserError` if "pool" cannot send a client to its processes.
 
     Args:
         name: "inprocess"; "pool"; "cohort", many clients stacked, in this process or in each worker of a pool; "ray"; or

@@ -134,8 +134,8 @@ class RayEngine(Engine):
         return _RayWorker(actor, actor.start.remote(self._payload))
 
     def run(self, tasks: Sequence[ClientTask]) -> Iterator[TaskResult]:
-        """Runs the tasks on the workers, and yields each result as soon as it is finished. A task whose worker died
-        twice yields a result with an error in `failure`.
+        """Runs the tasks on the workers, and yields each result as soon as it is finished; a task whose worker died
+        twice has an error in `failure`. Raises a `RoundError` if no worker starts.
 
         Raises:
             UserError: a worker cannot read the clients: a module of theirs is missing on its node.

@@ -49,8 +49,8 @@ def transfer_network(
     parts: Parts = "all",
     seed: int = 0,
 ) -> TransferResult:
-    """Retrains on a new task the network that FedPNAS or FedDSNAS searched for a client, with the samplers that choose
-    its architecture frozen; returns the network and its scores.
+    """Retrains on a new task the network that FedPNAS or FedDSNAS searched for a client, with the architecture samplers
+    frozen; raises a `UserError` if run, client or task do not fit.
 
     Args:
         run: of `fedpnas`, `ca_fedpnas`, `feddsnas` or `ca_feddsnas`.

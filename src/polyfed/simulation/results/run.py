@@ -94,8 +94,8 @@ class Run:
         return self.federation.best_round(self.history)
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics after the last or best round as a list of dicts: one per client, sorted by id (numeric
-        ids by number), then one with the means.
+        """Returns the metrics after the "last" or "best" round as a list of dicts: one per client, sorted by id, then
+        one with the means. Raises a `UserError` for "best" without validation examples.
 
         Columns: `client`, the metrics (the first decides), `loss`, `num_examples` (for training), `val_...` and
         `global_...` if there are such sets, and other networks that the method evaluates (`trained_...` of pFedLA,
@@ -213,7 +213,7 @@ class Run:
 
     def cross_site(self) -> CrossSiteScores:
         """Returns the scores, with intervals, of every client's personal network (rows) on every client's test examples
-        (columns); computes them now, unless the run was made with `cross_site=True`.
+        (columns), computed now or during the run; raises a `UserError` for real sites.
 
         The networks are those of `model`. `print` shows the matrix; `table()` has a row for each cell.
 

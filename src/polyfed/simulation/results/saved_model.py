@@ -49,8 +49,8 @@ class SavedModel:
     client: str
 
     def predict(self, table: Any) -> dict[str, list[Any]]:
-        """Predicts for each row of a `pyarrow.Table`, and returns `{column name: one value for each row}`, such as
-        classes and probabilities.
+        """Predicts for each row of a `pyarrow.Table`, and returns `{column name: one value for each row}`; raises a
+        `UserError` if a column is missing or of another type.
 
         Returns:
             Columns: for classes `predicted` and a probability each; for labels a probability each; for regression the

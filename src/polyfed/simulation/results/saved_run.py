@@ -62,7 +62,7 @@ class SavedRun:
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
         """Returns the metrics after the last evaluated or the best round as a list of dicts, one per client and one
-        with the means, as `Run.table` does.
+        with the means; raises a `UserError` if there is no such round.
 
         Raises:
             UserError: no round has been evaluated, or "best" without validation examples.

@@ -224,8 +224,8 @@ def _warn_of_inexact_columns(template: TablePreprocessor, variance: Tensor, coun
 
 
 def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
-    """Returns the client with all of its examples prepared by the common preprocessing; a built-in network for the
-    client's table is replaced by one for the common table.
+    """Returns the client with all examples, and a built-in network, converted to the common table's preprocessing;
+    raises a `UserError` if the common table is not that of the client.
 
     Raises:
         UserError: the common table is not that of the client.
@@ -245,8 +245,8 @@ def apply_preprocessing(client: Client, common: TablePreprocessor) -> Client:
 
 
 def with_common_preprocessing(clients: Sequence[Client], seed: int, secure: bool) -> Sequence[Client]:
-    """Returns the clients with one common preprocessing, if their tables were read one by one and do not share one yet;
-    otherwise returns them unchanged.
+    """Returns the clients with one common preprocessing if their tables were read one by one, otherwise unchanged;
+    raises a `UserError` if their tables differ, or some have none.
 
     Raises:
         UserError: their tables differ, or some have none.

@@ -227,8 +227,8 @@ def train_and_aggregate_round(
     progress: Progress,
     on_previous_round_evaluated: Callable[[Checkpoint, PhaseResults], object],
 ) -> Checkpoint:
-    """Runs one training round: clients train, and the server aggregates their replies. Clients are evaluated later,
-    during the training of the next round.
+    """Runs one training round: clients train, and the server aggregates their replies; all are evaluated during the
+    next round's training. Raises a `RoundError` for fewer than `min_replies` replies.
 
     Args:
         federation, engine, progress: of the run.

@@ -298,8 +298,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
-    """Returns a sentence for each file of a run directory that was changed after the run wrote it; an empty list if
-    none was.
+    """Returns a sentence for each file of a run directory that was changed after the run wrote it, or an empty list;
+    raises a `UserError` if the configuration cannot be read.
 
     Args:
         folder: the run directory.

@@ -93,8 +93,8 @@ class RunFiles:
         return f"{self.method}, {len(self.client_ids)} clients, {rounds}, {scored}"
 
     def table(self, at: Literal["last", "best"] = "last") -> list[dict[str, Any]]:
-        """Returns the metrics after the last evaluated round, or the round with the best mean validation score, as a
-        list of dicts, one per client and one with the means.
+        """Returns the metrics after the last evaluated round, or the best by validation score, as a list of dicts, one
+        per client and one with the means; raises a `UserError` without such a round.
 
         Raises:
             UserError: no round has been evaluated, or "best" without validation examples.
