@@ -138,7 +138,8 @@ def check_client_and_get_architecture(
 def build_introduction_fields(
     client: Client, algorithm: Algorithm[Any, Any], architecture: str | None, *, reveals_example_count: bool
 ) -> dict[str, Any]:
-    """Returns as header fields those facts about a client that the method needs, which the site reports to the server.
+    """Returns as a dict of header fields the facts about a client that the method needs, which the site reports to the
+    server.
 
     Args:
         client: the site's client.

@@ -65,7 +65,9 @@ def uses_federated_preprocessing(client: Client) -> bool:
 
 
 def check_table_sums_allowed(client: Client, protection: ReplyProtection, *, secure_sums: bool) -> None:
-    """Raises a `RefusalError` if the site's settings or data do not allow the site to send sums over its table's rows."""
+    """Raises a `RefusalError` if the site must not send sums over its table's rows: its table does not ask for it, the
+    site adds noise or clips, or a column has too few values.
+    """
     if not uses_federated_preprocessing(client):
         raise RefusalError("its data do not ask for preprocessing from sums over all sites (preprocess='federated')")
     if protection.noise_multiplier or protection.clip_norm is not None:

@@ -160,7 +160,7 @@ class RequestLog:
 
 
 def hash_task_inputs(head: Mapping[str, Any], body: Message) -> str:
-    """Returns a SHA-256 hash of those parts of a message on which the result of its task depends.
+    """Returns a SHA-256 hash of the parts of a message that decide the result of its task.
 
     Args:
         head: the header.

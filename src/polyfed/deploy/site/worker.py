@@ -67,8 +67,8 @@ class SiteRunner:
         self._loaded_at = self._clock()
 
     def answer_frame_or_request_restart(self, frame: Frame) -> Frame:
-        """Answers a message from the SuperNode; if the site's data or files have changed since they were loaded,
-        instead returns a request to start a new process.
+        """Answers a message from the SuperNode; if the message begins a new run and the loaded data are too old or
+        their files have changed, instead returns a request to start a new process.
         """
         if self._is_stale(frame):
             return Frame("again")

@@ -37,8 +37,8 @@ _PARENT = "mlflow.parentRunId"
 
 
 def log_models_once_to_mlflow(folder: Path) -> int:
-    """Logs the clients' trained networks to the MLflow run that tracks this finished run; does nothing if they are
-    logged already.
+    """Logs the clients' trained networks to the MLflow run that tracks this finished run, unless they are logged
+    already, and returns how many it logged.
 
     Returns the number of logged networks; one that cannot be exported is left out, with a warning.
 

@@ -1,4 +1,4 @@
-"""Renders the scores of every site's model on every other site's data as a table; the better the score, the darker the
+"""Renders the scores of every site's model on every site's test data as a table; the better the score, the darker the
 cell.
 """
 
@@ -16,7 +16,7 @@ _MAX_SITES = 40  # rows and columns of the table
 
 
 def html_cross_site(scores_by_method: Mapping[str, CrossSiteScores], key: str) -> Markup:
-    """Renders, for each method, the table of scores of every site's model on every other site's data, with a menu to
+    """Renders, for each method, a table of the scores of every site's model on every site's test data, with a menu to
     choose the method.
     """
     return html_dropdown_panels(

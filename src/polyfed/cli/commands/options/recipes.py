@@ -226,8 +226,8 @@ class ChosenRecipe(NamedTuple):
 
 
 def pop_recipe(argv: list[str], scale: str | None, variant: str | None) -> ChosenRecipe:
-    """Removes the recipe's name from the front of the command line's words (a list, changed in place), and returns the
-    recipe's configuration at a scale and for a variant.
+    """Removes the recipe's name from the front of the command line's words (changes the list), and returns the recipe's
+    configuration at a scale and for a variant; raises an error if a scale or variant has no recipe.
     """
     name = argv.pop(0) if argv and not argv[0].startswith("-") else None
     if name is None:

@@ -72,8 +72,8 @@ def find_last_option_value(option: str, argv: Sequence[str]) -> str | None:
 def partition_options_of_site_column(
     fields: Mapping[str, Any], config_values: Mapping[str, Any], argv: Sequence[str], partition_name: str | None
 ) -> dict[str, Any]:
-    """Returns the options that make each site one client, as {key: value}, for a data source with a site column; {} if
-    the user chose another partition.
+    """Returns the options that make each site one client, as {key: value}; {} if the user chose another partition.
+    Raises an error if neither a site column nor a partition is given.
 
     Args:
         fields: the options of the source, with their defaults.

@@ -38,7 +38,7 @@ def predict_file(
     folder: Path, client: str | None, file: str, out: Path | None, console: "Console | None" = None
 ) -> None:
     """Predicts all rows of the table `file` with the trained network in `folder`, and writes the predictions to the CSV
-    file `out`, or prints the first ones.
+    file `out`.
 
     Without `out` it prints the predictions for the first rows.
 
