@@ -280,7 +280,7 @@ OVERLONG = {
     "src/polyfed/alignment/cka.py": 407,
     "src/polyfed/cli/commands/options/configuration_parser.py": 403,
     "src/polyfed/comparison/build_results.py": 404,
-    "src/polyfed/comparison/statistics/mrmc.py": 414,
+    "src/polyfed/comparison/statistics/mrmc.py": 415,
     "src/polyfed/comparison/verdicts/verdict_sentences.py": 407,
     "src/polyfed/core/nn/module_cache.py": 405,
     "src/polyfed/core/task.py": 462,
