@@ -105,7 +105,12 @@ def cases(tmp_path: Path):
     return {
         "fedavg": (small_clients(4), FedAvg(lr=0.05), ONE, None),
         "pfedla": (small_clients(4), PFedLA(lr=0.05), ONE, None),
-        "flha_ghn": (mixed, FLHAGHN(lr=0.05, hidden=8, catalogue=str(tmp_path / "catalogue.yaml")), "", None),
+        "flha_ghn": (
+            mixed,
+            FLHAGHN(lr=0.05, hidden=8, graph="layers_and_norms", catalogue=str(tmp_path / "catalogue.yaml")),
+            "",
+            None,
+        ),
         "fedhenn": (mixed, FedHeNN(lr=0.05, rad_size=20, rad_batch=8, eta0=1.0), POOL, noise),
         "fedhenn, parts": (
             clients_with_parts(),

@@ -39,7 +39,7 @@ def test_traffic_of_flha_ghn_has_the_same_form_for_sites_with_different_networks
     clients = image_clients(("flha_arch1", "flha_arch2"), number=2)
     assert len({graph_of_client(client).layer_types for client in clients}) > 1, "the sites have the same network"
     LayerCatalogue.from_graphs(map(graph_of_client, clients)).write_yaml(tmp_path / "catalogue.yaml")
-    method = FLHAGHN(lr=0.05, hidden=8, catalogue=str(tmp_path / "catalogue.yaml"))
+    method = FLHAGHN(lr=0.05, hidden=8, graph="layers_and_norms", catalogue=str(tmp_path / "catalogue.yaml"))
     grid = deployed(tmp_path, nodes, clients, method)[1]
     seen = {}
     for node, kind, record in grid.seen:

@@ -37,7 +37,7 @@ def methods(tmp_path):
     catalogue = str(tmp_path / "catalogue.yaml")
     return {
         "fedavg": (FedAvg(lr=0.05), ONE, None),
-        "flha_ghn": (FLHAGHN(lr=0.05, hidden=4, depth=1, catalogue=catalogue), "", None),
+        "flha_ghn": (FLHAGHN(lr=0.05, hidden=4, depth=1, graph="layers_and_norms", catalogue=catalogue), "", None),
         "pfedla": (PFedLA(lr=0.05), ONE, None),
         "fedhenn": (FedHeNN(lr=0.05, rad_size=12, rad_batch=6, eta0=1.0), POOL, public),
         "local": (Local(lr=0.05), "", None),

@@ -44,7 +44,13 @@ def exchanges(grid):
 def cases(tmp_path):
     mixed = image_clients(("flha_arch1", "flha_arch2"))
     LayerCatalogue.from_graphs(map(graph_of_client, mixed)).write_yaml(tmp_path / "catalogue.yaml")
-    ghn = {"lr": 0.05, "hidden": 4, "depth": 1, "catalogue": str(tmp_path / "catalogue.yaml")}
+    ghn = {
+        "lr": 0.05,
+        "hidden": 4,
+        "depth": 1,
+        "graph": "layers_and_norms",
+        "catalogue": str(tmp_path / "catalogue.yaml"),
+    }
     return {
         "fedavg": (small_clients(4), FedAvg(lr=0.05)),
         "unweighted": (small_clients(3), FedAvg(lr=0.05, weighted=False)),
@@ -165,7 +171,7 @@ def test_the_graph_of_a_site_cannot_be_read_from_its_messages(tmp_path, secure_g
         for c, order in zip(small_clients(3), ("ab", "ca", "bc"), strict=True)
     ]
     LayerCatalogue.from_graphs(map(graph_of_client, clients)).write_yaml(tmp_path / "catalogue.yaml")
-    method = FLHAGHN(lr=0.01, catalogue=str(tmp_path / "catalogue.yaml"))
+    method = FLHAGHN(lr=0.01, graph="layers_and_norms", catalogue=str(tmp_path / "catalogue.yaml"))
     graph, catalogue = graph_of_client(clients[0]), LayerCatalogue.read_yaml(method.catalogue)
     types = [catalogue.feature_column_index(node.type) for node in graph.nodes]
     for case in ("plain", "masked", "without masks"):
