@@ -94,6 +94,7 @@ def there():
         yield process
 
 
+@pytest.mark.thorough
 def test_the_device_refuses_others_and_counts_what_waits(there):
     said, counted, slope = there(refusals)
     assert all("two devices" in sentence for name, sentence in said.items() if name != "generator")

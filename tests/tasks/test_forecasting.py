@@ -142,6 +142,7 @@ def test_what_does_not_fit_is_a_sentence_with_the_client():
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_linear_network_is_better_than_the_naive_forecast_and_clients_train_together(tmp_path):
     method = pf.algorithms.FedAvg(lr=0.02, optimizer="adam", batch_size=16, local_epochs=2)
     options = {"rounds": 30, "evaluate_every": 30, "workers": 0, "progress": False}

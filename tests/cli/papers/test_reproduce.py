@@ -219,6 +219,7 @@ def test_a_stopped_run_is_gone_on_with(polyfed, monkeypatch):
     assert cells(polyfed.here / "again") == whole
 
 
+@pytest.mark.thorough
 def test_runs_side_by_side_are_those_of_one_after_another(polyfed, monkeypatch):
     """Methods that are stopped go on, those that cannot go on are told, and a baseline of other settings is refused."""
     words = ["pfedla", "table1", "--scale", "smoke", "--variant", "fashion_mnist-10", "--rounds", "2", "--seeds", "0,1"]

@@ -53,6 +53,7 @@ def test_simple_models_of_each_dealing_take_part_in_the_answers(tmp_path, words)
     assert {one["over"] for one in again.results["answers"]} == {"local"}
 
 
+@pytest.mark.thorough
 def test_dealings_are_fitted_side_by_side_to_the_same():
     words = QUICK | {"resplit": 2}
     one, other = (pf.compare(sites(), ["fedavg"], **(words | {"parallel": n})).results["references"] for n in (1, 2))

@@ -132,6 +132,7 @@ def prepare(monkeypatch, best=BEST):
         monkeypatch.setattr(module, "execute_or_load_runs", favouring(best)(module.execute_or_load_runs))
 
 
+@pytest.mark.thorough
 def test_local_is_compared_with_a_rate_for_each_client(monkeypatch, tmp_path):
     prepare(monkeypatch)
     words = QUICK | {"tune": {"lr": [0.01, 0.1, 1.0]}, "out": tmp_path / "a"}
