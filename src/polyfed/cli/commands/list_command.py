@@ -96,7 +96,7 @@ def first_docstring_sentence(thing: Any) -> str:
     """Returns the first sentence of an object's docstring as one line of text.
 
     >>> first_docstring_sentence(ALGORITHMS["local"])
-    "Trains each client's network ..."
+    "Trains each client's network..."
     >>> def method(): "Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2). And more."
     >>> first_docstring_sentence(method)
     'Weights, e.g. by Adam (eq. 3 of Smith et al. 2020; cf. Fig. 2).'
