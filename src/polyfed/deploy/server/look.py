@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyfed.core.errors import UserError
-from polyfed.core.io.atomic_files import write_file_atomically
+from polyfed.core.io.atomic_files import create_private_folder_if_missing, write_file_atomically
 from polyfed.data.look.columns import LookColumn, merge_columns
 from polyfed.data.look.look import Look
 from polyfed.deploy.protocol.wire import SERVER_HEAD_BYTES, SITE_HEAD_BYTES, Envelope, parse_head
@@ -79,7 +79,8 @@ def look_at_data(
     for line in str(seen).splitlines():
         _LOG.info("%s", line)
     out = server.deployment.out
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if not out.parent.exists():
+        create_private_folder_if_missing(out.parent, parents=True)
     write_file_atomically(
         out.with_name(f"{out.name}-look.json"), json.dumps(seen.to_json_dict(), ensure_ascii=False, indent=1).encode()
     )
