@@ -53,8 +53,6 @@ def build_model_spec(network_options: Mapping[str, Any], input_shape: Sequence[i
 def validate_network_name(network_options: Mapping[str, Any]) -> None:
     """Raises a `UserError` if a network is named as "module:factory", and this factory cannot be imported; called
     before a run starts.
-
-    Raises a `UserError` if not.
     """
     if ":" in network_options["name"]:
         import_trusted_callable(network_options["name"])
