@@ -1,6 +1,5 @@
 """Computes the mean kernel matrix K̄ of several clients' representations (FedHeNN, eq. 6), in a form that fits into
-memory.
-"""
+memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

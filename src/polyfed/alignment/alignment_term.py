@@ -1,6 +1,5 @@
 """Computes the alignment term η·d that FedHeNN adds to a client's loss (eq. 5, 6), for one network or a stack of
-networks.
-"""
+networks."""
 
 import warnings
 from collections.abc import Sequence
@@ -47,8 +46,7 @@ class NetworkTarget:
 
     def compute_target(self, pool: Examples, rows: Tensor, module: str) -> AlignmentTarget:
         """Returns the network's kernel matrix on the examples at `rows` of the pool of public examples, as an
-        `AlignmentTarget`.
-        """
+        `AlignmentTarget`."""
         a = compute_representations(self._network, pool.select(rows), module=module, batch_statistics=True)
         return (
             AlignmentTarget(a)
@@ -58,8 +56,7 @@ class NetworkTarget:
 
     def has_same_kernel_given_same_architecture(self, other_target: "NetworkTarget | AlignmentTarget") -> bool:
         """Returns whether another target has the same kernel matrix; assumes that both networks have the same
-        architecture.
-        """
+        architecture."""
         if not isinstance(other_target, NetworkTarget) or self._sigma != other_target._sigma:
             return False
         weights, other_weights = _kernel_weights(self._network), _kernel_weights(other_target._network)
@@ -70,8 +67,7 @@ class NetworkTarget:
 
 def _kernel_weights(network: nn.Module) -> list[Tensor]:
     """Returns the parameters and buffers on which a network's representation depends; BatchNorm's buffers do not count,
-    since it uses batch statistics.
-    """
+    since it uses batch statistics."""
     unused = {id(buffer) for part in network.modules() if isinstance(part, _BatchNorm) for buffer in part.buffers()}
     return [t for t in (*network.parameters(), *network.buffers()) if id(t) not in unused]
 

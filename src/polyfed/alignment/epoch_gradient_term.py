@@ -35,8 +35,7 @@ class EpochGradientTerm:
 
     def __call__(self, network: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the inner product of the stored gradient and the parameters, shape () for one network, (k,) for a
-        stack of networks that have made equally many steps.
-        """
+        stack of networks that have made equally many steps."""
         rows, steps_taken, *gradients = tensors
         by_name = dict(network.named_parameters())
         parameters = [by_name[name] for name in self.parameter_names]

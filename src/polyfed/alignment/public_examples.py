@@ -1,6 +1,5 @@
 """Draws the public examples on which all clients compare their representations in a round: rows of a public pool, or
-noise (FedHeNN, section 3.3).
-"""
+noise (FedHeNN, section 3.3)."""
 
 import torch
 from torch import Tensor

@@ -53,8 +53,7 @@ Histories = Mapping[Run, Sequence[Mapping[str, Any]]]
 
 def no_outputs(label: str, seed: int, client: str, round_number: int) -> Tensor | None:
     """Returns None for every run; takes the place of the function `outputs` in `ResultInputs` if no predictions were
-    kept.
-    """
+    kept."""
     return None
 
 
@@ -101,8 +100,7 @@ class ResultInputs:
 
 def build_results(inputs: ResultInputs, criteria: ResultCriteria) -> dict[str, Any]:
     """Computes the results of a comparison from its runs with this budget and target, and returns them as the dict that
-    is saved as `comparison.json`.
-    """
+    is saved as `comparison.json`."""
     description, metric = inputs.description, inputs.metric
     labels, reference = list(description["methods"]), description["reference"]
     curves = {run: build_learning_curve(history, metric.name) for run, history in inputs.histories.items()}

@@ -20,8 +20,7 @@ from polyfed.simulation.settings import Keep
 @final
 class FinalRuns(NamedTuple):
     """Holds the methods with their final hyper-parameters, by label, the finished training runs, by label and seed, and
-    the errors of methods that failed, by label.
-    """
+    the errors of methods that failed, by label."""
 
     methods: dict[str, Method]
     runs: dict[tuple[str, int], FinishedRun]

@@ -34,8 +34,7 @@ class FoldTests:
 
 def read_fold_tests(plan: ComparisonPlan) -> FoldTests | None:
     """Collects the test examples of every fold of a comparison's cross-validation; returns None if the plan has no
-    folds.
-    """
+    folds."""
     if plan.folds is None:
         return None
     targets, units = dict[int, dict[str, Tensor]](), dict[int, dict[str, NDArray[np.str_]]]()

@@ -1,6 +1,5 @@
 """Forecasts, before a comparison starts, how long it takes and how small a gain it can decide, from a pilot of four
-short runs: two methods with two seeds each.
-"""
+short runs: two methods with two seeds each."""
 
 import dataclasses
 import math

@@ -165,8 +165,7 @@ Failure = ClientError | RoundError
 @dataclass(frozen=True, eq=False)
 class FinishedRun:
     """Holds a finished training run: its `history`, with one record per round, and its predictions, either in the
-    directory `folder` or as the text `packed_outputs`.
-    """
+    directory `folder` or as the text `packed_outputs`."""
 
     history: History
     folder: Path | None = None
@@ -178,8 +177,7 @@ class FinishedRun:
 
     def test_outputs(self, client: str, round_number: int) -> Tensor | None:
         """Returns the outputs of a client's network after a round for the client's test examples, as a tensor of shape
-        (n, outputs); None if they were not kept.
-        """
+        (n, outputs); None if they were not kept."""
         if self.folder is None:
             stored: Tensor | None = self._unpacked_outputs.get(str(round_number), {}).get(client.encode().hex())
             return stored

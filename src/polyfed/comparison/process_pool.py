@@ -37,8 +37,7 @@ class _RunningTask(NamedTuple):
 
 def supports_forked_runs(settings: Settings) -> bool:
     """Returns True if runs with these settings can each be executed in a forked process: on Linux, with clients on the
-    CPU, and not on Ray.
-    """
+    CPU, and not on Ray."""
     return settings.engine != "ray" and can_fork(choose_client_device(settings))
 
 

@@ -116,8 +116,7 @@ class Task(ABC):
     @property
     def spec(self) -> TaskSpec:
         """Returns the task in the form for files and messages: its name, or a dict of name and options; `get_task`
-        rebuilds the task from it.
-        """
+        rebuilds the task from it."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         changed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         name = self.name if _registry().get(self.name) is type(self) else _class_path(type(self))
@@ -142,8 +141,7 @@ class Task(ABC):
     @property
     def makes_targets(self) -> bool:
         """Returns whether the user need not give targets, since `complete_targets` makes them from the inputs; False by
-        default.
-        """
+        default."""
         return False
 
     def complete_targets(self, inputs: Inputs, targets: Tensor) -> Tensor:
@@ -260,8 +258,7 @@ class Task(ABC):
 
     def trim_minibatch(self, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
         """Returns a training minibatch without the columns that are padding in all of its examples; by default
-        unchanged.
-        """
+        unchanged."""
         return inputs, targets
 
     def output_distance(self, teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
@@ -312,8 +309,7 @@ class Task(ABC):
 
     def yes_no_columns(self, num_outputs: int) -> tuple[int, ...]:
         """Returns the positions of those outputs that each answer a yes/no question, for ROC and calibration curves;
-        empty if there are none.
-        """
+        empty if there are none."""
         return ()
 
     # -- scores ---------------------------------------------------------------------------------------------------
@@ -340,8 +336,7 @@ class Task(ABC):
     @property
     def unavailable_metrics(self) -> Mapping[str, str]:
         """Returns `{metric: sentence}` for metrics that the task has only with other options; the sentence says which
-        to give.
-        """
+        to give."""
         return {}
 
     # -- splits and counts ----------------------------------------------------------------------------------------
@@ -357,8 +352,7 @@ class Task(ABC):
 
     def class_counts(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
         """Returns the number of examples of each class (or other value of `strata`), for tables of the data; None if
-        the task has none.
-        """
+        the task has none."""
         return None
 
     def count_names(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -385,14 +379,12 @@ class Task(ABC):
 
     def constant_model(self) -> ConstantModel | None:
         """Returns a model that ignores the input, which each client can fit on its own data only; None if the task has
-        none.
-        """
+        none."""
         return None
 
     def simple_models(self) -> tuple[SimpleModel, ...]:
         """Returns models without a network, such as linear models, which each client can fit to rows of numbers on its
-        own data only; empty if there are none.
-        """
+        own data only; empty if there are none."""
         return ()
 
     def simple_models_obstacle(self, num_outputs: int) -> str | None:

@@ -98,8 +98,7 @@ def graph_to_tensors(
     graph: ArchitectureGraph, catalogue: LayerCatalogue, device: torch.device, passing: Passing = "synchronous"
 ) -> GraphTensors:
     """Converts a network's graph to tensors; the catalogue must have all its layer types (see
-    `ArchitectureGraph.restrict_to_types`).
-    """
+    `ArchitectureGraph.restrict_to_types`)."""
     columns = {kind: column for column, kind in enumerate(catalogue.node_types)}
     types = torch.tensor([columns[node.type] for node in graph.nodes], device=device)
     edges = torch.tensor(graph.edges, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous()
@@ -174,8 +173,7 @@ class GHN(nn.Module):
 
     def forward(self, graph: GraphTensors) -> dict[str, Tensor]:
         """Returns `{parameter's name: generated weight}` for the network with this graph; a head processes all nodes of
-        its type as one batch.
-        """
+        its type as one batch."""
         return dict(self.iterate_generated_weights(graph))
 
     def iterate_generated_weights(self, graph: GraphTensors) -> Iterator[tuple[str, Tensor]]:
@@ -213,8 +211,7 @@ def hypernetwork_size_in_bytes(config: GHNConfig) -> int:
 
 def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
     """Returns the configuration, changed to low-rank ("factored") heads if dense heads would take more than
-    `MAX_DENSE_BYTES`.
-    """
+    `MAX_DENSE_BYTES`."""
     dense = replace(config, head="mlp")
     return (
         replace(config, head="factored")
@@ -225,8 +222,7 @@ def use_factored_heads_if_large(config: GHNConfig) -> GHNConfig:
 
 def describe_message_size_of_heads(config: GHNConfig) -> str:
     """Returns a text that says how many MB a hypernetwork takes in a message with low-rank heads, and how many with
-    dense heads.
-    """
+    dense heads."""
     factored, dense = (hypernetwork_size_in_bytes(replace(config, head=head)) / 2**20 for head in ("factored", "mlp"))
     return f"factored: {factored:.0f} MB each way a round, where the paper's heads (mlp) would send {dense:.0f} MB"
 
@@ -396,6 +392,5 @@ def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
 @lru_cache(maxsize=4)
 def cached_ghn(config: GHNConfig, device: torch.device) -> GHN:
     """Returns the hypernetwork of this configuration that the process reuses; callers load weights into it before each
-    use.
-    """
+    use."""
     return _build_ghn(config).to(device)

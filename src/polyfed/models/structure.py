@@ -272,8 +272,7 @@ def _is_inside(tensor: str, module: str) -> bool:
 
 def check_not_compiled(model: nn.Module) -> None:
     """Raises a `UserError` if a part of the network is compiled by torch.jit, so that its layers can be neither listed
-    nor hooked.
-    """
+    nor hooked."""
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise UserError(
@@ -360,8 +359,7 @@ def _layer_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
 def _detach(tensor: Tensor) -> Tensor:
     """Returns the tensor outside the caller's autograd graph; copies it only if it is an inference tensor, which
-    autograd cannot save.
-    """
+    autograd cannot save."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 

@@ -99,16 +99,14 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     def server_init(self, server: ServerContext) -> ServerState:
         """Returns the server state before round 1: the initial global model θ, drawn from the run's seed for the
-        clients' common architecture.
-        """
+        clients' common architecture."""
         assert server.model is not None  # `requires` names "one_architecture"
         buffers = cached_module(server.model).buffers
         return {"model": tensors_to_send(initial_state(server.model, server.seed), buffers, self.buffers)}
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Returns the message to a client: the global model θ and the learning rate of the round, the same for every
-        client.
-        """
+        client."""
         return Message(
             {group: server_state[group] for group in self.groups},
             {"lr": self.lr_at(client_info.round, client_info.rounds)},
@@ -116,8 +114,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     def reply_spec(self, server_state: ServerState, message: Message, reply: Message) -> Mapping[str, StateDictSpec]:
         """Returns the names, shapes and dtypes that the tensors of a client's reply must have: those of the tensors
-        that the server sent.
-        """
+        that the server sent."""
         return {group: state_dict_spec(message.tensors[group]) for group in self.groups}
 
     def reply_spec_is_known(self, server_state: ServerState) -> bool:
@@ -146,8 +143,7 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
 
     def sum_replies(self, replies: Mapping[str, Message]) -> ReplySum:
         """Adds up all replies of a round in the order of client ids, each weighted by its number of examples, and
-        returns the sum.
-        """
+        returns the sum."""
         num_examples = {i: replies[i].scalars["num_examples"] if self.weighted else 1.0 for i in sorted(replies)}
         total = self.empty_reply_sum(num_examples)
         for i in sorted(replies):
@@ -223,16 +219,14 @@ class Averaging(LocalTraining, Algorithm[ServerState, ClientState], ABC):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> tuple[Message, ClientState]:
         """Trains the received global model θ on the client's data for `local_epochs`; returns the reply, with the
-        trained model θ_i, and the client's new private state.
-        """
+        trained model θ_i, and the client's new private state."""
         net = load_client_model(client, message.tensors["model"], client_state, self.buffers)
         fit_result = fit(net.module, client, self, lr=message.scalars["lr"], seed=seed)
         return build_reply_and_client_state(net, client, fit_result.loss, self)
 
     def personal_model(self, message: Message, client_state: ClientState, client: Client, seed: int) -> nn.Module:
         """Returns the network to evaluate for a client: the global model θ, with the client's buffers (such as
-        BatchNorm statistics) if these stay with the client.
-        """
+        BatchNorm statistics) if these stay with the client."""
         return load_model_for_eval(client, message.tensors["model"], client_state, self.buffers)
 
 
@@ -262,24 +256,21 @@ class GlobalModelMethod(Averaging, ABC):
     @property
     def aggregates_by_sum(self) -> bool:
         """Returns True if the result is the mean over the clients of the last round only, for which the sum of their
-        replies is enough.
-        """
+        replies is enough."""
         return self.averaged_over == "cohort"
 
     # -- server ---------------------------------------------------------------------------------------------------
 
     def server_init(self, server: ServerContext) -> ServerState:
         """Returns the server state before round 1: the initial global model θ(0) and, if `averaged_over` is "all", an
-        empty store for every client's latest model.
-        """
+        empty store for every client's latest model."""
         return {**super().server_init(server), **({} if self.aggregates_by_sum else {"latest": {}, "examples": {}})}
 
     def update_state_from_single_replies(
         self, server_state: ServerState, replies: Mapping[str, Message]
     ) -> ServerState:
         """Stores the models and numbers of examples of the clients that replied, in place of their earlier ones, and
-        returns the new server state.
-        """
+        returns the new server state."""
         latest = {**server_state["latest"], **{i: dict(reply.tensors["model"]) for i, reply in replies.items()}}
         num_examples = (
             {i: float(reply.scalars["num_examples"]) for i, reply in replies.items()} if self.weighted else {}
@@ -289,8 +280,7 @@ class GlobalModelMethod(Averaging, ABC):
 
     def dispatch(self, server_state: ServerState, client_info: ClientInfo) -> Message:
         """Returns the message to one client: the model that `build_message_to_client` chooses, and the learning rate of
-        the round.
-        """
+        the round."""
         return self.build_message_to_client(server_state, client_info, {})
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
@@ -315,8 +305,7 @@ class GlobalModelMethod(Averaging, ABC):
 
     def result_models(self, server_state: ServerState) -> dict[str, StateDict]:
         """Returns `{"model": weights}`, the result after this round; if `averaged_over` is "all", also the mean of the
-        last round's models as "cohort".
-        """
+        last round's models as "cohort"."""
         if self.aggregates_by_sum:
             return {"model": server_state["model"]}
         mean = (
@@ -332,8 +321,7 @@ class GlobalModelMethod(Averaging, ABC):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields a further network to evaluate, as (name, network): the mean of the last round's models, if it differs
-        from the result.
-        """
+        from the result."""
         if "cohort" in message.tensors:
             yield "cohort", self.personal_model(_with_cohort_model(message), client_state, client, seed)
 
@@ -349,8 +337,7 @@ class ServerUpdateMethod(Averaging, ABC):
 
     def server_init(self, server: ServerContext) -> ServerState:
         """Returns the server state before round 1: the initial parameters and, apart from them, the buffers that are
-        sent.
-        """
+        sent."""
         assert server.model is not None  # `requires` names "one_architecture"
         model, names = super().server_init(server)["model"], cached_module(server.model).buffers
         return {
@@ -369,8 +356,7 @@ class ServerUpdateMethod(Averaging, ABC):
         self, server_state: ServerState, mean: Mapping[str, StateDict], client_ids: Sequence[str]
     ) -> ServerState:
         """Returns the next server state: parameters as updated by `server_update`, and buffers replaced by the clients'
-        mean.
-        """
+        mean."""
         model = mean["model"]
         parameters = {name: model[name] for name in server_state["model"]}
         buffers = {name: model[name] for name in server_state["buffers"]}

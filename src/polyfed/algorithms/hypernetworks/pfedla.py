@@ -1,6 +1,5 @@
 """Defines pFedLA: for each client, a hypernetwork on the server decides how much every client's layers count in its
-model (Ma et al., CVPR 2022, algorithm 1).
-"""
+model (Ma et al., CVPR 2022, algorithm 1)."""
 
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,8 +107,7 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
 
     def server_init(self, server: ServerContext) -> ServerState:
         """Returns the server state before round 1: the initial models, hypernetworks and embeddings of all clients
-        (algorithms 1 and 2, line 1).
-        """
+        (algorithms 1 and 2, line 1)."""
         return init_server_state(server, self, self._num_retained_layers)
 
     def dispatch_all(self, server_state: ServerState, client_infos: Sequence[ClientInfo]) -> Iterator[Message]:
@@ -138,8 +136,7 @@ class LayerAggregationMethod(LocalTraining, Algorithm[ServerState, ClientState],
         self, server_state: ServerState, client_ids: Sequence[str]
     ) -> Mapping[str, Tensor | Sequence[str] | float]:
         """Returns, for the report, the weights with which the models of all clients are mixed for each client of the
-        round.
-        """
+        round."""
         return analyse_aggregation_weights(server_state, client_ids, self)
 
 
@@ -199,8 +196,7 @@ class PFedLA(LayerAggregationMethod):
         self, message: Message, client_state: ClientState, client: Client, seed: int
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields a further network to evaluate, as (name, network): the client's model θ_i after its last local
-        training, if it has taken part.
-        """
+        training, if it has taken part."""
         if self.evaluate_trained and "model" in client_state:
             net = load_client_model(client, client_state["model"], client_state, self.buffers)
             yield "trained", recompute_norm_statistics_if_needed(net, client, client_state, self.buffers)
@@ -253,8 +249,7 @@ def iterate_hypernetworks(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> Iterator[tuple[slice, list[Hypernetwork]]]:
     """Yields the hypernetworks of the given clients in groups, each as (slice, hypernetworks), where `clients[slice]`
-    are the clients of the group.
-    """
+    are the clients of the group."""
     for group in hypernetwork_batch_slices(len(clients), _hypernetwork_sizes(server_state, options)):
         yield group, _hypernetworks_of(server_state, clients[group], options)
 
@@ -263,8 +258,7 @@ def _hypernetworks_of(
     server_state: ServerState, clients: Sequence[str], options: LayerAggregationMethod
 ) -> list[Hypernetwork]:
     """Returns the hypernetworks of the given clients; the hypernetwork of a client that has not taken part is drawn
-    again from the seed (line 1).
-    """
+    again from the seed (line 1)."""
     sizes, by_client = _hypernetwork_sizes(server_state, options), server_state["hypernetworks"]
     return [
         by_client[client] if client in by_client else init_aggregation_hypernetwork(client, sizes, server_state["seed"])
@@ -340,8 +334,7 @@ def iterate_personalised_models(
     server_state: ServerState, client_infos: Sequence[ClientInfo], options: LayerAggregationMethod, k: int = 0
 ) -> Iterator[tuple[ClientInfo, dict[str, Tensor]]]:
     """Yields (client, model) for each client: its personalised mixture of all clients' models (eq. 5 and 6), without
-    the k layers that it retains.
-    """
+    the k layers that it retains."""
     models = [server_state["models"][client] for client in server_state["clients"]]
     size = max(1, _BLOCK // max(1, sum(tensor.numel() for tensor in models[0].values())))
     for first in range(0, len(client_infos), size):
@@ -398,8 +391,7 @@ def analyse_aggregation_weights(
     server_state: ServerState, client_ids: Sequence[str], options: LayerAggregationMethod
 ) -> Mapping[str, Tensor | Sequence[str] | float]:
     """Returns the mixing weights of the given clients, the names of their rows, layers and clients, and how many rows
-    had no positive score, as `{name: value}`.
-    """
+    had no positive score, as `{name: value}`."""
     alpha = compute_aggregation_weights(server_state, client_ids, options)
     uses_relu = options.weights == "hypernetwork" and options.normalise == "relu"
     groups = iterate_hypernetworks(server_state, client_ids, options) if uses_relu else ()

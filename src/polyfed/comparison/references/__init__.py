@@ -1,3 +1,2 @@
 """Trains the reference models of a comparison: simple models on each client's data only, and a network on the pooled
-data of all clients.
-"""
+data of all clients."""

@@ -86,8 +86,7 @@ def fit_client_references_with_notes(
     clients: Sequence[Client], *, seed: int = 0
 ) -> tuple[list[ReferenceModel], tuple[str, ...]]:
     """Fits the same models as `fit_client_references`, and returns them together with sentences about the models that
-    could not be fitted.
-    """
+    could not be fitted."""
     requirements.check_clients(clients)
     if any(c.loss is not None for c in clients):
         return [], (

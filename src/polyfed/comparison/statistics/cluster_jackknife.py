@@ -124,8 +124,7 @@ def _auc_without_groups(outputs: Tensor, targets: Tensor, groups: Groups) -> tup
 
 def _wins(positive: Values, negative: Values) -> tuple[Values, Values]:
     """Returns for each positive example how many negative ones it is ranked above, and for each negative one how many
-    positive ones are ranked above it; ties count half.
-    """
+    positive ones are ranked above it; ties count half."""
     if len(positive) * len(negative) <= _PAIRS:
         difference = positive[:, None] - negative
         table = (difference > 0) + 0.5 * (difference == 0)

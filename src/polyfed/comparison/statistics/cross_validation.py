@@ -77,15 +77,13 @@ class FoldDifferences:
     @property
     def test_and_training_variance(self) -> float:
         """Returns the part of the variance of the mean difference `value` that is due to the choice of test and
-        training examples.
-        """
+        training examples."""
         return self.example_variance + TRAINING_VARIANCE_RATIO * self.repeat_variance
 
     @property
     def network_variance(self) -> float:
         """Returns the variance between the networks of different folds that their different test examples do not
-        explain; the estimate may be below 0.
-        """
+        explain; the estimate may be below 0."""
         between = float(self.folds.var(axis=1, ddof=1).mean())
         return between - self.num_folds * self.repeat_variance
 
@@ -102,8 +100,7 @@ class FoldDifferences:
 
 def difference_over_folds(ours: FoldScores, theirs: FoldScores | None) -> FoldDifferences:
     """Returns the cross-validated difference of two methods on the same examples, positive where `ours` is better; if
-    `theirs` is None, the scores of `ours`.
-    """
+    `theirs` is None, the scores of `ours`."""
     if theirs is None:
         values, folds, influence, sign = ours.values, ours.folds, ours.influence, 1.0
     else:
@@ -188,8 +185,7 @@ def estimate_mean_from_folds(
 
 def common_network_variance(clients: Sequence[FoldDifferences]) -> float:
     """Returns the variance, between the runs of different folds, of the mean over clients, as far as their test
-    examples do not explain it; at least 0.
-    """
+    examples do not explain it; at least 0."""
     means = np.mean([client.folds for client in clients], axis=0)
     noise = sum(client.repeat_variance for client in clients) / len(clients) ** 2
     return max(float(means.var(axis=1, ddof=1).mean()) - clients[0].num_folds * noise, 0.0)

@@ -177,8 +177,7 @@ class Evidence:
 
     def clients_scored_with_every_seed(self, label: str, rival: str | None) -> list[str]:
         """Returns the ids of the clients that have a score with every seed, both for the method `label` and, unless it
-        is None, for `rival`.
-        """
+        is None, for `rival`."""
         if self.folds is not None:
             return list(self.folds.differences(label, rival))
         tables = [self.scores[name][seed] for name in (label, rival) if name is not None for seed in self.seeds]
@@ -319,8 +318,7 @@ def _gain_over_rivals(gains: Mapping[str, tuple[Estimate | None, Estimate | None
 
 def clip_interval_to_metric_range(estimate: Estimate | None, metric: Metric, *, difference: bool) -> list[float] | None:
     """Returns `[low, high]`, the interval of the estimate clipped to the values that the metric, or a difference of two
-    scores, can take; None if there is no finite interval.
-    """
+    scores, can take; None if there is no finite interval."""
     if estimate is None or not math.isfinite(estimate.low):
         return None
     if metric.unit == "%" or metric.name in _AT_MOST_ONE:

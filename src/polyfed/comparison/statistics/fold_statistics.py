@@ -13,8 +13,7 @@ _DIGITS = 12  # digits after the decimal point of a difference; what is beyond i
 
 def describe_folds(tests: FoldTests | None, description: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of `comparison.json` that describe its cross-validation, such as the number of folds; an
-    empty dict if there is no cross-validation.
-    """
+    empty dict if there is no cross-validation."""
     if tests is None:
         return {}
     return {

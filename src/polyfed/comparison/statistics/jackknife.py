@@ -28,8 +28,7 @@ FloatArray = NDArray[np.float64]
 @final
 class ScoreWithPseudoValues(NamedTuple):
     """Holds the score of a network's outputs, and the jackknife pseudo-value (the contribution to the score) of each
-    test example or group of test examples.
-    """
+    test example or group of test examples."""
 
     score: float
     pseudo_values: FloatArray
@@ -75,8 +74,7 @@ def example_class_of_each_pseudo_value(
     metric: Metric, targets: Tensor, groups: Groups | None = None
 ) -> NDArray[np.int64]:
     """Returns, for each jackknife pseudo-value, the class of the test example to which it belongs; 0 for all if the
-    metric does not depend on classes.
-    """
+    metric does not depend on classes."""
     n = len(targets)
     if groups is not None:
         count = int(groups.max()) + 1

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, final
 @dataclass(frozen=True)
 class CurvePoint:
     """Describes one evaluated round of a run: the mean score over clients, and the bytes and seconds that the run had
-    spent by its end.
-    """
+    spent by its end."""
 
     round: int
     score: float | None

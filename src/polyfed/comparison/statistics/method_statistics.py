@@ -15,8 +15,7 @@ _DIGITS = 12  # digits after the decimal point of a difference; what is beyond i
 
 def add_method_statistics(content: dict[str, Any], evidence: Evidence) -> list[str]:
     """Adds the entry `statistics` to each method in `content`, and returns the ids of the clients for which no
-    confidence interval could be computed.
-    """
+    confidence interval could be computed."""
     methods, reference = content["methods"], content["reference"]
     scored = [label for label in methods if label in evidence.scores]
     evidence_by_label = evidence.estimate_scores_and_gains(

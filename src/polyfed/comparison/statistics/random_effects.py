@@ -58,8 +58,7 @@ class SiteGain:
 @dataclass(frozen=True)
 class SharedError:
     """Holds the variance, with its degrees of freedom, of an error that all sites share, such as the error due to the
-    runs' seeds.
-    """
+    runs' seeds."""
 
     variance: float = 0.0
     freedom: float = 1.0

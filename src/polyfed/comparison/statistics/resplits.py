@@ -32,8 +32,7 @@ class ResplitDifferences:
     @property
     def mean_variance_factor(self) -> float:
         """Returns the factor that converts the variance of one difference to the variance of their mean: 1/K +
-        test/train for K splits; 0 if all differences are equal.
-        """
+        test/train for K splits; 0 if all differences are equal."""
         return (
             variance_of_mean_over_resplits(self.values, self.num_train, self.num_test) / self.sample_variance
             if self.sample_variance

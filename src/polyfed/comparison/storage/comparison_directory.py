@@ -174,8 +174,7 @@ def load_comparison(folder: str | Path) -> Comparison:
 
 def write_comparison_results(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes `content` to the file `comparison.json` in the folder, atomically: a reader finds either the old file or
-    the new one.
-    """
+    the new one."""
     write_file_atomically(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False).encode())
 
 
@@ -197,8 +196,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 
 def parse_result_criteria(description: Mapping[str, Any]) -> ResultCriteria:
     """Returns the budget and target with which the results of a comparison were last computed, as they stand in the
-    content of its `comparison.yaml`.
-    """
+    content of its `comparison.yaml`."""
     stored = description.get("reading") or {}
     return ResultCriteria(Budget.from_text(stored.get("budget", "best")), stored.get("target"))
 

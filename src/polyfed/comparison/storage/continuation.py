@@ -1,6 +1,5 @@
 """Decides whether a comparison may continue an earlier one in the same directory, by the differences of their
-descriptions.
-"""
+descriptions."""
 
 from collections.abc import Mapping
 from typing import Any

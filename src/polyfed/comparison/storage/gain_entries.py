@@ -1,6 +1,5 @@
 """Describes three kinds of entries of `comparison.json`: gains, numbers of tested examples, and the random-effects
-model over sites.
-"""
+model over sites."""
 
 from typing import Required, TypedDict
 
@@ -12,8 +11,7 @@ IntervalEnds = tuple[float, float] | None
 
 class GainEntry(TypedDict, total=False):
     """Holds a method's gain over one reference model, with a confidence interval that takes this model as the only
-    reference.
-    """
+    reference."""
 
     gain: Score
     interval: IntervalEnds
@@ -32,8 +30,7 @@ class ClientTestsEntry(TypedDict, total=False):
 
 class SiteModelEntry(TypedDict, total=False):
     """Holds a random-effects model of the clients' gains: the best method against the alternative without federation
-    that is best in the mean.
-    """
+    that is best in the mean."""
 
     over: Required[str]
     gain: Required[float]

@@ -88,8 +88,7 @@ class RunEntry(TypedDict, total=False):
 
 class MeanTargetReachedEntry(TypedDict, total=False):
     """Holds the mean round, and the mean costs, at which a method's runs reach the target score; None unless the runs
-    of all seeds reach it.
-    """
+    of all seeds reach it."""
 
     reached: Required[int]
     """Number of seeds that reach the target."""
@@ -100,8 +99,7 @@ class MeanTargetReachedEntry(TypedDict, total=False):
 
 class ClientStatisticsEntry(TypedDict, total=False):
     """Holds one client's mean score and gain over the seeds; p-value and confidence intervals hold for all clients
-    simultaneously.
-    """
+    simultaneously."""
 
     mean: Score
     gain: Score
@@ -169,8 +167,7 @@ class ConvergenceEntry(TypedDict, total=False):
 
 class ReferenceEntry(TypedDict, total=False):
     """Holds the scores of a reference model: a simple model on each client's data only, or a network on the pooled data
-    of all clients.
-    """
+    of all clients."""
 
     sentence: Required[str]
     alone: bool

@@ -1,6 +1,5 @@
 """Determines the values that a search tries for a hyper-parameter: given values, multiples of the method's default, and
-values beyond the edge of the grid.
-"""
+values beyond the edge of the grid."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,8 +42,7 @@ def resolve_search_values(method: Method, name: str, values: Any) -> Any:
 
 def values_to_validate(name: str, values: Any) -> tuple[Any, ...]:
     """Returns the values with which to validate a hyper-parameter before the search: all of a list, or the two ends of
-    a range; raises a `UserError` if `values` is neither.
-    """
+    a range; raises a `UserError` if `values` is neither."""
     if isinstance(values, str):
         search_range = SearchRange.from_low_to_high(values)
         return search_range.low, search_range.high
@@ -90,8 +88,7 @@ def may_extend_grid(values: Any) -> bool:
 
 def check_grid_extension(name: str, values: Any, trials: int | None) -> None:
     """Raises a `UserError` if a grid with the mark `...` cannot be extended, because it holds anything but positive
-    numbers, or because Optuna searches.
-    """
+    numbers, or because Optuna searches."""
     if not may_extend_grid(values):
         return
     if trials is not None:

@@ -64,8 +64,7 @@ def trials_without_fields_error(trials: int) -> str:
 
 def validate_search(plan: ComparisonPlan) -> None:
     """Raises a `UserError` if the hyper-parameter search is impossible: there are no validation examples, or a
-    hyper-parameter cannot be searched.
-    """
+    hyper-parameter cannot be searched."""
     trials, space = plan.num_trials, plan.search_space
     if space is None:
         if trials is not None:

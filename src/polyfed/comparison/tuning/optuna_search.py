@@ -30,8 +30,7 @@ class SearchRange:
     @classmethod
     def from_low_to_high(cls, text: str) -> "SearchRange":
         """Parses a text of the form "LOW..HIGH" as a range; raises a `UserError` if it has another form, or LOW is not
-        below HIGH.
-        """
+        below HIGH."""
         low, dots, high = text.partition("..")
         first, last = parse_number_or_text(low), parse_number_or_text(high)
         if not dots or isinstance(first, str) or isinstance(last, str):
@@ -85,8 +84,7 @@ class OptunaSearch:
 
     def report_score(self, validation_score: float | None) -> None:
         """Reports to Optuna the validation score (higher is better) of the values that it suggested last, or None if
-        their run has no score.
-        """
+        their run has no score."""
         if validation_score is None:
             self._study.tell(self._trial, state=self._failed)
         else:

@@ -214,14 +214,12 @@ class SearchRun:
     @cached_property
     def pooled_loss_curve(self) -> LossCurve:
         """Returns (round, loss) pairs: the mean loss on the validation examples of all clients together, for each
-        evaluated round.
-        """
+        evaluated round."""
         return pool_losses(self.validation_losses_by_client, self.num_validation)
 
     def deciding_loss_of_curve(self, curve: LossCurve) -> LossAtRound | None:
         """Returns the loss (with its round) by which this run would be ranked if `curve` were its loss by round; None
-        for an empty curve.
-        """
+        for an empty curve."""
         if self.budget.is_fixed:
             return mean_of_last_losses(curve, self.cost_by_round, self.budget.limit)
         return lowest_smoothed_loss(curve)
@@ -253,8 +251,7 @@ class SearchRun:
 
 def rank_runs_by_pooled_loss(runs: Sequence[SearchRun], clients_with_loss: frozenset[str]) -> list[SearchRun]:
     """Ranks the runs that have a loss for every client in `clients_with_loss`, best first: by lowest loss, then by
-    steadier loss curve, then by smaller learning rate.
-    """
+    steadier loss curve, then by smaller learning rate."""
     complete_runs = [
         run
         for run in runs

@@ -30,8 +30,7 @@ MAX_EXTENSIONS = 2  # values that a grid is extended by, on either side
 @final
 class ChoiceKey(NamedTuple):
     """Identifies whose hyper-parameters a search chose: those of a method, or those of one client if the search chooses
-    for each of the method's clients separately.
-    """
+    for each of the method's clients separately."""
 
     label: str
     client: str | None
@@ -40,8 +39,7 @@ class ChoiceKey(NamedTuple):
 @final
 class TunedMethods(NamedTuple):
     """Holds the methods, by label, with the hyper-parameters that a search chose, and the entry `tuning` of
-    `comparison.json`.
-    """
+    `comparison.json`."""
 
     methods: dict[str, Method]
     tuning_entry: dict[str, Any]
@@ -79,8 +77,7 @@ class SearchResult:
     @cached_property
     def clients_with_loss(self) -> frozenset[str]:
         """Returns the ids of the clients over which a run's loss is averaged: those of the run in which the most
-        clients have a loss.
-        """
+        clients have a loss."""
         return max(
             (frozenset(run.validation_losses_by_client) for runs in self.runs_by_label.values() for run in runs),
             key=len,
@@ -90,8 +87,7 @@ class SearchResult:
     @cached_property
     def ranked_runs_by_label(self) -> Mapping[str, Sequence[SearchRun]]:
         """Returns `{method label: search runs, best first}`, without runs that lack a loss for one of the
-        `clients_with_loss`.
-        """
+        `clients_with_loss`."""
         return {
             label: rank_runs_by_pooled_loss(runs, self.clients_with_loss) for label, runs in self.runs_by_label.items()
         }
@@ -159,8 +155,7 @@ class SearchResult:
 
     def subfolder_of_final_runs(self, label: str, rank_by_choice: Mapping[ChoiceKey, int]) -> str:
         """Returns the name of the subfolder, below the method's folder, for final runs with these choices of
-        hyper-parameters; an empty text for the best choices.
-        """
+        hyper-parameters; an empty text for the best choices."""
         if rank := rank_by_choice.get(ChoiceKey(label, None), 0):
             return safe_file_name(join_as_name_equals_value(self.ranked_runs_by_label[label][rank].fields))
         later = sum(rank for (name, _), rank in rank_by_choice.items() if name == label)

@@ -1,6 +1,5 @@
 """Counts the test examples on which an answer rests, and, if the metric is computed within classes, those of the rarest
-class.
-"""
+class."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,8 +73,7 @@ def _count_groups(client: Client) -> dict[str, list[int]]:
 
 def tested_examples(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Returns one mapping for each seed, from client ids to numbers of test examples; if the runs are folds of a
-    cross-validation, a single mapping for all folds together.
-    """
+    cross-validation, a single mapping for all folds together."""
     return [content["tested"]] if content.get("tested") else list(content["data"].values())
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 def describe_fold_coverage(content: Mapping[str, Any]) -> list[str]:
     """Returns sentences that say what the confidence intervals of a cross-validation cover, from the content of its
-    `comparison.json`.
-    """
+    `comparison.json`."""
     folds, repeats = content["folds"], content["fold_repeats"]
     repeated = f", {repeats} times over" if repeats > 1 else ""
     sentences = [

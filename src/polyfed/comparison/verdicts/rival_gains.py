@@ -1,6 +1,5 @@
 """Estimates the gain of the best federated method over what a client can have without federation: its own network or a
-simple model.
-"""
+simple model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,8 +34,7 @@ def name_of_method_or_reference(key: str) -> str:
 
 def reference_scores(references: Mapping[str, Any]) -> ScoresByMethod:
     """Returns the scores of the simple models that clients fit on their own data only, as `{key: {seed: {client id:
-    score}}}`.
-    """
+    score}}}`."""
     return {
         bracketed_simple_model_name(name): {int(seed): scores for seed, scores in entry["runs"].items()}
         for name, entry in references.items()
@@ -70,8 +68,7 @@ def leader_gain_over_alternatives(
 
 def add_reference_gains(content: Mapping[str, Any], evidence: Evidence, metric: Metric) -> None:
     """Adds to each simple model in `content["references"]` its gain over the network that clients train on their own
-    data only, with simultaneous confidence intervals.
-    """
+    data only, with simultaneous confidence intervals."""
     simple, reference = _simple_model_keys(content), content["reference"]
     evidence_by_key = (
         evidence.estimate_scores_and_gains([*simple, reference], reference, None)

@@ -45,8 +45,7 @@ def build_site_model(
 
 def describe_site_model(content: Mapping[str, Any]) -> list[str]:
     """Returns a list with the sentence on the mean gain over sites like these; an empty list for fewer than
-    `MANY_SITES` sites.
-    """
+    `MANY_SITES` sites."""
     model = content.get("site_model")
     if model is None or model["interval"] is None or len(model["clients"]) < MANY_SITES:
         return []

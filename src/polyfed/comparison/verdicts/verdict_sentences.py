@@ -258,8 +258,7 @@ def join_names(names: Sequence[str]) -> str:
 
 def coverage_sentences(content: Mapping[str, Any]) -> list[str]:
     """Returns sentences that explain, from the content of `comparison.json`, what the results estimate and what they do
-    not cover.
-    """
+    not cover."""
     return [*_estimation_sentences(content), *_alternatives_sentences(content)]
 
 
@@ -398,8 +397,7 @@ def budget_sentence(kind: str, limit: float | None, *, has_limit: bool, validate
 
 def target_sentence(target: float | None, reference: str | None) -> str:
     """Returns a phrase that says where the target score comes from: the user asked for it, or a reference method
-    reaches it.
-    """
+    reaches it."""
     if target is not None:
         return "asked for"
     if reference is None:

@@ -368,8 +368,7 @@ def initial_state(factory: Architecture, seed: int) -> dict[str, Tensor]:
 
 def copy_trained_weights_and_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns `{name: tensor}`, copies on the CPU of a network's buffers and trained parameters, without frozen
-    parameters.
-    """
+    parameters."""
     frozen = frozen_parameters(module)
     return {n: tensor.detach().to("cpu", copy=True) for n, tensor in unique_tensors(module).items() if n not in frozen}
 

@@ -203,7 +203,7 @@ def _parse_table(paper: str, name: str, content: Mapping[str, Any]) -> PaperTabl
     shared = {key: value for key, value in content.items() if key not in ("columns", "columns_ours", "rows")}
 
     def row_figures(row: Mapping[str, Any]) -> list[Any]:
-        """Of all columns. Those that the paper does not have may be left out."""
+        """Returns a figure for each column; None for those that the paper does not have, if the row leaves them out."""
         row_cells = row["cells"]
         return [*row_cells, *[None] * len(ours)] if len(row_cells) == len(of_paper) else row_cells
 

@@ -30,25 +30,25 @@ class ShownDirectory(TypedDict, total=False):
     directory: Required[str]
     finished: Required[bool]
     methods: Required[list[str]]
-    """Of a run its own method, then its baselines."""
+    """Lists a run's main method and then its baselines, or the methods of a comparison."""
     table: Required[list[dict[str, Any]]]
-    """Of a run, a row for each client and one for the mean; of a finished comparison, a row for each method."""
+    """Holds a row for each client and one for the mean (runs), or a row for each method (finished comparisons)."""
     score_unit: Required[str]
     """"%" where scores are shares, which are shown in per cent; else empty."""
     files: Required[dict[str, str]]
-    """What is in the directory: name -> path."""
+    """Maps the name of each file in the directory to its path."""
     next: Required[list[str]]
     """Commands with which to go on."""
     warnings: Required[list[str]]
     rounds_done: int
-    """Of a run, as `rounds` and `score`."""
+    """Counts the finished rounds; only of runs, as are `rounds` and `score`."""
     rounds: int | None
     score: dict[str, Any] | None
     """The name of the metric that decides, and its mean over clients."""
     runs: list[dict[str, Any]]
-    """Of a comparison: `path`, `rounds_done`, `finished` of each run."""
+    """Holds `path`, `rounds_done` and `finished` of each run of a comparison."""
     answers: list[dict[str, Any]]
-    """Of a finished comparison, one for each client, as in `comparison.json`."""
+    """Holds the answer for each client of a finished comparison, as in `comparison.json`."""
     sentences: list[str]
     """The answers in words."""
     left_out: dict[str, str]
