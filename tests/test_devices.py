@@ -10,6 +10,7 @@ import polyfed as pf
 from polyfed.algorithms import REGISTRY
 from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
 from polyfed.simulation.engines import cohort
+from polyfed.simulation.engines.base import move_clients_to_device
 from polyfed.testing import example_of, small_clients
 from tests.pretend import WAITS, pretending
 
@@ -130,3 +131,30 @@ def test_many_clients_at_once(there, name, model):
     assert together >= (4 if model is plain else 0)
     assert_never_waits(twice, waits)
     assert rows == played(name, "cpu", 8, model)[1]
+
+
+def made_there():
+    """The weights of networks and the inputs of a client that a user made on the device, and rows of a run of it."""
+
+    def network():
+        return nn.Sequential(nn.Linear(6, 8, device="pretend"), nn.ReLU(), nn.Linear(8, 3, device="pretend"))
+
+    client = small_clients(1)[0]
+    x, y = client.train.batch(torch.arange(len(client.train)))
+    there = [pf.Client("a", network, (x.to("pretend"), y.to("pretend")), client.test)]
+    here = [pf.Client("a", plain_without_dropout, (x, y), client.test)]
+    placed = move_clients_to_device(there, torch.device("pretend"))[0]
+    assert {placed.train.x.device.type, placed.test.y.device.type} == {"pretend"}
+    devices = {tensor.device.type for tensor in (there[0].train.x, there[0].train.y)}
+    runs = [pf.federate(people, "fedavg", rounds=1, seed=3, workers=0, device="cpu") for people in (there, here)]
+    return devices, [run.history[0]["train_loss"] for run in runs]
+
+
+def plain_without_dropout():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_networks_and_data_that_are_made_on_the_device_are_brought_to_the_cpu(there):
+    devices, losses = there(made_there)
+    assert devices == {"cpu"}
+    assert losses[0] == losses[1]

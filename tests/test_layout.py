@@ -282,7 +282,6 @@ OVERLONG = {
     "src/polyfed/comparison/build_results.py": 402,
     "src/polyfed/comparison/statistics/mrmc.py": 415,
     "src/polyfed/comparison/verdicts/verdict_sentences.py": 405,
-    "src/polyfed/core/nn/module_cache.py": 404,
     "src/polyfed/core/task.py": 454,
     "src/polyfed/core/training/cohort.py": 400,
     "src/polyfed/data/tabular/preprocessing.py": 402,

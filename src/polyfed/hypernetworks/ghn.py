@@ -393,4 +393,5 @@ def catalogue_from_weights(tensors: StateDict) -> LayerCatalogue:
 def cached_ghn(config: GHNConfig, device: torch.device) -> GHN:
     """Returns the hypernetwork of this configuration that the process reuses; callers load weights into it before each
     use."""
-    return _build_ghn(config).to(device)
+    with temporary_rng_seed(0):  # the drawn weights are replaced; the caller's random state stays
+        return _build_ghn(config).to(device)

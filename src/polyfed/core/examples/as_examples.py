@@ -62,6 +62,8 @@ def as_examples(
     for _, tensor in (*named_leaves(examples.x), ("", examples.y)):
         if error := row_access_obstacle(tensor):
             raise UserError(f"{name} are {error}")
+    if not isinstance(source, Examples) and examples.device.type != "cpu":
+        examples = examples.to(torch.device("cpu"))  # each engine copies them to the device on which clients compute
     check_examples_finite(examples, name)
     return examples
 

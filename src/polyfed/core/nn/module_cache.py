@@ -22,6 +22,7 @@ from polyfed.core.algorithm import Architecture
 from polyfed.core.errors import UserError
 from polyfed.core.nn.class_paths import class_name_in_fingerprint, module_path_in_fingerprint
 from polyfed.core.nn.grad_mode import grad_enabled
+from polyfed.core.nn.model_factory import call_model_factory
 from polyfed.core.nn.tied_weights import (
     check_parameters_share_no_memory,
     first_name_by_alias,
@@ -29,8 +30,7 @@ from polyfed.core.nn.tied_weights import (
     retie_buffers,
     unique_tensors,
 )
-from polyfed.core.nn.unwrap import unwrap_module_and_its_layers
-from polyfed.core.seeds import derive_seed, temporary_rng_seed
+from polyfed.core.seeds import derive_seed
 from polyfed.core.state_dict import StateDict
 
 _CACHE_SIZE = 64  # factories whose module a process keeps
@@ -331,16 +331,7 @@ def build_module(factory: Architecture, seed: int) -> nn.Module:
         UserError: as for `cached_module`.
     """
     name = getattr(factory, "__qualname__", None) or getattr(factory, "name", None) or type(factory).__name__
-    with temporary_rng_seed(seed):
-        try:
-            module = factory()
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"the model factory {name} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise UserError(f"the model factory {name} must return a torch.nn.Module, got {type(module).__name__}")
-    module = unwrap_module_and_its_layers(module)
+    module = call_model_factory(factory, name, seed)
     lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UserError(f"the model factory {name} leaves {lazy[0]!r} uninitialised; run one batch through it first")

@@ -42,9 +42,32 @@ _ORPHAN_CHECK_SECONDS = 2.0
 
 def can_fork(device: torch.device) -> bool:
     """Returns True if worker processes are started by fork: on Linux, if they compute on the CPU, since CUDA does not
-    survive a fork.
+    survive a fork, and if gradients can be computed after one.
+
+    On a machine with a GPU torch starts threads at the first gradient, also at one on the CPU; gradients in a process that
+    is forked later fail.
     """
-    return sys.platform == "linux" and device.type == "cpu"
+    return sys.platform == "linux" and device.type == "cpu" and _computes_gradients_after_fork()
+
+
+def _computes_gradients_after_fork() -> bool:
+    """Returns True if a process forked now computes a gradient; without a GPU it always does, and none is forked."""
+    if not (torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())):
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        process = multiprocessing.get_context("fork").Process(target=_compute_gradient, daemon=True)
+        process.start()
+    process.join(20)
+    if process.is_alive():
+        process.kill()
+        return False
+    return bool(process.exitcode == 0)
+
+
+def _compute_gradient() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # an expected error is not printed
+    torch.autograd.backward(torch.ones(1, requires_grad=True).sum())
 
 
 @dataclass
