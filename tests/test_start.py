@@ -104,6 +104,10 @@ QUICK = [  # words, exit status, and what is said
     ("reproduce fedhenn tabel1", 2, "no table or figure 'tabel1'; did you mean table1"),
     ("reproduce fedhenn table1 --roundz 3", 2, "unknown option --roundz; did you mean --rounds?"),
     ("flower stats x", 2, "did you mean status?"),
+    ("help run", 0, "polyfed run heart"),
+    ("version", 0, "polyfed "),
+    ("completion bash", 0, "complete -o default -F _polyfed polyfed"),
+    ("flower doctor --help", 0, "usage: polyfed flower doctor DIR"),
 ]
 PLAY = """
 import contextlib, io, json, sys

@@ -50,8 +50,8 @@ def refused(here, capsys):
 
 
 UNKNOWN = {
-    "bogus": "unknown command 'bogus'; Choices: compare, data, export, flower, graph, list, look, predict, report, "
-    "reproduce, resume, run, show, warmstart",
+    "bogus": "unknown command 'bogus'; Choices: compare, completion, data, export, flower, graph, help, list, look, "
+    "predict, report, reproduce, resume, run, show, version, warmstart",
     "rn": "unknown command 'rn'; did you mean run?",
     "run quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",
     "data quickstrt": "there is no recipe or file 'quickstrt'; did you mean quickstart?",

@@ -12,32 +12,14 @@ from collections.abc import Callable, Sequence
 
 import polyfed
 from polyfed.cli import subcommands
+from polyfed.cli.command_table import format_overview
+from polyfed.cli.commands import completion_command
 from polyfed.cli.commands.argv import CommandParser, format_warning, print_error_and_return_status
+from polyfed.cli.commands.deploy import flower_options
 from polyfed.cli.commands.results import export_command, predict_command
 from polyfed.cli.commands.run import inspect_commands, look_command
 from polyfed.core.errors import ClientError, RoundError, UserError, did_you_mean
 from polyfed.core.io.trusted_code import restore_trusted_names_afterwards, trust_code
-
-_USAGE = """usage: polyfed COMMAND [...]   (polyfed COMMAND --help says more)
-
-  run [RECIPE|config.yaml] [OPTIONS]   run a federation; without arguments the recipe quickstart
-  compare [RECIPE|config.yaml|DIR]     compare methods on the same clients, several seeds each
-  resume DIR                           continue a run that was stopped
-  show DIR [--json]                    show the answers and scores of a run or comparison, and how to go on
-  report DIR...                        show the scores of runs and what their methods learned, also as an HTML page
-  predict RUN FILE                     predict the rows of a CSV file with a client's network
-  export RUN --client ID --to FOLDER   write a client's network to a folder that works without polyfed and the data
-  warmstart RUN [OPTIONS]              generate weights for unseen clients with the hypernetwork of a run of flha_ghn
-  look [RECIPE|config.yaml|DATA]       show all sites' data side by side before training, and what differs
-  data [RECIPE|config.yaml] [OPTIONS]  show how many examples of each class every client has
-  graph MODEL --input SHAPE [OPTIONS]  show the layers of a network, and which of them a hypernetwork can generate
-  reproduce [PAPER TABLE] [OPTIONS]    run a table or figure of a paper, and print the results next to the paper's
-  flower init|up|run|status|doctor DIR deploy a federation to real sites, or try that on this machine
-  list [algorithms|data|models|recipes]
-                                       list methods, data, networks and recipes
-  --version
-  --trust-code                         with any of these: execute what a file or run directory names as code (module:factory)
-"""
 
 
 def entry() -> None:
@@ -62,22 +44,26 @@ def main(arguments: Sequence[str]) -> int:
         "warmstart": subcommands.warmstart,
         "graph": inspect_commands.graph_command,
         "list": subcommands.list_choices,
-        "flower": subcommands.flower,
+        "flower": flower_options.parse_and_run_flower_command,
         "reproduce": subcommands.reproduce,
         "export": export_command.export_command,
         "predict": predict_command.predict_command,
         "data": inspect_commands.data_command,
         "look": look_command.look_command,
+        "completion": completion_command.completion_command,
     }
+    if arguments and arguments[0] == "help":  # `polyfed help run` is `polyfed run --help`
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+        print(format_overview(), end="")
         return 0
-    if arguments[0] == "--version":
+    if arguments[0] in ("--version", "version"):
         print(f"polyfed {polyfed.__version__}")
         return 0
     try:
         if arguments[0] not in commands:
-            raise UserError(f"unknown command {arguments[0]!r}; {did_you_mean(arguments[0], commands)}")
+            choices = [*commands, "help", "version"]
+            raise UserError(f"unknown command {arguments[0]!r}; {did_you_mean(arguments[0], choices)}")
         with restore_trusted_names_afterwards():
             parser = CommandParser("polyfed COMMAND", "")
             parser.add_flag("--trust-code", "execute the code that a file or run directory names")

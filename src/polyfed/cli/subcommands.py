@@ -143,8 +143,8 @@ def warmstart(argv: list[str]) -> None:
     from polyfed.cli.commands.options import configuration_parser
 
     parser = CommandParser(
-        "polyfed warmstart RUN [OPTIONS]",
-        "Generates weights for unseen clients with the hypernetwork of RUN, the directory of a run of flha_ghn, then "
+        "polyfed warmstart DIR [OPTIONS]",
+        "Generates weights for unseen clients with the hypernetwork of the run in DIR, a run of flha_ghn, then "
         "trains "
         "the linear head for one epoch. Prints the share of generated weights, and the scores before and after. "
         "Without "
@@ -165,7 +165,7 @@ def warmstart(argv: list[str]) -> None:
     parser.add_option("--lr", "RATE", "of these epochs (default: the run's)", parse_decimal_number)
     parser.add_option("--scratch-lr", "RATE", "of the epochs from scratch (default: --lr)", parse_decimal_number)
     parser.add_option("--plot", "FILE", "picture of both curves, .png or .svg")
-    parser.add_option("--out", "FILE", "weights to write, .safetensors (default: RUN/unseen/ID.safetensors)")
+    parser.add_option("--out", "FILE", "weights to write, .safetensors (default: DIR/unseen/ID.safetensors)")
     options, words = parser.parse_declared_options(argv)
     if has_help_flag(argv):
         parser.print_help()
@@ -261,74 +261,6 @@ def reproduce(argv: list[str]) -> None:
     options, words = parser.parse_declared_options(argv)
     reproduce_options = reproduce_command.ReproduceOptions(options.scale, options.variant, options.seeds, options.out)
     reproduce_command.reproduce_table_or_list_papers(words, reproduce_options, quiet=options.quiet)
-
-
-def flower(argv: list[str]) -> None:
-    """Implements `polyfed flower`: deploys a federation to real sites with the framework Flower."""
-    parsers = {
-        "init": CommandParser("polyfed flower init DIR [--sites NAMES]", "Writes a ready project for these sites."),
-        "up": CommandParser(
-            "polyfed flower up DIR [OPTIONS]",
-            "Tries the project on this machine, with SuperLink and SuperNodes, TLS and keys, until Ctrl-C.",
-        ),
-        "run": CommandParser(
-            "polyfed flower run DIR [OPTIONS]",
-            "Submits a run; prints its log on standard error, and its table at the end.",
-        ),
-        "status": CommandParser("polyfed flower status DIR [OPTIONS]", "Prints nodes, runs, and the newest round."),
-        "doctor": CommandParser(
-            "polyfed flower doctor DIR [OPTIONS]",
-            "Checks the folder of a project, a server or a site: certificates, keys, ports, clocks, versions, disk and "
-            "configuration; says how to mend what is wrong, and then exits with status 1.",
-        ),
-    }
-    for action in ("init", "up"):
-        parsers[action].add_option("--sites", "NAMES", "names with commas between, or a number (default: 4, or all)")
-    for action in ("up", "doctor"):
-        parsers[action].add_option("--port", "P", "port of the SuperLink (default: 8000)", parse_whole_number)
-    for action in ("run", "status"):
-        parsers[action].add_option("--connection", "NAME", "Flower's name of the SuperLink (default: fed)")
-    parsers["up"].add_option("--node-config", "WORDS", "node configuration of all sites: 'KEY=VALUE ...'")
-    parsers["up"].add_option("--loss", "MODULE:NAME", "the loss that sites minimise; its module stands next to site.py")
-    parsers["run"].add_option("--out", "DIR", "run directory to create (default: the next in DIR/runs)")
-    parsers["run"].add_option("--resume", "DIR", "continue the run in this directory")
-    parsers["run"].add_flag("--allow-disclosure", "the server may learn weights or architectures")
-    parsers["run"].add_option("--set", "KEY=VALUE", "another value of the configuration; repeatable", repeatable=True)
-    parsers["doctor"].add_option("--address", "HOST:PORT", "address of the SuperLink to reach")
-    action = argv[0] if argv else ""
-    if has_help_flag(argv):
-        print("usage: polyfed flower init|up|run|status|doctor DIR [OPTIONS]\n")
-        print("Deploys a federation to real sites over Flower (docs/deploy.md); pip install 'polyfed[flower]'.\n")
-        for parser in [parsers[action]] if action in parsers else parsers.values():
-            parser.print_help()
-            print()
-        return
-    if action not in parsers:
-        raise UserError(f"polyfed flower takes a command, got {action or 'nothing'!r}; {did_you_mean(action, parsers)}")
-    options, (directory,) = parsers[action].parse_options_and_words(argv[1:], "one folder")
-    folder = expand_user_path(directory, "the project")
-    from polyfed.cli.commands.deploy import doctor_command, flower_command
-
-    if action == "init":
-        flower_command.write_flower_project(folder, options.sites or "4")
-    elif action == "up":
-        loss = "" if options.loss is None else f' loss="{options.loss}"'
-        flower_command.run_local_trial(
-            folder, options.sites, options.port or 8000, f"{options.node_config or ''}{loss}"
-        )
-    elif action == "doctor":
-        doctor_command.check_folder_and_print_findings(folder, options.port or 8000, options.address)
-    elif action == "status":
-        flower_command.show_deployment_status(folder, options.connection or "fed")
-    else:
-        flower_command.submit_run_and_follow_log(
-            folder,
-            out=expand_optional_path(options.out, "--out"),
-            resume=expand_optional_path(options.resume, "--resume"),
-            allow_disclosure=options.allow_disclosure,
-            changes=options.set,
-            connection=options.connection or "fed",
-        )
 
 
 def list_choices(argv: list[str]) -> None:

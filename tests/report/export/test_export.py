@@ -88,7 +88,7 @@ def module_of(file):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:column")
 def test_a_table_goes_out_and_gives_the_same_without_polyfed(table, monkeypatch, capsys):
     monkeypatch.chdir(table)
-    assert main(["export", "run", "--client", "north", "--to", "out/north"]) == 0
+    assert main(["export", "run", "--client", "north", "-o", "out/north"]) == 0
     folder = table / "out/north"
     wanted = load_saved_model("run", "north").predict(read_table("new.csv", missing=["unknown"], decimal=","))
     assert ExportedModel(folder).predict(read_table("new.csv", missing=["unknown"], decimal=",")) == wanted
@@ -227,7 +227,7 @@ def test_a_way_that_depends_on_the_inputs_is_refused(tmp_path):
         (["run", "--client", "nort", "--to", "x"], "no model of client 'nort'; did you mean north"),
         (["run", "--to", "x"], "has models of several clients; give --client with one of north, south"),
         (["run", "--client", "north", "--to", "patients.csv"], "patients.csv exists; choose another folder"),
-        (["run", "--client", "north"], "needs a folder to create: --to FOLDER"),
+        (["run", "--client", "north"], "needs a folder to create: --out FOLDER"),
         (["run", "--client", "north", "--to", "x", "--format", "pickle"], "unknown format 'pickle'"),
         (["run", "--client", "north", "--to", "x", "--form", "onnx"], "unknown option --form; did you mean --format"),
         (

@@ -42,7 +42,7 @@ def draw_warm_start_curves(curves: Mapping[str, TrainingCurves]) -> "Figure":
     from matplotlib.ticker import MaxNLocator
 
     if not curves:
-        raise UserError("there are no curves to draw; train for some epochs, `polyfed warmstart RUN --epochs 20`")
+        raise UserError("there are no curves to draw; train for some epochs, `polyfed warmstart DIR --epochs 20`")
     columns = min(len(curves), 4)
     lines = -(-len(curves) // columns)
     figure = Figure(figsize=(1 + 4.2 * columns, 0.6 + 3.4 * lines), layout="constrained")

@@ -5,8 +5,9 @@ what it detects.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from polyfed.cli.commands.terminal import print_json
 from polyfed.cli.static_registry import ALGORITHMS, read_value_or_outline_without_import
 from polyfed.core.declared_words import disclosures_needing_consent
 from polyfed.core.errors import RoundError, UserError, check_extra_installed, did_you_mean
@@ -26,8 +27,21 @@ _FUNCTIONS = {
 }  # fmt: skip
 
 
-def check_folder_and_print_findings(folder: Path, trial_port: int = 8000, server_address: str | None = None) -> None:
-    """Checks the folder of a deployment's server or site for mistakes, and prints one line per result.
+class DoctorReport(TypedDict):
+    """Describes what `polyfed flower doctor DIR --json` prints."""
+
+    format: int
+    folder: str
+    wrong: int
+    """Counts the findings of level "wrong"."""
+    findings: list[dict[str, str]]
+    """Holds `level` ("ok", "note" or "wrong"), `component` and `text` of each finding."""
+
+
+def check_folder_and_print_findings(
+    folder: Path, trial_port: int = 8000, server_address: str | None = None, *, as_json: bool = False
+) -> None:
+    """Checks the folder of a deployment's server or site for mistakes, and prints one line per result, or all as JSON.
 
     Raises:
         UserError: the folder is none of a project, a server or a site.
@@ -36,7 +50,7 @@ def check_folder_and_print_findings(folder: Path, trial_port: int = 8000, server
     check_extra_installed("cryptography", "flower", "polyfed flower doctor")
     from polyfed.deploy.doctor.examine import run_folder_checks
 
-    count = 0
+    findings = []
     for finding in run_folder_checks(
         folder,
         read_value_or_outline_without_import("polyfed.deploy.protocol.wire", "PROTOCOL"),
@@ -44,8 +58,18 @@ def check_folder_and_print_findings(folder: Path, trial_port: int = 8000, server
         trial_port,
         server_address,
     ):
-        print(sanitise_for_terminal(finding), flush=True)
-        count += finding.level == "wrong"
+        findings.append(finding)
+        if not as_json:
+            print(sanitise_for_terminal(finding), flush=True)
+    count = sum(finding.level == "wrong" for finding in findings)
+    if as_json:
+        report: DoctorReport = {
+            "format": 1, "folder": str(folder), "wrong": count,
+            "findings": [
+                {"level": f.level, "component": f.component, "text": " ".join(f.text.split())} for f in findings
+            ],
+        }  # fmt: skip
+        print_json(report)
     if count:
         raise RoundError(f"{count} {'thing is' if count == 1 else 'things are'} wrong in {folder}")
 

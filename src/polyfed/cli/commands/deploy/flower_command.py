@@ -11,17 +11,49 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rich.console import Console
 
-from polyfed.cli.commands.terminal import PlainTable
+from polyfed.cli.commands.terminal import PlainTable, print_json
 from polyfed.core.errors import RoundError, RunInterrupt, UserError, check_extra_installed
 from polyfed.core.io.atomic_files import read_text_file
 from polyfed.core.io.terminal_text import sanitise_for_terminal
 from polyfed.deploy.trial import local_trial as trials
 from polyfed.deploy.trial.project import Project, create_project, parse_site_names_or_count
 from polyfed.simulation.storage.directory import read_config, read_manifest, read_metrics
+
+_STATUS_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "nodes": ("node-id", "status", "online-at", "offline-at"), "runs": ("run-id", "status", "elapsed"),
+}  # fmt: skip
+
+
+class NewestRun(TypedDict):
+    """Describes the last round of the newest run of a deployment."""
+
+    directory: str
+    round: int
+    rounds: int | None
+    failures: list[dict[str, str]]
+    """Holds `client`, `phase` and `reason` of each failure of the round."""
+    warnings: list[str]
+    sites: dict[str, dict[str, Any]]
+    """Maps each site to its metrics, bytes and seconds of the round."""
+
+
+class DeploymentStatus(TypedDict):
+    """Describes what `polyfed flower status DIR --json` prints."""
+
+    format: int
+    project: str
+    trial_port: int | None
+    """The port of the SuperLink of a trial on this machine; None if none runs."""
+    nodes: list[dict[str, Any]] | None
+    """Flower's rows of the connected sites; None if the SuperLink does not answer, as of `runs`."""
+    runs: list[dict[str, Any]] | None
+    reasons: dict[str, str]
+    """Says for `nodes` and `runs` why the SuperLink does not answer."""
+    newest_run: NewestRun | None
 
 
 def require_flower() -> None:
@@ -190,27 +222,21 @@ def _last_round_table(out: Path, records: Sequence[Mapping[str, Any]]) -> PlainT
     return table
 
 
-def show_deployment_status(folder: Path, connection: str = "fed", console: Console | None = None) -> None:
-    """Prints the connected sites of a deployment, its runs, and the last round of the newest run."""
+def show_deployment_status(
+    folder: Path, connection: str = "fed", console: Console | None = None, *, as_json: bool = False
+) -> None:
+    """Prints the connected sites of a deployment, its runs, and the last round of the newest run; or the same as JSON."""
     require_flower()
+    status = describe_deployment_status(folder, connection)
+    if as_json:
+        print_json(status)
+        return
     console = console or Console()
-    project = Project(folder.resolve())
-    running = trials.read_running_trial(project)
-    home = trials.trial_folder_of(project) / "home" if running is not None else None
-    print(f"trial: {'SuperLink on port ' + str(running['port']) if running else 'none runs'}")
-    for flower_arguments, key, columns in (
-        (["supernode", "list", connection], "nodes", ("node-id", "status", "online-at", "offline-at")),
-        (["list", connection], "runs", ("run-id", "status", "elapsed")),
-    ):
-        process = trials.run_flwr(home, [*flower_arguments, "--format", "json"])
-        try:
-            rows = json.loads(process.stdout)[key]
-        except (ValueError, KeyError, TypeError):
-            print(
-                sanitise_for_terminal(
-                    f"{key}: the SuperLink does not answer ({' '.join((process.stderr or process.stdout).split())[:200]})"
-                )
-            )
+    print(f"trial: {'SuperLink on port ' + str(status['trial_port']) if status['trial_port'] else 'none runs'}")
+    for key, columns in _STATUS_COLUMNS.items():
+        rows: list[dict[str, Any]] | None = status[key]  # type: ignore[literal-required]
+        if rows is None:
+            print(sanitise_for_terminal(f"{key}: the SuperLink does not answer ({status['reasons'][key]})"))
             continue
         table = PlainTable(title=key, title_justify="left", box=None, pad_edge=False)
         for column in columns:
@@ -218,7 +244,47 @@ def show_deployment_status(folder: Path, connection: str = "fed", console: Conso
         for row in rows:
             table.add_row(*(str(row.get(column, "")) for column in columns))
         console.print(table)
-    show_newest_run(project.path / "runs", console)
+    show_newest_run(Project(folder.resolve()).path / "runs", console)
+
+
+def describe_deployment_status(folder: Path, connection: str = "fed") -> DeploymentStatus:
+    """Returns the connected sites of a deployment, its runs, and the last round of the newest run."""
+    project = Project(folder.resolve())
+    running = trials.read_running_trial(project)
+    home = trials.trial_folder_of(project) / "home" if running is not None else None
+    status: DeploymentStatus = {
+        "format": 1, "project": str(folder), "trial_port": None if running is None else int(running["port"]),
+        "nodes": None, "runs": None, "reasons": {}, "newest_run": _describe_newest_run(project.path / "runs"),
+    }  # fmt: skip
+    arguments = {"nodes": ["supernode", "list", connection], "runs": ["list", connection]}
+    for key, flower_arguments in arguments.items():
+        process = trials.run_flwr(home, [*flower_arguments, "--format", "json"])
+        try:
+            status[key] = [dict(row) for row in json.loads(process.stdout)[key]]  # type: ignore[literal-required]
+        except (ValueError, KeyError, TypeError):
+            status["reasons"][key] = " ".join((process.stderr or process.stdout).split())[:200]
+    return status
+
+
+def _describe_newest_run(runs_folder: Path) -> NewestRun | None:
+    newest = _read_newest_run(runs_folder)
+    if newest is None:
+        return None
+    out, records = newest
+    last = records[-1]
+    return {
+        "directory": str(out), "round": last["round"], "rounds": read_config(out).get("rounds"),
+        "failures": [{name: str(failure[name]) for name in ("client", "phase", "reason")} for failure in last["failures"]],
+        "warnings": [str(sentence) for sentence in last.get("warnings", ())],
+        "sites": {site: dict(values) for site, values in last["clients"].items()},
+    }  # fmt: skip
+
+
+def _read_newest_run(runs_folder: Path) -> tuple[Path, list[dict[str, Any]]] | None:
+    """Returns the newest run directory in a folder and its records; None if no run has finished a round."""
+    files = sorted(runs_folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    records = read_metrics(files[-1]) if files else []
+    return (files[-1].parent, records) if records else None
 
 
 def show_newest_run(runs_folder: Path, console: Console) -> None:
@@ -227,15 +293,16 @@ def show_newest_run(runs_folder: Path, console: Console) -> None:
 
     The norm of each update is printed where the server sees single updates.
     """
-    files = sorted(runs_folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not files or not (records := read_metrics(files[-1])):
+    newest = _read_newest_run(runs_folder)
+    if newest is None:
         return
-    config = read_config(files[-1].parent)
-    print(sanitise_for_terminal(f"{files[-1].parent}: round {records[-1]['round']} of {config.get('rounds')}"))
+    out, records = newest
+    config = read_config(out)
+    print(sanitise_for_terminal(f"{out}: round {records[-1]['round']} of {config.get('rounds')}"))
     for failure in records[-1]["failures"]:
         print(sanitise_for_terminal(f"  {failure['client']}, {failure['phase']}: {failure['reason']}"))
     for sentence in records[-1].get("warnings", ()):
         print(sanitise_for_terminal(f"  warning: {sentence}"))
     if config.get("secure") is True:
         print("  secure sums hide the norms of single updates")
-    console.print(_last_round_table(files[-1].parent, records))
+    console.print(_last_round_table(out, records))

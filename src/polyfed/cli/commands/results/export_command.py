@@ -8,19 +8,20 @@ from polyfed.core.io.trusted_code import import_trusted_callable, trust_code
 def export_command(argv: list[str]) -> None:
     """Parses the command line of `polyfed export`, and writes the trained network of one client of a run to a folder."""
     parser = CommandParser(
-        "polyfed export RUN --client ID --to FOLDER [--format FORMAT] [--model MODULE:FACTORY]",
+        "polyfed export DIR --client ID --out FOLDER [--format FORMAT] [--model MODULE:FACTORY]",
         "Writes a trained network to a new folder that works without polyfed and without the data: the network with "
         "its "
         "preprocessing, its weights, signature.json (names, shapes, types) and README.md, a model card with the "
         "method, the "
         "numbers of examples, scores with intervals, what the server learned, and five lines that use it; for a "
         "table also "
-        "inputs.py, which reads rows (polyfed predict FOLDER FILE does so, too). RUN is a run directory, one of a "
+        "inputs.py, which reads rows (polyfed predict FOLDER FILE does so, too). DIR is a run directory, one of a "
         "method and "
         "seed in a comparison, or a site's own folder of a run (in its state-dir).",
     )
     parser.add_option("--client", "ID", "client whose network it is (needed where the run has several)")
-    parser.add_option("--to", "FOLDER", "folder to create")
+    parser.add_option("--out", "FOLDER", "folder to create")
+    parser.add_option("--to", "FOLDER", "the same")
     parser.add_option(
         "--format", "FORMAT", "torchscript (default); onnx, which is checked with onnxruntime if that is installed "
         "(pip install 'polyfed[export]'); weights: the weights alone",
@@ -28,18 +29,19 @@ def export_command(argv: list[str]) -> None:
     parser.add_option(
         "--model",
         "MODULE:FACTORY",
-        "builds the network where RUN does not name it: for clients made in Python, or a site",
+        "builds the network where DIR does not name it: for clients made in Python, or a site",
     )
     if has_help_flag(argv):
         parser.print_help()
         return
     options, (run,) = parser.parse_options_and_words(argv, "one run directory")
-    if options.to is None:
-        raise UserError("polyfed export needs a folder to create: --to FOLDER")
+    if (options.out is None) == (options.to is None):
+        raise UserError(f"polyfed export needs {'a' if options.out is None else 'one'} folder to create: --out FOLDER")
+    target = options.to if options.out is None else options.out
     from polyfed.report.export.folder import export_model
 
     if options.model is not None:
         trust_code(options.model)  # the user's own word
     factory = None if options.model is None else import_trusted_callable(options.model)
-    folder = export_model(run, options.client, options.to, format=options.format or "torchscript", network=factory)
+    folder = export_model(run, options.client, target, format=options.format or "torchscript", network=factory)
     print(f"{folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}; README.md says how to use it")

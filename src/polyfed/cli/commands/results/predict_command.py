@@ -18,12 +18,10 @@ def predict_command(argv: list[str]) -> None:
     network.
     """
     parser = CommandParser(
-        "polyfed predict RUN|FOLDER FILE [--client ID] [--out FILE.csv]",
-        "Predicts new rows with the network of a client, after a run on a table (polyfed run --data table) or from a "
-        "FOLDER of "
-        "polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw as they were there; the "
-        "network's "
-        "preprocessing is applied. The data of the run are not needed.",
+        "polyfed predict DIR FILE [--client ID] [--out FILE.csv]",
+        "Predicts new rows with the network of a client. DIR is a run directory of a run on a table (polyfed run --data "
+        "table), or a folder of polyfed export. FILE is a CSV or Parquet file with the columns of the run, as raw as they "
+        "were there; the network's preprocessing is applied. The data of the run are not needed.",
     )
     parser.add_option("--client", "ID", "client whose network it is (needed where the run has several)")
     parser.add_option("--out", "FILE.csv", "write all rows, in their order; without it the first are printed")

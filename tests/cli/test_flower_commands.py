@@ -1,0 +1,85 @@
+"""`polyfed flower`: help of its own for each command, and `--json` of `status` and `doctor`."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from polyfed.cli.commands.deploy.doctor_command import DoctorReport
+from polyfed.cli.commands.deploy.flower_command import DeploymentStatus
+from polyfed.cli.main import main
+from polyfed.core.io.validation import validation_error
+from polyfed.deploy.trial import local_trial
+
+ACTIONS = ("init", "up", "run", "status", "doctor")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deployment") / "fed"
+    assert main(["flower", "init", str(folder), "--sites", "north,south"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_each_command_has_help_of_its_own(action, capsys):
+    assert main(["flower", action, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: polyfed flower {action} DIR")
+    assert text.count("usage:") == 1
+    assert f"example: polyfed flower {action} " in text
+    assert len(text.splitlines()) <= 25
+
+
+def test_help_of_all_has_a_line_for_each(capsys):
+    assert main(["flower", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-len(ACTIONS) :]] == list(ACTIONS)
+
+
+def answer_of_flower(_, arguments):
+    rows = {"supernode": {"nodes": [{"node-id": 1, "status": "online"}]}, "list": {"runs": [{"run-id": 7}]}}
+    return SimpleNamespace(stdout=json.dumps(rows[arguments[0]]), stderr="")
+
+
+def test_status_as_json_has_the_documented_schema(project, capsys, monkeypatch):
+    monkeypatch.setattr(local_trial, "run_flwr", answer_of_flower)
+    run = project / "runs" / "run-1"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("rounds: 3\n")
+    (run / "metrics.jsonl").write_text(json.dumps({
+        "round": 1, "failures": [{"client": "north", "phase": "local", "reason": "gone"}], "warnings": ["slow"],
+        "clients": {"south": {"accuracy": 0.5, "bytes_down": 1, "bytes_up": 2}}}) + "\n")  # fmt: skip
+    assert main(["flower", "status", str(project), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert validation_error(status, DeploymentStatus) is None
+    assert (status["nodes"], status["runs"]) == ([{"node-id": 1, "status": "online"}], [{"run-id": 7}])
+    newest = status["newest_run"]
+    assert (newest["round"], newest["rounds"], newest["sites"]["south"]["accuracy"]) == (1, 3, 0.5)
+    assert newest["failures"][0]["client"] == "north"
+    assert main(["flower", "status", str(project)]) == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("trial: none runs", "online", "round 1 of 3", "north, local: gone"))
+
+
+def test_status_says_why_nobody_answers(project, capsys, monkeypatch):
+    monkeypatch.setattr(local_trial, "run_flwr", lambda *_: SimpleNamespace(stdout="", stderr="refused"))
+    assert main(["flower", "status", str(project), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert validation_error(status, DeploymentStatus) is None
+    assert (status["nodes"], status["reasons"]) == (None, {"nodes": "refused", "runs": "refused"})
+    assert main(["flower", "status", str(project)]) == 0
+    assert "nodes: the SuperLink does not answer (refused)" in capsys.readouterr().out
+
+
+def test_doctor_as_json_has_the_documented_schema(project, capsys):
+    status = main(["flower", "doctor", str(project), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert validation_error(report, DoctorReport) is None
+    assert status == (1 if report["wrong"] else 0)
+    assert {finding["level"] for finding in report["findings"]} <= {"ok", "note", "wrong"}
+    (project / "app" / "pyproject.toml").write_text("[tool.flwr.app.config]\nrounds = 0\n")
+    assert main(["flower", "doctor", str(project), "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["wrong"] >= 1
+    assert "wrong in" in err
