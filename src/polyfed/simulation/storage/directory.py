@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from polyfed.core.state_dict import StateDict
 
 BASELINES = "baselines"  # subfolder with a run directory for each baseline
+RUN_FORMAT = 1  # of run directories: grows when an older polyfed could misread one
 _PACKAGES, _PLAIN = ("polyfed", "torch", "numpy", "safetensors"), (str, int, float, bool, type(None))
 
 
 class Manifest(TypedDict, total=False):
     """Describes the content of `manifest.json`: facts about a run, such as package versions and hashes of its files."""
 
+    format: int
     seed: int
     config_sha256: str
     data_fingerprint: str
@@ -131,7 +133,7 @@ class RunDirectory:
         import platform
 
         host = {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
-        content = {**facts, "versions": package_versions(), "host": host}
+        content = {"format": RUN_FORMAT, **facts, "versions": package_versions(), "host": host}
         write_file_atomically(self.path / "manifest.json", json.dumps(content, indent=1).encode())
 
     def add_to_manifest(self, facts: Mapping[str, Any]) -> None:
@@ -284,17 +286,17 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """Returns the content of `manifest.json` in a run directory; an empty dict if it is missing or damaged.
 
     Raises:
-        UserError: there is something else than a file, or it cannot be read.
+        UserError: there is something else than a file, it cannot be read, or a newer polyfed wrote it.
     """
     try:
-        data = read_file(Path(folder) / "manifest.json")
-    except OSError:
+        content = parse_json(read_file(Path(folder) / "manifest.json"))
+    except (OSError, ValueError):
         return {}
-    try:
-        content = parse_json(data)
-    except ValueError:
+    if validation_error(content, Manifest):
         return {}
-    return {} if validation_error(content, Manifest) else dict(content)
+    if content.get("format", 1) > RUN_FORMAT:  # the first versions wrote none
+        raise UserError(f"{folder} has format {content['format']}, and this polyfed reads {RUN_FORMAT}; update polyfed")
+    return dict(content)
 
 
 def describe_changed_files_of_run(folder: str | Path, *, include_outputs: bool = True) -> list[str]:
