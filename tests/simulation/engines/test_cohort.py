@@ -245,3 +245,25 @@ def test_architectures_that_gain_nothing_are_computed_apart():
             for n, t in result.client_state["model"].items()
         )
         assert same or result.task.client in ("c1", "c3", "c5", "c7")
+
+
+class Counts(nn.Module):
+    """Its outputs depend on how many training steps it has made, which no state dict holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.double()
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        return self.head(self.body(x).relu()) / (1 + 0.1 * self.steps)
+
+
+def test_a_network_that_counts_for_itself_is_trained_one_by_one():
+    runs = [
+        play(FedRep(**BASE, local_epochs=1), clients(Counts), engine, rounds=2) for engine in ("inprocess", "cohort")
+    ]
+    assert_near(*runs, 1e-9)

@@ -114,7 +114,7 @@ def train_cohort(calls: Sequence[FitCall]) -> list[FitCallResult]:
     rounding; raises `CannotStackError` if that is impossible.
 
     Raises:
-        CannotStackError: these networks cannot be computed together.
+        CannotStackError: these networks cannot be computed together, or change a buffer of their own.
     """
     order = sorted(range(len(calls)), key=lambda place: -len(_batch_sizes(calls[place])))
     ordered = [calls[place] for place in order]
@@ -132,6 +132,7 @@ def train_cohort(calls: Sequence[FitCall]) -> list[FitCallResult]:
             penalty=penalty, gradient=gradient, batches_per_step=first.batches_per_step,
             reported_loss=first.reported_loss,  # type: ignore[arg-type]
         )  # fmt: skip
+    networks.check_shared_buffers_unchanged()
     losses = networks.mean_losses().tolist()
     terms = [term for term in (penalty, gradient) if term is not None]
     result_by_place: dict[int, FitCallResult] = {}
@@ -300,8 +301,7 @@ def group_predict_calls(calls: Sequence[PredictCall]) -> list[list[int]]:
 
 @torch.no_grad()
 def predict_cohort(calls: Sequence[PredictCall]) -> list[list[Tensor]]:
-    """Computes outputs for one group from `group_predict_calls`: for each call, one tensor per set of examples. Raises
-    `CannotStackError` if that is impossible.
+    """Computes outputs for one group from `group_predict_calls`: for each call, one tensor per set of examples.
 
     They equal those of `predict` up to rounding. If all networks have the same weights, the weights are not stacked.
 

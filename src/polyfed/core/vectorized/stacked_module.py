@@ -97,6 +97,7 @@ class Stacked(nn.Module):
                 raise CannotStackError(f"buffer {name!r} differs between clients")
             if name in states[0]:
                 buffer.copy_(states[0][name])
+        self._shared_buffers = {name: states[0][name] for name in states[0] if name not in stacked}
         self.stacked_tensors = {
             name: torch.stack([state[name].detach() for state in states]) for name in states[0] if name in stacked
         }
@@ -219,6 +220,13 @@ class Stacked(nn.Module):
     def mean_losses(self) -> Tensor:
         """Returns each client's mean loss over all examples that it has seen, shape (k,)."""
         return self.loss_sums / self.example_counts
+
+    def check_shared_buffers_unchanged(self) -> None:
+        """Raises a `CannotStackError` if the network changed a buffer that no known layer holds, and of which there is only
+        one for all clients: a counter of its own, say, which each client must have to itself."""
+        for name, buffer in self.module.named_buffers():
+            if name in self._shared_buffers and not torch.equal(buffer, self._shared_buffers[name]):
+                raise CannotStackError(f"buffer {name!r} changes in training")
 
     def client_tensors(self, client: int) -> dict[str, Tensor]:
         """Returns `{name: tensor}` for the parameters and buffers of one client, as views of the stacked tensors."""
